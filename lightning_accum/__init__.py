@@ -1,0 +1,15 @@
+"""Gradient accumulation for PyTorch Lightning that is right: one window, one batch."""
+
+from lightning_accum.callback import GradientAccumulation
+from lightning_accum.strategies import AccumulationStrategy, DDPAccumulationStrategy
+from lightning_accum.weight import SampleCount, TokenCount
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccumulationStrategy",
+    "DDPAccumulationStrategy",
+    "GradientAccumulation",
+    "SampleCount",
+    "TokenCount",
+]

@@ -1,0 +1,87 @@
+"""Where a window ends. Loader batches and the end of the data ask the same object."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+Tail: TypeAlias = Literal["step", "drop", "carry"]
+
+
+class Boundary:
+    """Decides which loader batch is the last of its window.
+
+    Counts are loader batches over the whole training, epochs included, so a window may reach over the end of an epoch.
+
+    Args:
+        tail: what the end of an epoch does to an unfinished window.
+
+    Example:
+        >>> boundary = Boundary("step")
+        >>> [boundary.is_reached(seen, size=2) for seen in (1, 2)]
+        [False, True]
+        >>> boundary.close(2)
+        >>> boundary.is_reached(3, size=2), boundary.is_reached(3, size=2, is_end=True)
+        (False, True)
+    """
+
+    def __init__(self, tail: Tail) -> None:
+        self.tail = tail
+        self.closed_at = 0
+        """The loader batch, counted from 1, that ended the last window."""
+        self.size: int | None = None
+        """Loader batches in the window that is under way; None before the first."""
+
+    def is_reached(self, seen: int, size: int, is_end: bool = False, is_end_of_training: bool = False) -> bool:
+        """Whether the window ends with loader batch number ``seen``.
+
+        Between the end of a window and the next loader batch the answer stays True.
+
+        Args:
+            seen: loader batches so far, this one included.
+            size: loader batches in a window; a window keeps the size that it began with.
+            is_end: no batch follows in this epoch.
+            is_end_of_training: nor in any other.
+        """
+        position = seen - self.closed_at
+        if position == 0:
+            return True
+        if position == 1 or self.size is None:
+            self.size = size
+        if position >= self.size:
+            return True
+        return is_end and (self.tail == "step" or (self.tail == "carry" and is_end_of_training))
+
+    def position(self, seen: int) -> int:
+        """Loader batches in the window so far."""
+        return seen - self.closed_at
+
+    def close(self, seen: int) -> None:
+        """End the window with loader batch ``seen``."""
+        self.closed_at = seen
+
+
+def count_windows(batches: int, epochs: int, size: Callable[[int], int], tail: Tail) -> int:
+    """The number of optimizer steps in a training of known length.
+
+    Args:
+        batches: loader batches in an epoch.
+        epochs: how many epochs.
+        size: loader batches in a window that begins in the given epoch (from 0).
+        tail: what the end of an epoch does to an unfinished window.
+
+    Example:
+        >>> count_windows(6, 4, lambda epoch: 1 if epoch == 0 else 4, "step")  # 6 + 2 + 2 + 2
+        12
+        >>> count_windows(6, 4, lambda epoch: 4, "carry"), count_windows(6, 4, lambda epoch: 4, "drop")
+        (6, 4)
+    """
+    if tail != "carry":
+        rounding = math.ceil if tail == "step" else math.floor
+        return sum(rounding(batches / size(epoch)) for epoch in range(epochs))
+    begun = windows = 0
+    while begun < batches * epochs:
+        begun += size(begun // batches)
+        windows += 1
+    return windows

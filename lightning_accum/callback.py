@@ -1,0 +1,211 @@
+"""GradientAccumulation: the policy, and what one sees of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torchmetrics import MeanMetric
+from typing_extensions import override
+
+from lightning_accum.accumulation import Accumulation, Policy
+from lightning_accum.boundary import Tail
+from lightning_accum.lr_schedule import SchedulerCounts
+from lightning_accum.weight import Weight
+
+if TYPE_CHECKING:
+    from lightning_accum.window import ClosedWindow
+
+
+class GradientAccumulation(Callback):
+    """Accumulate gradients over windows of loader batches, so that each window takes the step of one batch.
+
+    Needs one of this package's strategies: ``Trainer(strategy="accum")`` on one device, ``"accum_ddp"`` on several. They work
+    without this callback too, with its defaults.
+
+    It logs once an optimizer step: ``window/loss`` (what the full batch would have printed), ``window/weight`` and
+    ``window/total_weight`` (tokens, for a language model), ``window/micro_batches``, ``window/optimizer_steps``,
+    ``window/weight_per_second``, ``window/grad_norm`` where the Trainer clips by norm, and ``window/loss_epoch`` at the end of
+    an epoch.
+
+    Args:
+        window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the epoch (from 0) in which n
+            begins to hold; None for the Trainer's ``accumulate_grad_batches``.
+        weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
+            :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
+            is the classic mean of the micro-batches' means.
+        tail: what the end of an epoch does to an unfinished window. ``"step"``: an optimizer step on what is there, exactly.
+            ``"drop"``: its gradients are dropped. ``"carry"``: the window goes on in the next epoch; the last one of the
+            training steps.
+        scheduler_counts: a scheduler with ``interval="step"`` steps once every ``frequency`` ``"optimizer_steps"`` that really
+            happened; or once every ``frequency`` of the ``"micro_batches"`` (loader batches) that these took, for a schedule
+            that was written for training without accumulation.
+        log: whether to log the metrics above and to show the first in the progress bar.
+
+    Raises:
+        MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is none of
+            this package's, or its ``accumulate_grad_batches`` says something else than ``window``.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(accelerator="cpu", strategy="accum", callbacks=[GradientAccumulation(8)], logger=False)
+    """
+
+    def __init__(
+        self,
+        window: int | Mapping[int, int] | None = None,
+        *,
+        weight: Weight | Literal["auto", "equal"] = "auto",
+        tail: Tail = "step",
+        scheduler_counts: SchedulerCounts = "optimizer_steps",
+        log: bool = True,
+    ) -> None:
+        _check_window(window)
+        if not (callable(weight) or weight in ("auto", "equal")):
+            raise MisconfigurationException(f'weight={weight!r}: expected "auto", "equal" or a callable of the batch')
+        if tail not in ("step", "drop", "carry"):
+            raise MisconfigurationException(f'tail={tail!r}: expected "step", "drop" or "carry"')
+        if scheduler_counts not in ("optimizer_steps", "micro_batches"):
+            raise MisconfigurationException(
+                f'scheduler_counts={scheduler_counts!r}: expected "optimizer_steps" or "micro_batches"'
+            )
+        self.policy = Policy(window, weight, tail, scheduler_counts, log)
+        self._accumulation: Accumulation | None = None
+        self._state: dict[str, Any] = {}
+        self._trainers_own: int | None = None
+        self._logged: ClosedWindow | None = None
+        self._started = 0.0
+
+    # --- before training --------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        from lightning_accum.strategies import AccumulationMixin  # which needs this callback for its defaults
+
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, AccumulationMixin):
+            raise MisconfigurationException(
+                f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
+                ' Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several.'
+            )
+        size = self.policy.size_at(trainer.current_epoch)
+        if size is None:
+            return
+        if trainer.accumulate_grad_batches not in (1, size):
+            raise MisconfigurationException(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and"
+                f" GradientAccumulation({self.policy.window!r}) both set the window. Set it in one of them."
+            )
+        if not pl_module.automatic_optimization and self.policy.sizes() != {1}:
+            raise MisconfigurationException(
+                f"GradientAccumulation({self.policy.window!r}) steps the optimizer for you, but {type(pl_module).__name__} has"
+                " automatic_optimization=False and steps it by itself."
+            )
+        self._trainers_own = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches = size  # where tuners, monitors and Lightning itself look for it
+
+    def connect(self, accumulation: Accumulation) -> None:
+        """Take hold of the run's state, and give it what a checkpoint said. Called by the strategy."""
+        self._accumulation = accumulation
+        if self._state:
+            accumulation.load_state_dict(self._state)
+            self._state = {}
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._epoch_loss = MeanMetric(sync_on_compute=False, nan_strategy="ignore").to(pl_module.device)
+        self._throughput = Throughput(window_size=50)
+        self._started = time.perf_counter()
+        self._elements = self._windows = 0
+        self._logged = None
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        size = self.policy.size_at(trainer.current_epoch)
+        if isinstance(self.policy.window, Mapping) and size is not None:
+            trainer.accumulate_grad_batches = size
+
+    # --- what one sees ----------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        accumulation = self._accumulation
+        if accumulation is None or not self.policy.log or not accumulation.is_boundary:
+            return
+        closed = accumulation.closed
+        if closed is None or closed.is_empty or closed is self._logged:
+            return
+        self._logged = closed
+        self._epoch_loss.update(closed.loss, closed.weight)
+        metrics: dict[str, Tensor | float] = {
+            "window/weight": closed.weight,
+            "window/total_weight": accumulation.total_weight,
+            "window/micro_batches": float(closed.micro_batches),
+        }
+        norms = trainer.strategy.gradient_norms
+        if norms:
+            metrics["window/grad_norm"] = norms.pop()
+            norms.clear()
+        if not isinstance(closed.weight, Tensor):
+            metrics.update(self._speed(closed.weight))
+        options: dict[str, Any] = {"on_step": True, "on_epoch": False, "batch_size": 1}
+        pl_module.log("window/loss", closed.loss, prog_bar=True, **options)
+        pl_module.log("window/optimizer_steps", float(accumulation.clock.optimizer_steps), prog_bar=True, **options)
+        pl_module.log_dict(metrics, **options)
+
+    def _speed(self, weight: float) -> dict[str, Tensor | float]:
+        self._windows += 1
+        self._elements += round(weight)
+        self._throughput.update(time=time.perf_counter() - self._started, batches=self._windows, samples=self._elements)
+        rates = self._throughput.compute()
+        return {"window/weight_per_second": rates["device/samples_per_sec"]} if "device/samples_per_sec" in rates else {}
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.policy.log and self._epoch_loss.update_called:
+            pl_module.log("window/loss_epoch", self._epoch_loss.compute())
+            self._epoch_loss.reset()
+
+    # --- after training ---------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._give_back(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._give_back(trainer)
+
+    def _give_back(self, trainer: pl.Trainer) -> None:
+        if self._trainers_own is not None:
+            trainer.accumulate_grad_batches = self._trainers_own
+            self._trainers_own = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._state if self._accumulation is None else self._accumulation.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state = state_dict
+
+
+def _check_window(window: Any) -> None:
+    if isinstance(window, Mapping):
+        if not window or any(not _is_natural(epoch, 0) or not _is_natural(size, 1) for epoch, size in window.items()):
+            raise MisconfigurationException(f"window={window!r}: expected {{epoch: loader batches}} with epochs from 0 and sizes from 1")
+        if 0 not in window:
+            raise MisconfigurationException(f"window={dict(window)!r} does not say what holds in epoch 0; add {{0: 1}}")
+    elif window is not None and not _is_natural(window, 1):
+        raise MisconfigurationException(f"window={window!r}: expected a number of loader batches from 1, {{epoch: number}} or None")
+
+
+def _is_natural(number: Any, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least

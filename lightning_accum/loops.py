@@ -1,0 +1,300 @@
+"""The places where Lightning's training loop decides about accumulation, handed over to the strategy.
+
+This is the only file that touches Lightning's internals (underscored names). All were read in Lightning 2.6.6;
+``tests/test_lightning_internals.py`` fails loudly when a release moves one.
+
+The loops of a Trainer keep their identity and their progress, since checkpoints, tuners and callbacks hold on to them: each
+gets a subclass of its own class instead of a successor.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accum.boundary import count_windows
+
+if TYPE_CHECKING:
+    from lightning_accum.strategies import AccumulationMixin
+
+
+def install(trainer: pl.Trainer) -> None:
+    """Hand the decisions of the Trainer's fit loop over to its strategy."""
+    fit_loop = trainer.fit_loop
+    _specialise(trainer, _CountingTrainer)
+    _specialise(fit_loop, _AccumulatingFitLoop)
+    _specialise(fit_loop.epoch_loop, _AccumulatingEpochLoop)
+    _specialise(fit_loop.epoch_loop.automatic_optimization, _WindowOptimization)
+
+
+def _specialise(instance: Any, mixin: type) -> None:
+    if not isinstance(instance, mixin):
+        instance.__class__ = _subclass(mixin, type(instance))
+
+
+@lru_cache(maxsize=None)
+def _subclass(mixin: type, base: type) -> type:
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _strategy(loop: Any) -> AccumulationMixin:
+    return cast("AccumulationMixin", loop.trainer.strategy)
+
+
+def loader_batches_seen(trainer: pl.Trainer) -> int:
+    """Loader batches that training has drawn so far, over all epochs."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def is_accumulating(trainer: pl.Trainer) -> bool:
+    """Whether the loader batch that is under way is inside a window, not at its boundary."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def loader_batches_into_window(trainer: pl.Trainer) -> int:
+    """Where in its window a run goes on that was restarted in the middle of an epoch, as Lightning counts."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    ready = epoch_loop.batch_progress.current.ready
+    if not epoch_loop.restarting or ready >= trainer.num_training_batches:
+        return 0
+    return ready % trainer.accumulate_grad_batches
+
+
+@contextmanager
+def noting_gradient_norm(trainer: pl.Trainer, norms: list[Tensor]) -> Iterator[None]:
+    """Keep the norm that clipping computes anyway: Lightning's precision plugin throws it away."""
+    plugin = trainer.precision_plugin
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        import torch
+
+        norms.append(torch.nn.utils.clip_grad_norm_(plugin.main_params(optimizer), clip_val))
+
+    if type(plugin).clip_grad_by_norm is not pl.plugins.precision.Precision.clip_grad_by_norm:
+        yield  # a plugin with a clipping of its own
+        return
+    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del plugin.clip_grad_by_norm
+
+
+class _CountingTrainer(pl.Trainer):
+    """``estimated_stepping_batches`` is the number of optimizer steps that will happen."""
+
+    @property
+    @override
+    def estimated_stepping_batches(self) -> int | float:
+        lightnings = super().estimated_stepping_batches  # also sets up the data, and knows the cases without a length
+        policy = _strategy(self.fit_loop).policy
+        batches, epochs = self.num_training_batches, self.max_epochs
+        if epochs is None or epochs == -1 or batches == float("inf"):
+            return lightnings
+        scheduler = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
+
+        def size(epoch: int) -> int:
+            if scheduler is not None:
+                return scheduler.get_accumulate_grad_batches(epoch)
+            return policy.size_at(epoch) or self.accumulate_grad_batches
+
+        steps = count_windows(int(batches), max(epochs, 1), size, policy.tail)
+        return steps if self.max_steps == -1 else min(steps, self.max_steps)
+
+
+class _AccumulatingFitLoop(_FitLoop):
+    @override
+    def on_run_end(self) -> None:
+        epoch_loop = cast("_AccumulatingEpochLoop", self.epoch_loop)
+        epoch_loop.finish_window(is_end_of_training=True)
+        super().on_run_end()
+
+
+class _AccumulatingEpochLoop(_TrainingEpochLoop):
+    @override
+    def _should_accumulate(self) -> bool:
+        accumulation = _strategy(self).accumulation
+        if accumulation is None:
+            return super()._should_accumulate()
+        trainer, fit_loop = self.trainer, self.trainer.fit_loop
+        max_epochs = fit_loop.max_epochs
+        return not accumulation.boundary.is_reached(
+            self.batch_progress.total.ready,
+            trainer.accumulate_grad_batches,
+            is_end=self._num_ready_batches_reached(),
+            is_end_of_training=max_epochs not in (None, -1) and fit_loop.epoch_progress.current.processed + 1 >= max_epochs,
+        )
+
+    @override
+    def run(self, data_fetcher: _DataFetcher) -> None:
+        super().run(data_fetcher)
+        strategy = _strategy(self)
+        if strategy.accumulation is not None and strategy.accumulation.policy.tail != "carry":
+            self.finish_window(is_end_of_training=False)
+
+    def finish_window(self, is_end_of_training: bool) -> None:
+        """An unfinished window meets the end of its epoch, or of the training."""
+        accumulation = _strategy(self).accumulation
+        seen = self.batch_progress.total.ready
+        if accumulation is None or accumulation.boundary.position(seen) <= 0:
+            return
+        if accumulation.policy.tail == "drop":
+            lost = accumulation.discard(seen)
+            call._call_lightning_module_hook(self.trainer, "zero_grad")
+            rank_zero_info(
+                f"GradientAccumulation(tail='drop'): the gradients of {lost} loader batches at the end of epoch"
+                f" {self.trainer.current_epoch} are dropped."
+            )
+            return
+        accumulation.is_boundary = True
+        self._step_without_batch()
+        if self.trainer.lightning_module.automatic_optimization:
+            super().update_lr_schedulers("step", update_plateau_schedulers=False)
+            super().update_lr_schedulers("step", update_plateau_schedulers=True)
+
+    @override
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        # the first thing that Lightning does after every loader batch, also where it was None and nothing ran
+        if interval == "step" and not update_plateau_schedulers:
+            self._visit_skipped_batch()
+        super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def _visit_skipped_batch(self) -> None:
+        """A loader batch that ran no training_step counts in its window, with weight 0."""
+        strategy, optimization = _strategy(self), cast("_WindowOptimization", self.automatic_optimization)
+        accumulation, seen = strategy.accumulation, self.batch_progress.total.ready
+        if accumulation is None or optimization.visited == seen:
+            return
+        optimization.visited = seen
+        accumulation.is_boundary = not self._should_accumulate()
+        if accumulation.is_plain():
+            accumulation.discard(seen)
+            accumulation.after_optimizer_step(has_stepped=False)
+        elif accumulation.is_boundary:
+            self._step_without_batch()
+        else:
+            strategy.run_without_batch()
+
+    def _step_without_batch(self) -> None:
+        strategy = _strategy(self)
+        optimization = cast("_WindowOptimization", self.automatic_optimization)
+        optimization._optimizer_step(self.batch_idx, strategy.run_without_batch)
+
+    @override
+    def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
+        strategy = _strategy(self)
+        if interval != "step" or strategy.accumulation is None:
+            super()._update_learning_rates(interval, update_plateau_schedulers)
+            return
+        # Lightning counts loader batches of the epoch; what is due is decided here, and stepped by Lightning
+        clock = strategy.accumulation.clock
+        configs = strategy.lr_scheduler_configs
+        due = []
+        for config in configs:
+            if config.interval == "step":
+                due += [replace(config, frequency=1)] * clock.times_due(config.frequency)
+        strategy.lr_scheduler_configs = due
+        try:
+            super()._update_learning_rates(interval, update_plateau_schedulers)
+        finally:
+            strategy.lr_scheduler_configs = configs
+
+
+class _WindowOptimization(_AutomaticOptimization):
+    visited = 0
+    """The loader batch whose training_step ran last, counted from 1 over all epochs."""
+
+    @override
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        strategy = _strategy(self)
+        if strategy.accumulation is None:
+            return super()._make_closure(kwargs, optimizer, batch_idx)
+        self.visited = loader_batches_seen(self.trainer)
+        if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
+            strategy.accumulation.window.discard()
+        strategy.accumulation.is_boundary = not self.trainer.fit_loop._should_accumulate()
+        return _WindowClosure(
+            strategy,
+            step_fn=self._make_step_fn(kwargs),
+            backward_fn=self._make_backward_fn(optimizer),
+            zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer),
+        )
+
+    @override
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+        accumulation = _strategy(self).accumulation
+        if accumulation is None:
+            return super()._make_zero_grad_fn(batch_idx, optimizer)
+        if self._skip_backward or not accumulation.is_zero_grad_due:
+            return None
+
+        def zero_grad_fn() -> None:
+            accumulation.is_zero_grad_due = False
+            self._on_before_zero_grad(optimizer)
+            self._optimizer_zero_grad(batch_idx, optimizer)
+
+        return zero_grad_fn
+
+    @override
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        if _strategy(self).accumulation is None:
+            return super()._training_step(kwargs)
+        # Lightning divides the loss by accumulate_grad_batches here, and refuses None on more than one rank
+        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        result = self.output_result_cls.from_training_step_output(output, normalize=1)
+        if result.closure_loss is not None:
+            result.closure_loss = output["loss"] if isinstance(output, Mapping) else output  # without the division by 1
+        return result
+
+    @override
+    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
+        strategy = _strategy(self)
+        if strategy.accumulation is None:
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+            return
+        with noting_gradient_norm(self.trainer, strategy.gradient_norms) if self.trainer.gradient_clip_val else nullcontext():
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+        strategy.after_optimizer_step()
+        closed = strategy.accumulation.closed
+        if closed is not None and closed.is_empty:  # no step was taken, none is counted
+            for tracker in (self.optim_progress.optimizer.step.total, self.optim_progress.optimizer.step.current):
+                tracker.ready -= 1
+                tracker.completed -= 1
+
+
+class _WindowClosure(Closure):
+    """Lightning's closure (training_step, zero_grad, backward), and at a boundary the end of the window."""
+
+    def __init__(self, strategy: AccumulationMixin, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._strategy = strategy
+        self._is_whole_window = strategy.accumulation is not None and strategy.accumulation.boundary.size == 1
+        self._runs = 0
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        self._runs += 1
+        if self._runs > 1 and not self._is_whole_window:
+            raise RuntimeError(
+                "The optimizer calls its closure more than once in a step, as LBFGS does. A window of several loader batches"
+                " cannot be run again: their data is gone. Use a window of 1, or another optimizer."
+            )
+        loss = super().__call__(*args, **kwargs)
+        window_loss = self._strategy.end_micro_batch()
+        return loss if self._strategy.is_plain() else window_loss

@@ -1,0 +1,112 @@
+"""When gradients are reduced over the ranks: one small object an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_accum.graph import zero_loss_of
+
+SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
+
+
+class DDPSync:
+    """Reduction of the gradients of a DistributedDataParallel module.
+
+    Reducing more often than once a window is exact too: an averaged gradient stays what it is under another average.
+
+    Args:
+        ddp: the wrapped module.
+        policy: reduce once a window, or at every micro-batch.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, policy: SyncPolicy = "window") -> None:
+        self._ddp = ddp
+        self._policy = policy
+        self._trainable = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+        self._used: list[nn.Parameter] = []
+        self._stand_in: Tensor | None = None
+
+    def blocked(self) -> AbstractContextManager[Any]:
+        """A micro-batch that is not the last of its window: no reduction in its forward and backward."""
+        if self._policy == "micro_batch":
+            return nullcontext()
+        # A static graph is recorded at the first backward and reduced with it: torch raises "SystemError" or an internal assert
+        # where that happens under no_sync (Lightning-AI/pytorch-lightning #19354, #20704; still so in torch 2.13).
+        if self.is_recording_graph():
+            return nullcontext()
+        return self._ddp.no_sync()
+
+    def is_recording_graph(self) -> bool:
+        """A static graph is recorded in the next forward and backward, and both have to be the module's own."""
+        return bool(self._ddp.static_graph and not self._ddp._static_graph_delay_allreduce_enqueued)
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``step`` inside the wrapper's forward, where it prepares its reduction.
+
+        Where ``step`` returns None, this rank still has to take part in the reduction of the others: a loss of 0 that depends on
+        the parameters stands in for the missing one, and waits for :meth:`backward_without_loss`.
+        """
+
+        def or_stand_in(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            if output is None and self._ddp.require_backward_grad_sync:
+                self._stand_in = self._zero_loss()
+                return self._stand_in
+            return output
+
+        self._stand_in = None
+        with _forward_replaced(self._ddp.module, or_stand_in):
+            output = self._ddp(*args, **kwargs)
+        if self._stand_in is not None:
+            self._stand_in = output  # as the wrapper returned it
+            return None
+        return output
+
+    def forward_without_batch(self) -> None:
+        """Take part in the other ranks' forward: DistributedDataParallel may rebuild its buckets and broadcast buffers there."""
+        self.forward(lambda: None)
+
+    def backward_without_loss(self) -> None:
+        """Take part in the other ranks' backward, adding zeros."""
+        if self._stand_in is not None:
+            self._stand_in.backward()
+            self._stand_in = None
+
+    def note_used_parameters(self) -> None:
+        """Remember which parameters a window gave gradients to."""
+        if not self._used and (self._ddp.find_unused_parameters or self._ddp.static_graph):
+            self._used = [parameter for parameter in self._trainable if parameter.grad is not None]
+
+    def _zero_loss(self) -> Tensor:
+        parameters = self._trainable
+        if self._ddp.find_unused_parameters or self._ddp.static_graph:
+            # a parameter that no rank uses must stay without a gradient, or weight decay and momentum would move it
+            parameters = [parameter for parameter in self._trainable if parameter.grad is not None] or self._used or parameters
+        return zero_loss_of(parameters)
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Have the next call of ``module`` run ``function``, which may itself call ``module.forward``."""
+    original = vars(module).get("forward")
+
+    def restore() -> None:
+        if original is None:
+            vars(module).pop("forward", None)
+        else:
+            module.forward = original
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        return function(*args, **kwargs)
+
+    module.forward = once
+    try:
+        yield
+    finally:
+        restore()
