@@ -130,11 +130,10 @@ class AccumulationMixin(Strategy):
             At a boundary the loss of the window; None inside a window, and where the window had no weight.
         """
         assert self.accumulation is not None
-        had_loss = self.accumulation.end_micro_batch()
+        if not self.accumulation.end_micro_batch():
+            self._backward_without_loss()
         if not self.accumulation.is_boundary:
             return None
-        if not had_loss:
-            self._backward_without_loss()
         seen = loops.loader_batches_seen(self._trainer())
         if self.accumulation.is_plain():
             self.accumulation.close_plain(seen)

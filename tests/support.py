@@ -1,0 +1,180 @@
+"""What the tests share: small modules, hand-written full-batch loops, and a Trainer without its trimmings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_accum import DDPAccumulationStrategy
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+}
+
+
+def fp16_on_cpu(init_scale: float = 256.0) -> MixedPrecision:
+    """16-mixed with a real GradScaler; by its name alone Lightning would fall back to bfloat16 on a CPU."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=init_scale))
+
+
+def trainer(strategy: Any = "accum", **kwargs: Any) -> pl.Trainer:
+    """A Trainer on the CPU that writes and prints nothing."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "use_distributed_sampler": False, **quiet}
+    return pl.Trainer(strategy=strategy, **{**defaults, **kwargs})
+
+
+def ddp(**kwargs: Any) -> DDPAccumulationStrategy:
+    """Two or more real processes, forked by Lightning's own launcher, that cannot hang for long."""
+    return DDPAccumulationStrategy(**{"start_method": "fork", "timeout": timedelta(seconds=60), **kwargs})
+
+
+def relative_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """The norm of all differences over the norm of what was expected."""
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True)]
+    difference = math.sqrt(sum((a - b).square().sum().item() for a, b in pairs))
+    return difference / math.sqrt(sum(b.square().sum().item() for _, b in pairs))
+
+
+class ListOfBatches(torch.utils.data.Dataset):
+    """A dataset whose items are whole batches."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index]
+
+
+def loader(batches: Sequence[Any]) -> DataLoader:
+    """A loader that yields exactly ``batches``, None included."""
+    return DataLoader(ListOfBatches(batches), batch_size=None, shuffle=False)
+
+
+class Scalar(pl.LightningModule):
+    """One parameter ``w``, loss ``mean(w * x)``: the gradient is the mean of x, and SGD with lr 1 shows it.
+
+    ``by_rank`` gives every rank a loader of its own.
+    """
+
+    def __init__(self, batches: Sequence[Any] = (), by_rank: Sequence[Sequence[Any]] | None = None, lr: float = 1.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.batches, self.by_rank, self.lr = batches, by_rank, lr
+        self.gradients: list[float] = []  # what on_before_optimizer_step saw
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append(self.w.grad.item())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def loss(self, x: Tensor) -> Tensor | None:
+        if x.isnan().any():  # how these tests ask for training_step to return None
+            return None
+        return (self.w * x).mean()
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(self.batches if self.by_rank is None else self.by_rank[self.trainer.global_rank])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    @property
+    def total(self) -> float:
+        """The sum of the gradients stepped so far, as the parameter shows it (also after a fit in other processes)."""
+        return -self.w.item() / self.lr
+
+
+def x(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+NONE_LOSS = torch.tensor([math.nan], dtype=torch.float64)
+
+
+class TinyGPT(nn.Module):
+    """Two causal transformer blocks over bytes; gives logits of shape (batch, length, vocabulary)."""
+
+    def __init__(self, vocabulary: int = 17, width: int = 16, length: int = 12) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.blocks = nn.ModuleList(
+            # no biases: the gradient of a key's bias is 0 but for rounding, and Adam divides it by its own size
+            nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True, norm_first=True, bias=False)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        hidden = self.token(tokens) + self.position[:length]
+        mask = torch.full((length, length), -math.inf, dtype=hidden.dtype, device=hidden.device).triu(1)
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask)
+        return self.head(hidden)
+
+
+def language_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+class Language(pl.LightningModule):
+    """A causal language model that knows nothing of accumulation."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = TinyGPT().double()  # a forked fit hands its parameters back in the module's own type
+        self.optimizer = optimizer
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return language_loss(self.net(batch["input_ids"]), batch["labels"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+def sentences(number: int, longest: int = 12, vocabulary: int = 17) -> list[Tensor]:
+    """Sequences of very different lengths."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, longest + 1, (number,), generator=generator)
+    return [torch.randint(0, vocabulary, (int(length),), generator=generator) for length in lengths]
+
+
+def pad(rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Join sequences into a batch: 0 as padding, -100 in the labels."""
+    inputs = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    labels = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=-100)
+    return {"input_ids": inputs, "labels": labels}
+
+
+def train_by_hand(
+    module: pl.LightningModule, batches: Sequence[Any], epochs: int, loss: Callable[[Any], Tensor] | None = None, **clip: float
+) -> pl.LightningModule:
+    """The hand-written loop over full batches: the reference that knows no Trainer."""
+    optimizer = module.configure_optimizers()
+    for _ in range(epochs):
+        for batch in batches:
+            optimizer.zero_grad()
+            (module.training_step(batch, 0) if loss is None else loss(batch)).backward()
+            if "norm" in clip:
+                nn.utils.clip_grad_norm_(module.parameters(), clip["norm"])
+            if "value" in clip:
+                nn.utils.clip_grad_value_(module.parameters(), clip["value"])
+            optimizer.step()
+    return module

@@ -1,0 +1,304 @@
+"""One test for each situation that is wrong elsewhere; the figure of the right column is what the full batch gives.
+
+References are to Lightning-AI/pytorch-lightning. Figures of Lightning itself were measured on 2.6.6.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support import NONE_LOSS, Scalar, ddp, fp16_on_cpu, loader, trainer, x
+from torch.nn import functional as F
+
+from lightning_accum import GradientAccumulation
+
+
+def fit(module: Scalar, window: int, **kwargs):
+    run = trainer(callbacks=[GradientAccumulation(window), *kwargs.pop("callbacks", [])], **kwargs)
+    run.fit(module)
+    return run
+
+
+# --- uneven windows ---------------------------------------------------------------------------------------------------
+
+
+def test_micro_batches_of_1_and_9_tokens_20350() -> None:
+    module = Scalar([x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)])
+    fit(module, 2)
+    assert module.gradients == pytest.approx([4.6], rel=1e-15)  # Lightning: 3.0, the mean of the means 1 and 5
+
+
+def test_tail_of_two_batches_in_a_window_of_four_19987() -> None:
+    module = Scalar([x(i) for i in range(1, 11)])
+    fit(module, 4)
+    assert module.gradients == [2.5, 6.5, 9.5]  # Lightning: the last is 4.75, divided by 4
+
+
+def test_epoch_shorter_than_the_window() -> None:
+    module = Scalar([x(1), x(2), x(3)])
+    fit(module, 4)
+    assert module.gradients == [2.0]  # Lightning: 1.5
+
+
+# --- nothing there ----------------------------------------------------------------------------------------------------
+
+
+def test_none_batch_at_the_start_of_a_window_leaks_no_stale_gradient() -> None:
+    module = Scalar([x(1), x(2), x(3), x(4), None, x(6), x(7), x(8)])
+    fit(module, 4)
+    assert module.gradients == [2.5, 7.0]  # Lightning: 7.75, zero_grad was skipped
+
+
+def test_none_batch_in_the_middle_of_a_window() -> None:
+    module = Scalar([x(1), None, x(3), x(5)])
+    fit(module, 4)
+    assert module.gradients == [3.0]
+
+
+def test_none_batch_at_the_end_of_a_window_still_steps() -> None:
+    module = Scalar([x(1), x(2), x(3), None, x(5), x(6), x(7), x(8)])
+    run = fit(module, 4)
+    assert module.gradients == [2.0, 6.5]  # Lightning: the first window is lost
+    assert run.global_step == 2
+
+
+def test_none_batch_at_the_end_of_an_epoch_still_steps() -> None:
+    module = Scalar([x(1), x(2), None])
+    fit(module, 4)
+    assert module.gradients == [1.5]
+
+
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_training_step_returns_none(position: int) -> None:
+    batches = [x(1), x(3), x(4)]
+    batches.insert(position, NONE_LOSS)
+    module = Scalar(batches)
+    fit(module, 4)
+    assert module.gradients == pytest.approx([8 / 3], rel=1e-15)  # Lightning: 2.0, divided by 4
+
+
+def test_window_of_nothing_steps_nothing() -> None:
+    module = Scalar([None, NONE_LOSS, x(3), x(5)])
+    run = fit(module, 2)
+    assert module.gradients == [4.0]
+    assert run.global_step == 1
+
+
+@pytest.mark.parametrize("missing", [None, NONE_LOSS], ids=["batch", "loss"])
+def test_fp16_and_none_on_the_boundary_is_as_if_it_had_not_been_there(missing) -> None:
+    module = Scalar([x(1), x(2), x(3), missing])
+    run = fit(module, 4, plugins=fp16_on_cpu())
+    assert module.gradients == [2.0]  # Lightning: 1536, still scaled by 256 x 3, and the step is counted but not made
+    assert module.total == 2.0
+    assert run.global_step == 1
+
+
+# --- on one rank only -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [None, NONE_LOSS], ids=["batch", "loss"])
+@pytest.mark.parametrize("position", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"sync": "micro_batch"}],
+    ids=["plain", "find_unused", "static_graph", "sync_each"],
+)
+def test_nothing_on_one_of_two_ranks(missing, position: int, options: dict) -> None:
+    here, there = [x(1), x(2), x(3), x(4)], [x(10, 20), x(30), x(40), x(50)]
+    here[position] = missing
+    module = Scalar(by_rank=[here, there])
+    trainer(ddp(**options), devices=2, accumulate_grad_batches=4).fit(module)
+    present = [value for value in here if value is not missing]
+    expected = torch.cat(present + there).mean().item()  # Lightning: RuntimeError, or ranks that wait for each other
+    assert module.total == pytest.approx(expected, rel=1e-14)
+
+
+def test_rank_with_nothing_at_all_adds_nothing() -> None:
+    module = Scalar(by_rank=[[None, NONE_LOSS], [x(2), x(4)]])
+    trainer(ddp(), devices=2, accumulate_grad_batches=2).fit(module)
+    assert module.total == 3.0
+
+
+def test_window_that_is_empty_on_all_ranks_hangs_none() -> None:
+    module = Scalar(by_rank=[[None, NONE_LOSS, x(1), x(2)], [NONE_LOSS, None, x(3), x(6)]])
+    trainer(ddp(), devices=2, accumulate_grad_batches=2).fit(module)
+    assert module.total == 3.0
+
+
+class WithBuffers(Scalar):
+    """DistributedDataParallel broadcasts buffers in its forward: a rank that stays away would be out of step."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.register_buffer("calls", torch.zeros(3))
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_none_batch_on_one_rank_keeps_the_broadcast_of_buffers_in_step() -> None:
+    module = WithBuffers(by_rank=[[x(1), x(2), x(3), x(4)], [x(5), x(6), None, x(7)]])
+    trainer(ddp(), devices=2, accumulate_grad_batches=2).fit(module)
+    assert module.total == pytest.approx((1 + 2 + 5 + 6) / 4 + (3 + 4 + 7) / 3, rel=1e-15)
+
+
+# --- schedulers -------------------------------------------------------------------------------------------------------
+
+
+class Scheduled(Scalar):
+    frequency = 1
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10**6)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": self.frequency}]
+
+
+@pytest.mark.parametrize(("frequency", "steps"), [(1, 4), (2, 2), (4, 1)])
+def test_scheduler_frequency_counts_optimizer_steps_17544_12894(frequency: int, steps: int) -> None:
+    module = Scheduled([x(i) for i in range(16)])
+    module.frequency = frequency
+    run = fit(module, 4)
+    assert run.lr_scheduler_configs[0].scheduler.last_epoch == steps  # Lightning: 4 with each frequency
+
+
+class PlantedInf(Scheduled):
+    """The gradient of one window overflows, as float16 gradients do."""
+
+    overflow_at = 1
+    scheduler_seen: tuple[int, ...] = ()
+
+    def on_after_backward(self) -> None:
+        if self.trainer.fit_loop.batch_idx // 2 == self.overflow_at:
+            self.w.grad.fill_(math.inf)
+
+    def on_train_batch_end(self, *args) -> None:
+        self.scheduler_seen += (self.lr_schedulers().last_epoch,)
+
+
+def test_scheduler_waits_where_the_scaler_skips_a_step_16228_18828() -> None:
+    module = PlantedInf([x(i) for i in (1, 3, 5, 7, 9, 11)])
+    callback = GradientAccumulation(2)
+    run = trainer(callbacks=[callback], plugins=fp16_on_cpu())
+    run.fit(module)
+    assert module.scheduler_seen == (0, 1, 1, 1, 1, 2)  # Lightning: (0, 1, 1, 2, 2, 3)
+    assert module.total == 2.0 + 10.0
+    assert callback.state_dict()["optimizer_steps"] == 2
+
+
+def test_estimated_stepping_batches_of_an_epoch_schedule() -> None:
+    seen = []
+
+    class Asks(Scalar):
+        def configure_optimizers(self):
+            seen.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    module = Asks([x(i) for i in range(8)])
+    run = trainer(callbacks=[GradientAccumulation({0: 1, 1: 8})], max_epochs=3)
+    run.fit(module)
+    assert seen == [10]  # Lightning: 24
+    assert run.global_step == 10
+
+
+# --- what callbacks see -----------------------------------------------------------------------------------------------
+
+
+def test_outputs_carry_the_loss_of_the_micro_batch() -> None:
+    seen = []
+
+    class Watches(Scalar):
+        def training_step(self, batch, batch_idx):
+            return {"loss": (batch - self.w * 0).mean() + self.w, "extra": batch_idx}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
+            seen.append((outputs["loss"].item(), outputs["extra"]))
+
+    fit(Watches([x(8), x(4)]), 2)
+    assert seen == [(8.0, 0), (4.0, 1)]  # Lightning: 4.0 and 2.0
+
+
+def test_validation_in_the_middle_of_a_window_changes_nothing() -> None:
+    class Validated(Scalar):
+        def validation_step(self, batch, batch_idx) -> None:
+            assert torch.is_grad_enabled() is False
+            self.log("val", batch.mean() * self.w)
+
+        def val_dataloader(self):
+            return loader([x(1), x(2)])
+
+    batches = [x(i, i + 1) for i in range(12)]
+    plain, validated = Scalar(batches), Validated(batches)
+    fit(plain, 4)
+    fit(validated, 4, val_check_interval=3)
+    assert validated.gradients == plain.gradients
+    assert torch.equal(plain.w, validated.w)
+
+
+# --- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+
+class TwoBranches(Scalar):
+    """A parameter that only some micro-batches use."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.rare = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.never = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def loss(self, x):
+        return (self.w * x).mean() + (self.rare * x).mean() * (x.numel() == 2)
+
+    def training_step(self, batch, batch_idx):
+        if batch.numel() == 2:
+            return ((self.w + self.rare) * batch).mean()
+        return (self.w * batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0, weight_decay=0.5)
+
+
+def test_parameter_used_only_before_the_boundary_is_reduced() -> None:
+    module = TwoBranches(by_rank=[[x(1, 2), x(3)], [x(4), x(5)]])  # mosaicml/composer #9
+    trainer(ddp(find_unused_parameters=True), devices=2, accumulate_grad_batches=2).fit(module)
+    assert module.total == pytest.approx(15 / 5, rel=1e-15)
+    assert -module.rare.item() == pytest.approx(3 / 5, rel=1e-15)
+    assert module.never.item() == 1.0  # never used: no gradient, so no weight decay either
+
+
+@pytest.mark.parametrize("missing", [None, NONE_LOSS], ids=["batch", "loss"])
+def test_unused_parameter_stays_untouched_where_a_rank_has_nothing(missing) -> None:
+    class Quiet(TwoBranches):
+        def training_step(self, batch, batch_idx):
+            return None if batch.isnan().any() else super().training_step(batch, batch_idx)
+
+    module = Quiet(by_rank=[[x(1, 2), missing], [x(4), x(5)]])
+    trainer(ddp(find_unused_parameters=True), devices=2, accumulate_grad_batches=2).fit(module)
+    assert module.total == pytest.approx(12 / 4, rel=1e-15)
+    assert -module.rare.item() == pytest.approx(3 / 4, rel=1e-15)
+    assert module.never.item() == 1.0
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_static_graph_works_19354_20704(sync: str) -> None:
+    module = Scalar(by_rank=[[x(i) for i in range(8)], [x(i, 2 * i) for i in range(8)]])
+    trainer(ddp(static_graph=True, sync=sync), devices=2, accumulate_grad_batches=4).fit(module)
+    expected = sum(torch.cat([*(x(i) for i in w), *(x(i, 2 * i) for i in w)]).mean().item() for w in (range(4), range(4, 8)))
+    assert module.total == pytest.approx(expected, rel=1e-14)  # Lightning: SystemError
+
+
+def test_labels_shifted_in_the_model_are_counted_as_the_model_counts() -> None:
+    """A naive count of ``labels != -100`` takes in position 0 of every row, which predicts nothing."""
+
+    class Shifts(Scalar):
+        def training_step(self, batch, batch_idx):
+            logits = torch.stack([self.w.expand_as(batch), torch.zeros_like(batch)], -1)
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), (batch[:, 1:] > 0).long().flatten())
+
+    module = Shifts([torch.ones(1, 9, dtype=torch.float64), torch.tensor([[1.0, -1.0]], dtype=torch.float64)])
+    fit(module, 2)
+    # 8 predictions of class 1 pull by +1/2 each, one of class 0 by -1/2
+    assert module.gradients == pytest.approx([(8 * 0.5 - 1 * 0.5) / 9], rel=1e-15)
