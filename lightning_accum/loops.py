@@ -183,6 +183,9 @@ class _AccumulatingEpochLoop(_TrainingEpochLoop):
             return
         optimization.visited = seen
         accumulation.is_boundary = not self._should_accumulate()
+        zero_grad = optimization._make_zero_grad_fn(self.batch_idx, self.trainer.optimizers[0])
+        if zero_grad is not None:  # a reduction may be next, and stale gradients must not be in it
+            zero_grad()
         if accumulation.is_plain():
             accumulation.discard(seen)
             accumulation.after_optimizer_step(has_stepped=False)

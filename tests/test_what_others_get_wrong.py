@@ -116,9 +116,9 @@ def test_nothing_on_one_of_two_ranks(missing, position: int, options: dict) -> N
 
 
 def test_rank_with_nothing_at_all_adds_nothing() -> None:
-    module = Scalar(by_rank=[[None, NONE_LOSS], [x(2), x(4)]])
+    module = Scalar(by_rank=[[x(7), x(5), None, None, None, NONE_LOSS], [x(6), x(6), x(2), x(4), x(1), x(3)]])
     trainer(ddp(), devices=2, accumulate_grad_batches=2).fit(module)
-    assert module.total == 3.0
+    assert module.total == 6.0 + 3.0 + 2.0
 
 
 def test_window_that_is_empty_on_all_ranks_hangs_none() -> None:
