@@ -32,6 +32,7 @@ class Boundary:
         """The loader batch, counted from 1, that ended the last window."""
         self.size: int | None = None
         """Loader batches in the window that is under way; None before the first."""
+        self._cut_at: int | None = None
 
     def is_reached(self, seen: int, size: int, is_end: bool = False, is_end_of_training: bool = False) -> bool:
         """Whether the window ends with loader batch number ``seen``.
@@ -45,7 +46,7 @@ class Boundary:
             is_end_of_training: nor in any other.
         """
         position = seen - self.closed_at
-        if position == 0:
+        if position == 0 or seen == self._cut_at:
             return True
         if position == 1 or self.size is None:
             self.size = size
@@ -56,6 +57,10 @@ class Boundary:
     def position(self, seen: int) -> int:
         """Loader batches in the window so far."""
         return seen - self.closed_at
+
+    def cut_short(self, seen: int) -> None:
+        """Nothing follows loader batch ``seen``: it is the last of its window."""
+        self._cut_at = seen
 
     def close(self, seen: int) -> None:
         """End the window with loader batch ``seen``."""

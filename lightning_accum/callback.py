@@ -170,7 +170,7 @@ class GradientAccumulation(Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.policy.log and self._epoch_loss.update_called:
-            pl_module.log("window/loss_epoch", self._epoch_loss.compute(), sync_dist=True)  # the same on all ranks
+            pl_module.log("window/loss_epoch", self._epoch_loss.compute(), batch_size=1, sync_dist=True)
             self._epoch_loss.reset()
 
     # --- after training ---------------------------------------------------------------------------------------------

@@ -162,6 +162,7 @@ class _AccumulatingEpochLoop(_TrainingEpochLoop):
                 f" {self.trainer.current_epoch} are dropped."
             )
             return
+        accumulation.boundary.cut_short(seen)
         accumulation.is_boundary = True
         self._step_without_batch()
         if self.trainer.lightning_module.automatic_optimization:

@@ -1,0 +1,75 @@
+"""The docstrings of Python's own standard library: real text that is on every machine, from a few to thousands of bytes long."""
+
+from __future__ import annotations
+
+import ast
+import random
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+"""Not the standard library, or not meant to be read by its users."""
+
+
+class CorpusError(RuntimeError):
+    """The standard library's source is not there, or too little of it."""
+
+
+def standard_library() -> Path:
+    """The folder with the standard library's source."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def docstrings(folder: Path) -> list[str]:
+    """All docstrings below ``folder``, each once, in an order that depends on the files alone.
+
+    Files that are no Python of this version are passed over.
+
+    Example:
+        >>> import lightning_accum.demo
+        >>> "AdamW" in " ".join(docstrings(Path(lightning_accum.demo.__file__).parent))
+        True
+    """
+    texts: dict[str, None] = {}  # a set that keeps its order
+    for path in sorted(folder.rglob("*.py")):
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
+            texts.update(dict.fromkeys(_docstrings_of(path)))
+    return list(texts)
+
+
+def _docstrings_of(path: Path) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old escape sequences in other people's strings
+            tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
+
+def sample_corpus(samples: int, longest: int, folder: Path | None = None) -> list[bytes]:
+    """Draw docstrings, the same ones at every call.
+
+    Args:
+        samples: how many.
+        longest: bytes at which a docstring is cut.
+        folder: where to look; None for the standard library.
+
+    Raises:
+        CorpusError: there are fewer docstrings than ``samples``.
+    """
+    folder = standard_library() if folder is None else folder
+    found = docstrings(folder)
+    if len(found) < samples:
+        raise CorpusError(
+            f"The demo trains on {samples} docstrings of Python's standard library, but {folder} has {len(found)}: this Python"
+            " comes without its source files. Run it with one that has them, for example from python.org or conda."
+        )
+    chosen = random.Random(0).sample(found, samples)
+    return [text.encode("utf-8", errors="replace")[:longest] for text in chosen]
