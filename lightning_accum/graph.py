@@ -192,18 +192,23 @@ def _stacked_scalars(node: Node) -> list[tuple[Node, int]]:
         below, index = _inputs(below)[0]
     if _kind(below) in ("Stack", "Cat") and len(sizes) == 1 and len(below.next_functions) == sizes[0]:
         return _inputs(below)
-    if math.prod(sizes) == 1:
-        through = below
-        while _kind(through) in _THROUGH and len(_inputs(through)) == 1:
-            through = _inputs(through)[0][0]
-        if _kind(through) in _CRITERIA or _kind(through) in ("Mean", "Div"):
-            return [(below, index)]
-    return []
+    return [(below, index)] if math.prod(sizes) == 1 and _is_whole_loss(below) else []
+
+
+def _is_whole_loss(node: Node) -> bool:
+    """Whether ``node`` is a loss already, reduced over all its dimensions, and not the loss of a single sample."""
+    while ((kind := _kind(node)) in _THROUGH or kind in ("Mul", "Div")) and len(_inputs(node)) == 1:
+        node = _inputs(node)[0][0]
+    if kind in _CRITERIA:
+        return bool(node._saved_reduction != NO_REDUCTION)
+    if kind in ("Mean", *_SUMS) and (sizes := getattr(node, "_saved_self_sym_sizes", None)) is not None:
+        return len(_reduced_dims(node)) == len(sizes)
+    return False
 
 
 # --- the denominators -------------------------------------------------------------------------------------------------
 
-SUM_REDUCTION = 2  # at::Reduction::Sum
+NO_REDUCTION, SUM_REDUCTION = 0, 2  # at::Reduction
 
 
 def _numel(node: Node) -> float:
@@ -252,9 +257,9 @@ def _criterion(node: Node, kind: str, factors: tuple[Any, ...]) -> Term:
 
 
 def _refuse_hidden_mean(summed: Node, factors: tuple[Any, ...]) -> None:
-    """``loss.sum() * (1 / batch_size)`` is a mean that looks like a scaled sum."""
+    """``loss.sum() * (1 / batch_size)`` is a mean that looks like a scaled sum. A factor of 0.5 is taken for a constant."""
     sizes = tuple(getattr(summed, "_saved_self_sym_sizes", ()))
-    sizes_of_batch = {math.prod(sizes[:end]) for end in range(1, len(sizes) + 1)} - {0, 1}
+    sizes_of_batch = {math.prod(sizes[:end]) for end in range(1, len(sizes) + 1)} - {0, 1, 2}
     for factor in factors:
         if isinstance(factor, Tensor) and not _is_number(factor):
             raise UnreadableLoss("a sum times a tensor, which may be one over a count")

@@ -1,0 +1,279 @@
+"""The weight that is read from a loss's graph: against the denominator computed by hand, and against the full batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import relative_error
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_accum.graph import UnreadableLoss, guard_against_zero, is_contrastive, read_loss, zero_loss_like
+from lightning_accum.weight import Contribution
+from lightning_accum.window import Window
+
+D = torch.float64
+CLASS_WEIGHTS = torch.tensor([0.3, 1.7, 0.9], dtype=D)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.logits = nn.Linear(4, 3, dtype=D)
+        self.value = nn.Linear(4, 1, dtype=D)
+        self.log_scale = nn.Parameter(torch.tensor(0.3, dtype=D))
+
+
+def make(rows: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(0, 3, (rows,), generator=generator)
+    target[1:][torch.rand(rows - 1, generator=generator) < 0.4] = -100
+    probabilities = torch.rand(rows, 3, generator=generator, dtype=D)
+    return {
+        "x": torch.randn(rows, 4, generator=generator, dtype=D),
+        "target": target,
+        "probabilities": probabilities / probabilities.sum(1, keepdim=True),
+        "y": torch.rand(rows, generator=generator, dtype=D),
+        "mask": target != -100,
+    }
+
+
+def join(batches):
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def each(net, b):
+    return (net.value(b["x"])[:, 0] - b["y"]) ** 2
+
+
+def images(net, b):
+    return net.logits(b["x"])[:, :, None, None].expand(-1, -1, 2, 2).contiguous(), b["target"][:, None, None].expand(-1, 2, 2)
+
+
+def safe_divide(numerator, denominator):  # as torchmetrics does it
+    return torch.where(denominator != 0, numerator / denominator, 0.0)
+
+
+def masked(net, b, denominator=lambda mask: mask.sum()):
+    return (each(net, b) * b["mask"].to(D)).sum() / denominator(b["mask"])
+
+
+def log_softmax(net, b):
+    return F.log_softmax(net.logits(b["x"]), 1)
+
+
+def ce(net, b, **kwargs):
+    return F.cross_entropy(net.logits(b["x"]), b["target"], **kwargs)
+
+
+def bce(net, b, **kwargs):
+    return F.binary_cross_entropy_with_logits(net.value(b["x"])[:, 0], b["y"], **kwargs)
+
+
+def value_loss(function, **kwargs):
+    return lambda net, b: function(net.value(b["x"])[:, 0], b["y"], **kwargs)
+
+
+LOSSES = {
+    "cross entropy": ce,
+    "class weights": lambda net, b: ce(net, b, weight=CLASS_WEIGHTS),
+    "label smoothing": lambda net, b: ce(net, b, label_smoothing=0.1),
+    "label smoothing and class weights": lambda net, b: ce(net, b, label_smoothing=0.1, weight=CLASS_WEIGHTS),
+    "class probabilities": lambda net, b: F.cross_entropy(net.logits(b["x"]), b["probabilities"]),
+    "nll_loss": lambda net, b: F.nll_loss(log_softmax(net, b), b["target"]),
+    "2d": lambda net, b: F.cross_entropy(*images(net, b)),
+    "kl_div batchmean": lambda net, b: F.kl_div(log_softmax(net, b), b["probabilities"], reduction="batchmean"),
+    "kl_div mean": lambda net, b: F.kl_div(log_softmax(net, b), b["probabilities"], reduction="none").mean(),
+    "mse": value_loss(F.mse_loss),
+    "l1": value_loss(F.l1_loss),
+    "smooth l1": value_loss(F.smooth_l1_loss),
+    "huber": value_loss(F.huber_loss),
+    "bce with logits": bce,
+    "bce": lambda net, b: F.binary_cross_entropy(net.value(b["x"])[:, 0].sigmoid(), b["y"]),
+    "soft margin": value_loss(F.soft_margin_loss),
+    "multi margin": lambda net, b: F.multi_margin_loss(net.logits(b["x"]), b["target"].clamp(min=0)),
+    "gaussian nll": lambda net, b: F.gaussian_nll_loss(net.value(b["x"])[:, 0], b["y"], b["y"] + 0.5),
+    "mean": lambda net, b: each(net, b).mean(),
+    "mean over dims": lambda net, b: log_softmax(net, b).square().mean(dim=(0, 1)),
+    "mean of means": lambda net, b: log_softmax(net, b).square().mean(1).mean(),
+    "mean of means over the batch first": lambda net, b: log_softmax(net, b).square().mean(0).mean(),
+    "sum of means over the batch": lambda net, b: log_softmax(net, b).square().mean(0).sum(),
+    "nanmean": lambda net, b: each(net, b).nanmean(),
+    "selected mean": lambda net, b: each(net, b)[b["mask"]].mean(),
+    "masked mean": masked,
+    "masked mean over a float": lambda net, b: masked(net, b, lambda mask: mask.to(D).sum()),
+    "masked mean over an item": lambda net, b: masked(net, b, lambda mask: int(mask.sum())),
+    "masked mean, clamped": lambda net, b: masked(net, b, lambda mask: mask.sum().clamp(min=1)),
+    "masked mean, safe": lambda net, b: safe_divide((each(net, b) * b["mask"]).sum(), b["mask"].sum()),
+    "dot product over its mask": lambda net, b: torch.dot(each(net, b), b["mask"].to(D)) / b["mask"].sum(),
+    "sum over the batch size": lambda net, b: each(net, b).sum() / len(b["x"]),
+    "constant factor": lambda net, b: 0.25 * ce(net, b) / 3,
+    "tensor factor": lambda net, b: torch.tensor(0.7, dtype=D) * ce(net, b),
+    "cast": lambda net, b: ce(net, b).to(torch.float32).to(D),
+    "mean of one": lambda net, b: ce(net, b).unsqueeze(0).mean(),
+    "two of the same count": lambda net, b: bce(net, b) + 0.3 * value_loss(F.mse_loss)(net, b),
+    "stacked": lambda net, b: torch.stack([bce(net, b), value_loss(F.mse_loss)(net, b)]).mean(),
+    "a list summed": lambda net, b: sum([bce(net, b), value_loss(F.mse_loss)(net, b)]) / 2,
+    "question answering": lambda net, b: (ce(net, b) + F.cross_entropy(-net.logits(b["x"]), b["target"])) / 2,
+    "weight penalty": lambda net, b: ce(net, b) + 0.1 * sum(p.square().sum() for p in net.parameters()),
+    "learnt weighting of tasks": lambda net, b: torch.exp(-net.log_scale) * ce(net, b) + net.log_scale,
+    "minus": lambda net, b: 1 - ce(net, b),
+    "checkpointed activations": lambda net, b: F.cross_entropy(checkpoint(net.logits, b["x"], use_reentrant=False), b["target"]),
+    "checkpointed loss": lambda net, b: checkpoint(lambda: ce(net, b), use_reentrant=False),
+    "sum": lambda net, b: ce(net, b, reduction="sum"),
+    "sum of squares": lambda net, b: 0.5 * each(net, b).sum(),
+    "sums, as of a variational autoencoder": lambda net, b: bce(net, b, reduction="sum") + log_softmax(net, b).square().sum(),
+}
+SIZES = (1, 3, 5, 2)
+
+
+def accumulate(net, loss_of, batches) -> float:
+    """What the package does in a window, without Lightning. Returns the window's loss; leaves its gradients in ``net``."""
+    window = Window(torch.device("cpu"))
+    for batch in batches:
+        loss = loss_of(net, batch)
+        reading = read_loss(loss)
+        guard_against_zero(loss)
+        assert reading.others == () or not window.micro_batches or reading.weight is not None
+        loss.backward(gradient=window.add(loss, Contribution(reading.weight, reading.others)))
+    closed = window.close([p.grad for p in net.parameters() if p.grad is not None])
+    assert not closed.do_terms_disagree
+    return closed.loss
+
+
+def gradients(net):
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_window_of_micro_batches_equals_the_batch(name: str) -> None:
+    batches = [make(rows, seed) for seed, rows in enumerate(SIZES)]
+    windowed, full = Net(), Net()
+    loss = accumulate(windowed, LOSSES[name], batches)
+    expected = LOSSES[name](full, join(batches))
+    expected.backward()
+    # a loss that was rounded to float32 on its way has a gradient that is exact, but a value that is not
+    assert loss == pytest.approx(expected.item(), rel=1e-6 if name == "cast" else 1e-12)
+    assert relative_error(gradients(windowed), gradients(full)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "name", ["cross entropy", "label smoothing", "label smoothing and class weights", "2d", "selected mean", "masked mean",
+             "masked mean, clamped", "masked mean, safe", "dot product over its mask"]
+)  # fmt: skip
+def test_micro_batch_with_nothing_but_ignored_labels_adds_nothing(name: str) -> None:
+    batches = [make(rows, seed) for seed, rows in enumerate(SIZES)]
+    empty = make(4, 9)
+    empty["target"][:] = -100
+    empty["mask"][:] = False
+    windowed, full = Net(), Net()
+    loss = accumulate(windowed, LOSSES[name], [batches[0], empty, *batches[1:]])
+    expected = LOSSES[name](full, join(batches))
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    assert relative_error(gradients(windowed), gradients(full)) < 1e-12
+
+
+def test_multilabel_margin_counts_rows() -> None:
+    logits = torch.randn(5, 3, requires_grad=True)
+    assert read_loss(F.multilabel_margin_loss(logits, torch.zeros(5, 3, dtype=torch.long))).weight == 5
+
+
+def test_ctc_mean_counts_samples() -> None:
+    log_probabilities = torch.randn(9, 4, 5, requires_grad=True).log_softmax(-1)
+    lengths = torch.full((4,), 9), torch.tensor([3, 2, 1, 3])
+    assert read_loss(F.ctc_loss(log_probabilities, torch.ones(4, 3, dtype=torch.long), *lengths)).weight == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_walked_through(dtype: torch.dtype) -> None:
+    net, batch = nn.Linear(4, 3), make(6, 1)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = F.cross_entropy(net(batch["x"].float()), batch["target"])
+    assert float(read_loss(loss).weight) == (batch["target"] != -100).sum()
+
+
+class Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.square().mean()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ones(2, 3) * gradient
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda t: Hidden.apply(t), "HiddenBackward"),
+        (lambda t: t.square().mean().sqrt(), "SqrtBackward"),
+        (lambda t: t.square().mean().exp() * t.mean(), "product of losses"),
+        (lambda t: t.mean() / t.square().mean(), "quotient of losses"),
+        (lambda t: t.square().sum() * (1 / 6), "one over a count"),
+        (lambda t: t.square().sum() * torch.tensor(0.1), "one over a count"),
+        (lambda t: t.square().sum() / 100.5, "cannot be a count"),
+        (lambda t: torch.linalg.vector_norm(t), "LinalgVectorNormBackward"),
+        (lambda t: t.flatten()[0], "SelectBackward"),
+    ],
+)
+def test_what_hides_its_denominator_is_refused_and_named(loss, found: str) -> None:
+    t = torch.randn(2, 3, requires_grad=True) * 2
+    with pytest.raises(UnreadableLoss, match=found):
+        read_loss(loss(t))
+
+
+def test_compiled_loss_is_refused() -> None:
+    compiled = torch.compile(lambda logits, target: F.cross_entropy(logits, target), backend="aot_eager")
+    with pytest.raises(UnreadableLoss, match="CompiledFunctionBackward"):
+        read_loss(compiled(torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 2])))
+
+
+def test_router_term_takes_the_weight_of_the_cross_entropy_and_is_named() -> None:
+    net, batch = Net(), make(5, 1)
+    router = log_softmax(net, batch).exp()
+    reading = read_loss(ce(net, batch) + 0.01 * (router.mean(0) * router.square().mean(0)).sum())
+    assert reading.criterion == "cross entropy"
+    assert [term.criterion for term in reading.others] == ["sum"]
+
+
+def test_penalty_beside_a_sum_is_named_since_it_would_be_added_in_every_micro_batch() -> None:
+    net, batch = Net(), make(5, 1)
+    reading = read_loss(ce(net, batch, reduction="sum") + net.value.weight.square().sum())
+    assert reading.weight is None
+    assert len(reading.others) == 1
+
+
+def test_terms_of_different_counts_are_found_to_disagree() -> None:
+    net, window = Net(), Window(torch.device("cpu"))
+    for seed, rows in enumerate(SIZES):
+        batch = make(rows, seed)
+        loss = ce(net, batch) + each(net, batch).mean()
+        reading = read_loss(loss)
+        window.add(loss, Contribution(reading.weight, reading.others))
+    assert window.close([]).do_terms_disagree
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.07])
+def test_clip_is_found_contrastive(scale: float) -> None:
+    images, texts = torch.randn(6, 8, requires_grad=True), torch.randn(6, 8)
+    logits, labels = images @ texts.T / scale, torch.arange(6)
+    assert is_contrastive((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2)
+
+
+def test_ten_classes_in_a_batch_of_ten_are_not_contrastive() -> None:
+    logits = torch.randn(10, 10, requires_grad=True)
+    assert is_contrastive(F.cross_entropy(logits, torch.arange(10).flip(0))) is False
+    assert is_contrastive(F.cross_entropy(logits[:4], torch.arange(4))) is None
+
+
+def test_zero_loss_reaches_the_same_parameters_and_adds_zeros() -> None:
+    net, batch = Net(), make(3, 1)
+    with torch.no_grad():
+        net.logits.weight[0, 0] = torch.inf
+    zero_loss_like(ce(net, batch)).backward()
+    assert torch.equal(net.logits.weight.grad, torch.zeros(3, 4, dtype=D))
+    assert torch.equal(net.logits.bias.grad, torch.zeros(3, dtype=D))
+    assert net.value.weight.grad is None
