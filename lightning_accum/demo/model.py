@@ -26,7 +26,7 @@ class ByteModel(pl.LightningModule):
     """
 
     def __init__(
-        self, width: int = 64, depth: int = 2, heads: int = 2, longest: int = 258, learning_rate: float = 3e-3
+        self, width: int = 48, depth: int = 2, heads: int = 2, longest: int = 258, learning_rate: float = 3e-3
     ) -> None:
         super().__init__()
         self.learning_rate = learning_rate

@@ -1,0 +1,179 @@
+"""One training run of the demo, in a process of its own: ``python -m lightning_accum.demo.train``.
+
+Lightning starts the second rank by running the same command again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_accum import GradientAccumulation
+from lightning_accum.demo.data import Docstrings, count_targets
+from lightning_accum.demo.mix import Mix
+from lightning_accum.demo.model import new_model
+
+OnStep: TypeAlias = Callable[[int, float], None]
+"""Is told the optimizer step and its loss."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run ended with.
+
+    Attributes:
+        losses: the loss of each optimizer step's whole batch, before the step.
+        optimizer_steps: as the optimizer counted them.
+        scheduler_steps: as the scheduler counted them.
+        seconds: time in training.
+        parameters: the model's, by name.
+    """
+
+    losses: list[float]
+    optimizer_steps: int
+    scheduler_steps: int
+    seconds: float
+    parameters: dict[str, Tensor]
+
+
+def train(mix: Mix, corpus: Sequence[bytes], epochs: int, on_step: OnStep) -> Trained:
+    """Train the model once.
+
+    Args:
+        mix: who accumulates, and how the global batch is cut.
+        corpus: the texts to train on.
+        epochs: how often to pass over them.
+        on_step: called after every optimizer step, on every rank.
+    """
+    record = _Record(on_step)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=mix.ranks,
+        precision="64-true",
+        max_epochs=epochs,
+        use_distributed_sampler=False,  # the data module deals the samples out
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[LightningEnvironment()],  # also on a cluster: the demo stays on this machine
+        **_accumulation(mix, record),
+    )
+    model = new_model()
+    trainer.fit(model, datamodule=Docstrings(corpus, mix.batch))
+    return Trained(
+        losses=record.losses,
+        optimizer_steps=record.optimizer_steps,
+        scheduler_steps=record.scheduler_steps,
+        seconds=record.seconds,
+        parameters={name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+    )
+
+
+def _accumulation(mix: Mix, record: Callback) -> dict[str, Any]:
+    """All that differs between the runs: what the Trainer is told."""
+    if mix.engine == "lightning_accum":
+        return {"strategy": "accum" if mix.ranks == 1 else "accum_ddp", "callbacks": [GradientAccumulation(mix.window), record]}
+    return {
+        "strategy": "auto" if mix.ranks == 1 else "ddp",
+        "accumulate_grad_batches": mix.window,
+        "callbacks": [record],
+    }
+
+
+class _Record(Callback):
+    """Notes the loss of every optimizer step's whole batch, and counts."""
+
+    def __init__(self, on_step: OnStep) -> None:
+        self.losses: list[float] = []
+        self.optimizer_steps = self.scheduler_steps = 0
+        self.seconds = 0.0
+        self._on_step = on_step
+        self._loss_and_targets = torch.zeros(2, dtype=torch.float64)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._started = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
+        metrics = trainer.callback_metrics
+        targets = count_targets(batch["labels"])
+        self._loss_and_targets += torch.stack([metrics["train_loss"] * targets, targets])
+        if trainer.global_step == len(self.losses):  # inside a window
+            return
+        if "window/loss" in metrics:
+            loss = float(metrics["window/loss"])
+        else:  # Lightning has no such number: the mean over all bytes of the window, so that curves can be compared
+            total, count = trainer.strategy.reduce(self._loss_and_targets, reduce_op="sum").tolist()  # type: ignore[union-attr]
+            loss = total / count
+        self._loss_and_targets.zero_()
+        self.losses.append(loss)
+        self._on_step(len(self.losses), loss)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.seconds = time.perf_counter() - self._started
+        self.optimizer_steps = int(max(state["step"] for state in trainer.optimizers[0].state.values()))
+        self.scheduler_steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+
+
+def command(mix: Mix, corpus: Path, epochs: int, result: Path) -> list[str]:
+    """The command line that trains ``mix`` in a process of its own.
+
+    Args:
+        mix: the run.
+        corpus: a file with a list of texts, written by ``torch.save``.
+        epochs: how often to pass over them.
+        result: where to write the fields of :class:`Trained`, for ``torch.load``.
+    """
+    arguments = ["--mix", json.dumps(asdict(mix)), "--corpus", str(corpus), "--epochs", str(epochs), "--result", str(result)]
+    return [sys.executable, "-m", "lightning_accum.demo.train", *arguments]
+
+
+def main() -> None:
+    """Train as the command line says, and print a line of JSON, ``[step, loss]``, after every optimizer step."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mix", type=lambda text: Mix(**json.loads(text)), required=True)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    arguments = parser.parse_args()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    # a pipe that the second rank does not inherit, so that its reader sees the end of this process
+    pipe = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+    def on_step(step: int, loss: float) -> None:
+        if is_first:
+            print(json.dumps([step, loss]), file=pipe)
+
+    trained = train(arguments.mix, torch.load(arguments.corpus), arguments.epochs, on_step)
+    if is_first:
+        torch.save(vars(trained), arguments.result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Hugging Face models compute their own loss: the weight is read from it, whatever they shift or mask."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support import ddp, loader, relative_error, trainer
+
+from lightning_accum import GradientAccumulation, TokenCount
+from lightning_accum.graph import is_contrastive, read_loss
+
+transformers = pytest.importorskip("transformers")
+
+# their causal losses are computed in float32, whatever the model: one rounding of a logit is 2**-24 of it
+TOLERANCE = 1e-6
+
+SMALL = {"vocab_size": 31, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
+def causal(name: str):
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            bos_token_id=0, eos_token_id=0, use_cache=False,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config).double()
+    config = transformers.LlamaConfig(
+        **SMALL, hidden_size=16, intermediate_size=32, max_position_embeddings=16, use_cache=False
+    )
+    return transformers.LlamaForCausalLM(config).double()
+
+
+class Wrapped(pl.LightningModule):
+    def __init__(self, name: str, batches, ranks: int = 1) -> None:
+        super().__init__()
+        self.model = causal(name)
+        self.batches, self.ranks = batches, ranks
+
+    def train_dataloader(self):
+        return loader(self.batches[self.trainer.global_rank :: self.ranks])
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def texts(rows: int, seed: int, length: int = 10):
+    """Padded to one length, so that batches can be joined without changing what they hold."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 31, (rows, length), generator=generator)
+    lengths = torch.randint(2, length + 1, (rows, 1), generator=generator)
+    mask = torch.arange(length) < lengths
+    return {"input_ids": tokens, "attention_mask": mask.long(), "labels": tokens.masked_fill(~mask, -100)}
+
+
+def join(batches):
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_causal_model_equals_its_full_batch(name: str, ranks: int) -> None:
+    batches = [texts(2, seed) for seed in range(8)]
+    module = Wrapped(name, batches, ranks)
+    strategy = "accum" if ranks == 1 else ddp()
+    trainer(strategy, devices=ranks, accumulate_grad_batches=4 // ranks, precision="64-true").fit(module)
+    full = Wrapped(name, [join(batches[:4]), join(batches[4:])])
+    trainer("auto", precision="64-true").fit(full)
+    begin = list(causal(name).parameters())
+    updates = [[p.detach() - q for p, q in zip(m.model.parameters(), begin, strict=True)] for m in (module, full)]
+    assert relative_error(*updates) < TOLERANCE
+
+
+def test_default_token_count_agrees_with_what_the_model_divides_by() -> None:
+    batch = texts(3, 1)
+    assert float(read_loss(causal("gpt2")(**batch).loss).weight) == float(TokenCount()(batch))
+
+
+def test_naive_token_count_is_warned_of() -> None:
+    module = Wrapped("gpt2", [texts(2, 1), texts(2, 2)])
+    with pytest.warns(UserWarning, match="was divided by"):
+        trainer(callbacks=[GradientAccumulation(2, weight=TokenCount(shift=False))], precision="64-true").fit(module)
+
+
+def test_heads_of_other_kinds() -> None:
+    torch.manual_seed(0)
+    options = {**SMALL, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 16}
+    tokens = torch.randint(1, 31, (3, 8))
+    config = transformers.BertConfig(**options)
+    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.6, -100)
+    masked = read_loss(transformers.BertForMaskedLM(config)(tokens, labels=labels).loss)
+    assert (masked.criterion, float(masked.weight)) == ("cross entropy", float((labels != -100).sum()))
+    positions = torch.tensor([1, 2, 3])
+    answering = transformers.BertForQuestionAnswering(config)(tokens, start_positions=positions, end_positions=positions + 1)
+    assert float(read_loss(answering.loss).weight) == 3
+    regression = transformers.BertForSequenceClassification(transformers.BertConfig(**options, num_labels=1))
+    assert read_loss(regression(tokens, labels=torch.rand(3)).loss) == read_loss(
+        torch.nn.functional.mse_loss(torch.rand(3, requires_grad=True), torch.rand(3))
+    )
+    config = transformers.BertConfig(**options, num_labels=4, problem_type="multi_label_classification")
+    multilabel = transformers.BertForSequenceClassification(config)(tokens, labels=torch.rand(3, 4))
+    assert read_loss(multilabel.loss).weight == 12
+
+
+def test_clip_is_contrastive() -> None:
+    torch.manual_seed(0)
+    text = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+    config = transformers.CLIPConfig(
+        text_config={**text, "max_position_embeddings": 8, "eos_token_id": 2},
+        vision_config={**vision, "patch_size": 4},
+        projection_dim=8,
+    )
+    tokens, images = torch.randint(3, 31, (4, 6)), torch.randn(4, 3, 8, 8)
+    assert is_contrastive(transformers.CLIPModel(config)(tokens, images, return_loss=True).loss)
