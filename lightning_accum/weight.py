@@ -7,7 +7,7 @@ batch, for losses whose graph hides it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -87,6 +87,8 @@ def count_samples(batch: Any) -> int | None:
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else None
     children: Iterable[Any] = ()
+    if isinstance(batch, Iterator):  # a training_step that draws its own batches
+        return None
     if isinstance(batch, Mapping) or hasattr(batch, "values"):
         children = batch.values()
     elif isinstance(batch, (list, tuple)):
@@ -171,6 +173,11 @@ class Weigher:
             self.criterion = "equal: a mean of the micro-batches' means"
             return Contribution(1.0)
         assert not isinstance(self._weight, str)
+        if isinstance(batch, Iterator):
+            raise TypeError(
+                f"weight={self._weight} counts in the batch, but training_step draws its batches by itself (`dataloader_iter`)."
+                ' Use weight="auto".'
+            )
         weight = _checked(self._weight(batch), self._weight)
         if is_first:
             self.criterion = f"{getattr(self._weight, '__name__', self._weight)}"

@@ -115,16 +115,13 @@ class _Record(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
     ) -> None:
-        metrics = trainer.callback_metrics
+        # the same measure for every run, from what the module itself logs: the mean over all bytes of the window
         targets = count_targets(batch["labels"])
-        self._loss_and_targets += torch.stack([metrics["train_loss"] * targets, targets])
+        self._loss_and_targets += torch.stack([trainer.callback_metrics["train_loss"] * targets, targets])
         if trainer.global_step == len(self.losses):  # inside a window
             return
-        if "window/loss" in metrics:
-            loss = float(metrics["window/loss"])
-        else:  # Lightning has no such number: the mean over all bytes of the window, so that curves can be compared
-            total, count = trainer.strategy.reduce(self._loss_and_targets, reduce_op="sum").tolist()  # type: ignore[union-attr]
-            loss = total / count
+        total, count = trainer.strategy.reduce(self._loss_and_targets, reduce_op="sum").tolist()  # type: ignore[union-attr]
+        loss = total / count
         self._loss_and_targets.zero_()
         self.losses.append(loss)
         self._on_step(len(self.losses), loss)

@@ -1,0 +1,133 @@
+"""The demo: train every mix in a process of its own, then say how far each is from the full batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from lightning_accum.demo.corpus import CorpusError, sample_corpus
+from lightning_accum.demo.figure import draw
+from lightning_accum.demo.mix import FULL_BATCH, LONGEST, MIXES, SAMPLES, Mix
+from lightning_accum.demo.model import new_model
+from lightning_accum.demo.report import EXACT, Row, deviation, mean_loss, table, write_csv
+from lightning_accum.demo.train import Trained, command, parse_step
+
+LAUNCHER_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher around the demo may have set: the runs are launched by Lightning, on this machine."""
+
+
+class RunError(RuntimeError):
+    """A training run failed, or did not end."""
+
+
+def run_demo(epochs: int, out: Path, mixes: Sequence[Mix] = MIXES, samples: int = SAMPLES) -> int:
+    """Train every mix, print the table, write ``loss_curves.png`` and ``runs.csv``.
+
+    Args:
+        epochs: passes over the corpus.
+        out: an existing folder for the files.
+        mixes: the runs, the full batch first.
+        samples: docstrings in the corpus.
+
+    Returns:
+        0 if every run of this package ended where the full batch did; 1 if one did not, or if a run failed.
+    """
+    messages = Console(stderr=True)
+    try:
+        with messages.status("Reading the docstrings of the standard library"):
+            corpus = sample_corpus(samples, LONGEST)
+        results = _train_all(mixes, corpus, epochs, messages)
+    except (CorpusError, RunError) as error:
+        messages.print(str(error), style="bold red", markup=False, highlight=False)
+        return 1
+    rows = _rows(results, corpus, epochs)
+    draw({mix: trained.losses for mix, trained in results.items()}, out / "loss_curves.png")
+    write_csv(rows, out / "runs.csv")
+    Console().print(table(rows))
+    mine = max(row.deviation for row in rows if row.engine == "lightning_accum")
+    is_exact = mine < EXACT  # False for NaN
+    messages.print(f"Loss curves: {out / 'loss_curves.png'}. The table: {out / 'runs.csv'}.", highlight=False)
+    if not is_exact:
+        messages.print(f"A run of lightning_accum is {mine:.1e} from the full batch, expected below {EXACT}.", style="bold red")
+    return 0 if is_exact else 1
+
+
+def _rows(results: dict[Mix, Trained], corpus: Sequence[bytes], epochs: int) -> list[Row]:
+    model = new_model()
+    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    targets = epochs * sum(len(text) + 1 for text in corpus)  # the byte that ends a text is predicted too
+    rows = []
+    for mix, trained in results.items():
+        model.load_state_dict(trained.parameters)
+        rows.append(
+            Row(
+                engine=mix.engine,
+                run=mix.shape,
+                final_loss=mean_loss(model, corpus),
+                deviation=deviation(trained.parameters, results[FULL_BATCH].parameters, initial),
+                optimizer_steps=trained.optimizer_steps,
+                scheduler_steps=trained.scheduler_steps,
+                tokens_per_second=targets / trained.seconds,
+            )
+        )
+    return rows
+
+
+def _train_all(mixes: Sequence[Mix], corpus: Sequence[bytes], epochs: int, messages: Console) -> dict[Mix, Trained]:
+    steps = {mix: mix.steps(len(corpus), epochs) for mix in mixes}
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        console=messages,
+    )
+    results: dict[Mix, Trained] = {}
+    with tempfile.TemporaryDirectory(prefix="lightning_accum_demo_") as folder, progress:
+        bar = progress.add_task("", total=sum(steps.values()), loss="")
+        torch.save(list(corpus), Path(folder) / "corpus.pt")
+        for mix in mixes:
+            progress.update(bar, description=f"{mix.engine} {mix.shape}", loss="starting")
+            trained = _train_in_process(mix, Path(folder), epochs, progress, bar)
+            results[mix] = trained
+            messages.print(
+                f"{mix.engine} {mix.shape}: {trained.optimizer_steps} steps in {trained.seconds:.1f} s,"
+                f" last loss {trained.losses[-1]:.4f}",
+                highlight=False,
+            )
+    return results
+
+
+def _train_in_process(mix: Mix, folder: Path, epochs: int, progress: Progress, bar: TaskID) -> Trained:
+    result, errors = folder / "result.pt", folder / "errors.txt"
+    result.unlink(missing_ok=True)
+    with errors.open("w") as stderr, _process(command(mix, folder / "corpus.pt", epochs, result), stderr.fileno()) as process:
+        assert process.stdout is not None
+        limit = 120 + 120 * epochs
+        has_ended = threading.Event()
+        watchdog = threading.Timer(limit, lambda: (has_ended.is_set() or _end(process)))
+        watchdog.start()
+        try:
+            for line in process.stdout:
+                step = parse_step(line)
+                progress.update(bar, advance=1, loss=f"loss {step.loss:.3f}")
+            status = process.wait()
+        finally:
+            has_ended.set()
+            watchdog.cancel()
+    if status != 0 or not result.exists():
+        tail = "\n".join(errors.read_text(errors="replace").splitlines()[-20:])
+        raise RunError(f"The run {mix.engine} {mix.shape} failed with exit status {status}.\n{tail}")
+    return Trained(**torch.load(result))
