@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import torch
 from rich.console import Console
@@ -20,10 +23,13 @@ from lightning_accum.demo.figure import draw
 from lightning_accum.demo.mix import FULL_BATCH, LONGEST, MIXES, SAMPLES, Mix
 from lightning_accum.demo.model import new_model
 from lightning_accum.demo.report import EXACT, Row, deviation, mean_loss, table, write_csv
-from lightning_accum.demo.train import Trained, command, parse_step
+from lightning_accum.demo.train import Trained, command
 
 LAUNCHER_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher around the demo may have set: the runs are launched by Lightning, on this machine."""
+
+SECONDS_TO_START, SECONDS_AN_EPOCH = 180, 60
+"""When a run is given up: some ten times what it takes on two slow cores."""
 
 
 class RunError(RuntimeError):
@@ -113,21 +119,45 @@ def _train_all(mixes: Sequence[Mix], corpus: Sequence[bytes], epochs: int, messa
 def _train_in_process(mix: Mix, folder: Path, epochs: int, progress: Progress, bar: TaskID) -> Trained:
     result, errors = folder / "result.pt", folder / "errors.txt"
     result.unlink(missing_ok=True)
-    with errors.open("w") as stderr, _process(command(mix, folder / "corpus.pt", epochs, result), stderr.fileno()) as process:
-        assert process.stdout is not None
-        limit = 120 + 120 * epochs
-        has_ended = threading.Event()
-        watchdog = threading.Timer(limit, lambda: (has_ended.is_set() or _end(process)))
+    limit = SECONDS_TO_START + SECONDS_AN_EPOCH * epochs
+    with errors.open("w") as stderr, _process(command(mix, folder / "corpus.pt", epochs, result), mix, stderr) as process:
+        watchdog = threading.Timer(limit, _end, [process])
         watchdog.start()
         try:
+            assert process.stdout is not None
             for line in process.stdout:
-                step = parse_step(line)
-                progress.update(bar, advance=1, loss=f"loss {step.loss:.3f}")
+                _, loss = json.loads(line)
+                progress.update(bar, advance=1, loss=f"loss {loss:.3f}")
             status = process.wait()
         finally:
-            has_ended.set()
             watchdog.cancel()
     if status != 0 or not result.exists():
         tail = "\n".join(errors.read_text(errors="replace").splitlines()[-20:])
-        raise RunError(f"The run {mix.engine} {mix.shape} failed with exit status {status}.\n{tail}")
+        reason = f"did not end in {limit} s" if watchdog.finished.is_set() and status < 0 else f"failed with status {status}"
+        raise RunError(f"The run {mix.engine} {mix.shape} {reason}.\n{tail}")
     return Trained(**torch.load(result))
+
+
+@contextmanager
+def _process(command: Sequence[str], mix: Mix, stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process in a group of its own, which ends with the block: the process and the ranks that it started."""
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment["OMP_NUM_THREADS"] = "1"  # a rank: matrices this small are no faster on more
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        _end(process)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if sys.platform == "win32":
+        process.kill()
+    else:
+        with suppress(ProcessLookupError):  # all of the group are gone
+            os.killpg(process.pid, signal.SIGKILL)
