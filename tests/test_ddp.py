@@ -1,0 +1,204 @@
+"""Real processes over gloo: what is sent, how they are launched, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support import Scalar, ddp, trainer, x
+from torch.profiler import ProfilerActivity, profile
+
+import lightning_accum
+from lightning_accum import AccumulationStrategy, DDPAccumulationStrategy, GradientAccumulation
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+class Profiled(Scalar):
+    """Records the collectives of its last three windows of four on rank 0."""
+
+    def on_train_batch_start(self, batch, batch_idx) -> None:
+        if batch_idx == 4:  # DistributedDataParallel rebuilds its buckets once, after the first window
+            self.profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+            self.profile.__enter__()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
+        if batch_idx == 15:
+            self.profile.__exit__(None, None, None)
+            events = [event for event in self.profile.events() if event.name.startswith("gloo:")]
+            sizes = [(event.name, sum(torch.Size(shape).numel() for shape in event.input_shapes)) for event in events]
+            if self.global_rank == 0:
+                torch.save(sizes, "collectives.pt")
+
+
+@pytest.mark.parametrize(("sync", "reductions"), [("window", 3), ("micro_batch", 12)])
+def test_one_gradient_reduction_and_one_small_all_reduce_a_window(sync: str, reductions: int) -> None:
+    module = Profiled(by_rank=[[x(i) for i in range(16)], [x(i, i) for i in range(16)]])
+    module.big = torch.nn.Linear(100, 1, bias=False).double()
+    module.loss = lambda x: (module.w * x).mean() + module.big(x.new_ones(1, 100)).mean() * 0
+    trainer(ddp(sync=sync), devices=2, accumulate_grad_batches=4).fit(module)
+    collectives = torch.load("collectives.pt")
+    all_reduces = [size for name, size in collectives if "all_reduce" in name]
+    gradients = [size for size in all_reduces if size > 8]
+    weights = [size for size in all_reduces if size <= 8]
+    assert gradients == [101] * reductions
+    assert weights == [8] * 3  # float64: 64 bytes
+    others = {name for name, _ in collectives if "all_reduce" not in name}
+    assert others <= {"gloo:broadcast"}  # Lightning's own 8 bytes a loader batch, to spread a SIGTERM
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+from datetime import timedelta
+
+import lightning.pytorch as pl
+import torch
+from support import Scalar, trainer, x
+import lightning_accum
+
+if __name__ == "__main__":
+    module = Scalar(by_rank=[[x(1), x(1, 2, 3)], [x(5), x(7)]])
+    run = trainer(sys.argv[1], devices=2, accumulate_grad_batches=2)
+    run.strategy._timeout = timedelta(seconds=60)
+    run.fit(module)
+    if run.global_rank == 0:
+        print("TOTAL", module.total)
+"""
+
+
+def run_script(*command: str) -> str:
+    Path("script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+TOTAL = (1 + 1 + 2 + 3 + 5 + 7) / 6
+
+
+@pytest.mark.parametrize("strategy", ["accum_ddp", "accum_ddp_spawn"])
+def test_script_with_lightnings_launchers(strategy: str) -> None:
+    output = run_script(sys.executable, "script.py", strategy)
+    assert float(output.split("TOTAL ")[1].split()[0]) == pytest.approx(TOTAL, rel=1e-15)
+
+
+def test_torchrun() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    output = run_script(*torchrun, "script.py", "accum_ddp")
+    assert float(output.split("TOTAL ")[1].split()[0]) == pytest.approx(TOTAL, rel=1e-15)
+
+
+@pytest.mark.parametrize("strategy", ["accum_ddp_fork", "accum_ddp_notebook"])
+def test_forked(strategy: str) -> None:
+    module = Scalar(by_rank=[[x(1), x(1, 2, 3)], [x(5), x(7)]])
+    trainer(strategy, devices=2, accumulate_grad_batches=2).fit(module)
+    assert module.total == pytest.approx(TOTAL, rel=1e-15)
+
+
+@pytest.mark.parametrize("launcher", ["", "_spawn", "_fork", "_notebook"])
+def test_registered_names(launcher: str) -> None:
+    strategy = StrategyRegistry.get(f"accum_ddp{launcher}")
+    assert isinstance(strategy, DDPAccumulationStrategy)
+    assert strategy._start_method == {"": "popen", "_spawn": "spawn"}.get(launcher, "fork")
+    strategy = StrategyRegistry.get(f"accum_ddp{launcher}_find_unused_parameters_true")
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
+    assert isinstance(StrategyRegistry.get("accum"), AccumulationStrategy)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 1},
+        {"broadcast_buffers": False},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+    ],
+)
+def test_arguments_of_ddp_strategy(options: dict) -> None:
+    module = Scalar(by_rank=[[x(1), x(1, 2, 3), x(4), x(5)], [x(5), x(7), x(2), x(9, 1)]])
+    trainer(ddp(**options), devices=2, accumulate_grad_batches=2).fit(module)
+    assert module.total == pytest.approx(TOTAL + (4 + 5 + 2 + 9 + 1) / 5, rel=1e-15)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_accum_on_several_devices_names_the_strategy_to_use() -> None:
+    with pytest.raises(MisconfigurationException, match='runs on one device, but the Trainer names 2. Use strategy="accum_ddp"'):
+        trainer("accum", devices=2)
+    with pytest.raises(MisconfigurationException, match='runs on one node, but the Trainer names 2. Use strategy="accum_ddp"'):
+        trainer("accum", num_nodes=2)
+
+
+def test_accum_takes_the_device_of_the_trainer_or_its_own() -> None:
+    assert trainer("accum").strategy.root_device == torch.device("cpu")
+    assert trainer(AccumulationStrategy()).strategy.root_device == torch.device("cpu")
+    run = pl.Trainer(strategy=AccumulationStrategy("cpu"), logger=False, enable_checkpointing=False)
+    assert run.strategy.root_device == torch.device("cpu")
+    connector = AccumulationStrategy()
+    connector.parallel_devices = [torch.device("cuda", 1)]  # what Trainer(accelerator="gpu", devices=[1]) sets
+    assert connector.root_device == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp_fork"])
+def test_callback_without_a_strategy_names_them(strategy: str) -> None:
+    run = trainer(strategy, devices=1, callbacks=[GradientAccumulation(2)])
+    with pytest.raises(Exception, match='Trainer\\(strategy="accum"\\) on one device, or Trainer\\(strategy="accum_ddp"\\)'):
+        run.fit(Scalar([x(1)]))
+
+
+def test_two_callbacks_are_refused() -> None:
+    with pytest.raises((MisconfigurationException, RuntimeError)):
+        trainer(callbacks=[GradientAccumulation(2), GradientAccumulation(4)]).fit(Scalar([x(1)]))
+
+
+def test_window_in_two_places_is_refused() -> None:
+    run = trainer(callbacks=[GradientAccumulation(2)], accumulate_grad_batches=4)
+    with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=4\) and GradientAccumulation\(2\) both set"):
+        run.fit(Scalar([x(1)]))
+
+
+def test_callback_of_the_module_is_found() -> None:
+    class Own(Scalar):
+        def configure_callbacks(self):
+            return [GradientAccumulation(2)]
+
+    module = Own([x(1), x(2), x(6)])
+    trainer().fit(module)
+    assert module.gradients == [1.5, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"window": 0}, "from 1"),
+        ({"window": 2.0}, "from 1"),
+        ({"window": True}, "from 1"),
+        ({"window": {}}, "epochs from 0"),
+        ({"window": {0: 0}}, "sizes from 1"),
+        ({"window": {2: 4}}, r"add \{0: 1\}"),
+        ({"weight": "tokens"}, 'expected "auto", "equal" or a callable'),
+        ({"tail": "keep"}, 'expected "step", "drop" or "carry"'),
+        ({"scheduler_counts": "steps"}, 'expected "optimizer_steps" or "micro_batches"'),
+    ],
+)
+def test_arguments_out_of_range(arguments: dict, match: str) -> None:
+    with pytest.raises(MisconfigurationException, match=match):
+        GradientAccumulation(**arguments)
+    with pytest.raises(MisconfigurationException, match="window"):
+        DDPAccumulationStrategy(sync="never")
+
+
+def test_public_names() -> None:
+    assert set(lightning_accum.__all__) <= set(dir(lightning_accum))
