@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_accum.boundary import Boundary, Tail
-from lightning_accum.graph import UnreadableLoss
+from lightning_accum.graph import UnreadableLossError
 from lightning_accum.lr_schedule import SchedulerCounts, StepClock
-from lightning_accum.weight import Contribution, Weigher, Weight, count_samples
+from lightning_accum.weight import Weigher, Weight, count_samples
 from lightning_accum.window import ClosedWindow, Window
 
 
@@ -58,6 +58,8 @@ class Accumulation:
         self.clock = StepClock(policy.scheduler_counts)
         self.closed: ClosedWindow | None = None
         """The last window that ended."""
+        self.gradient_norm: Tensor | None = None
+        """The norm of its gradient, where it was clipped by norm."""
         self.closed_loader_batches = 0
         """How many loader batches it took."""
         self.total_weight = 0.0
@@ -100,7 +102,7 @@ class Accumulation:
     def _note_plain(self, loss: Tensor) -> None:
         try:
             weight = self.weigher(loss, self.batch).weight
-        except UnreadableLoss:  # whatever the loss, nothing depends on its weight here
+        except UnreadableLossError:  # whatever the loss, nothing depends on its weight here
             weight = None
         self.window.discard()
         self.closed = ClosedWindow(loss.detach(), 1.0 if weight is None else weight, 1)

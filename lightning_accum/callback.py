@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.throughput import Throughput
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation, Policy
 from lightning_accum.boundary import Tail
 from lightning_accum.lr_schedule import SchedulerCounts
+from lightning_accum.metrics import WindowMetrics
 from lightning_accum.weight import Weight
-
-if TYPE_CHECKING:
-    from lightning_accum.window import ClosedWindow
 
 
 class GradientAccumulation(Callback):
@@ -72,15 +66,12 @@ class GradientAccumulation(Callback):
         if tail not in ("step", "drop", "carry"):
             raise MisconfigurationException(f'tail={tail!r}: expected "step", "drop" or "carry"')
         if scheduler_counts not in ("optimizer_steps", "micro_batches"):
-            raise MisconfigurationException(
-                f'scheduler_counts={scheduler_counts!r}: expected "optimizer_steps" or "micro_batches"'
-            )
+            raise MisconfigurationException(f'scheduler_counts={scheduler_counts!r}: expected "optimizer_steps" or "micro_batches"')
         self.policy = Policy(window, weight, tail, scheduler_counts, log)
         self._accumulation: Accumulation | None = None
         self._state: dict[str, Any] = {}
         self._trainers_own: int | None = None
-        self._logged: ClosedWindow | None = None
-        self._started = 0.0
+        self._metrics: WindowMetrics | None = None
 
     # --- before training --------------------------------------------------------------------------------------------
 
@@ -120,11 +111,8 @@ class GradientAccumulation(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._epoch_loss = MeanMetric(sync_on_compute=False, nan_strategy="ignore").to(pl_module.device)
-        self._throughput = Throughput(window_size=50)
-        self._started = time.perf_counter()
-        self._elements = self._windows = 0
-        self._logged = None
+        if self.policy.log and self._accumulation is not None:
+            self._metrics = WindowMetrics(trainer, pl_module)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -136,42 +124,13 @@ class GradientAccumulation(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        accumulation = self._accumulation
-        if accumulation is None or not self.policy.log or not accumulation.is_boundary:
-            return
-        closed = accumulation.closed
-        if closed is None or closed.is_empty or closed is self._logged:
-            return
-        self._logged = closed
-        self._epoch_loss.update(closed.loss, closed.weight)
-        metrics: dict[str, Tensor | float] = {
-            "window/weight": closed.weight,
-            "window/total_weight": accumulation.total_weight,
-            "window/micro_batches": float(closed.micro_batches),
-        }
-        norms = trainer.strategy.gradient_norms
-        if norms:
-            metrics["window/grad_norm"] = norms.pop()
-            norms.clear()
-        if not isinstance(closed.weight, Tensor):
-            metrics.update(self._speed(closed.weight))
-        options: dict[str, Any] = {"on_step": True, "on_epoch": False, "batch_size": 1}
-        pl_module.log("window/loss", closed.loss, prog_bar=True, **options)
-        pl_module.log("window/optimizer_steps", float(accumulation.clock.optimizer_steps), prog_bar=True, **options)
-        pl_module.log_dict(metrics, **options)
-
-    def _speed(self, weight: float) -> dict[str, Tensor | float]:
-        self._windows += 1
-        self._elements += round(weight)
-        self._throughput.update(time=time.perf_counter() - self._started, batches=self._windows, samples=self._elements)
-        rates = self._throughput.compute()
-        return {"window/weight_per_second": rates["device/samples_per_sec"]} if "device/samples_per_sec" in rates else {}
+        if self._metrics is not None and self._accumulation is not None and self._accumulation.is_boundary:
+            self._metrics.log_window(self._accumulation)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.policy.log and self._epoch_loss.update_called:
-            pl_module.log("window/loss_epoch", self._epoch_loss.compute(), batch_size=1, sync_dist=True)
-            self._epoch_loss.reset()
+        if self._metrics is not None:
+            self._metrics.log_epoch()
 
     # --- after training ---------------------------------------------------------------------------------------------
 
@@ -184,6 +143,9 @@ class GradientAccumulation(Callback):
         self._give_back(trainer)
 
     def _give_back(self, trainer: pl.Trainer) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
             self._trainers_own = None
@@ -200,7 +162,9 @@ class GradientAccumulation(Callback):
 def _check_window(window: Any) -> None:
     if isinstance(window, Mapping):
         if not window or any(not _is_natural(epoch, 0) or not _is_natural(size, 1) for epoch, size in window.items()):
-            raise MisconfigurationException(f"window={window!r}: expected {{epoch: loader batches}} with epochs from 0 and sizes from 1")
+            raise MisconfigurationException(
+                f"window={window!r}: expected {{epoch: loader batches}} with epochs from 0 and sizes from 1"
+            )
         if 0 not in window:
             raise MisconfigurationException(f"window={dict(window)!r} does not say what holds in epoch 0; add {{0: 1}}")
     elif window is not None and not _is_natural(window, 1):

@@ -5,7 +5,7 @@ needs no knowledge of the batch, makes no copy to the host, and counts exactly w
 model's own shift, ignored labels, class weights.
 
 The names of nodes and of their saved attributes were read in torch 2.13 (``tools/autograd/derivatives.yaml`` is where they come
-from). A node that is not known is never guessed at: see :class:`UnreadableLoss`.
+from). A node that is not known is never guessed at: see :class:`UnreadableLossError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Node: TypeAlias = Any  # torch.autograd.graph.Node: its saved attributes are not
 Denominator: TypeAlias = "Tensor | float"
 
 
-class UnreadableLoss(ValueError):
+class UnreadableLossError(ValueError):
     """The graph of the loss shows no denominator."""
 
     def __init__(self, found: str) -> None:
@@ -73,7 +73,7 @@ def read_loss(loss: Tensor) -> Reading:
         loss: a scalar with a ``grad_fn``.
 
     Raises:
-        UnreadableLoss: no term of the loss is a known criterion.
+        UnreadableLossError: no term of the loss is a known criterion.
 
     Example:
         >>> logits, target = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 2, -100, 1])
@@ -82,12 +82,12 @@ def read_loss(loss: Tensor) -> Reading:
         ('cross entropy', 3.0)
     """
     if loss.grad_fn is None:
-        raise UnreadableLoss("a loss without a graph (no `grad_fn`)")
+        raise UnreadableLossError("a loss without a graph (no `grad_fn`)")
     terms = list(_terms(loss.grad_fn, loss.output_nr))
     if len(terms) == 1:
         main = terms[0]
         if not main.is_readable:
-            raise UnreadableLoss(main.criterion)
+            raise UnreadableLossError(main.criterion)
         return Reading(main.criterion, main.denominator)
 
     varying = [term for term in terms if not _is_of_parameters_only(term.node)]
@@ -102,7 +102,7 @@ def read_loss(loss: Tensor) -> Reading:
 def _main_term(terms: list[Term]) -> Term:
     readable = [term for term in terms if term.is_readable]
     if not readable:
-        raise UnreadableLoss(" + ".join(dict.fromkeys(term.criterion for term in terms)))
+        raise UnreadableLossError(" + ".join(dict.fromkeys(term.criterion for term in terms)))
     means = [term for term in readable if term.denominator is not None]
     cross_entropies = [term for term in means if term.criterion == "cross entropy"]
     return (cross_entropies or means or readable)[0]
@@ -262,10 +262,10 @@ def _refuse_hidden_mean(summed: Node, factors: tuple[Any, ...]) -> None:
     sizes_of_batch = {math.prod(sizes[:end]) for end in range(1, len(sizes) + 1)} - {0, 1, 2}
     for factor in factors:
         if isinstance(factor, Tensor) and not _is_number(factor):
-            raise UnreadableLoss("a sum times a tensor, which may be one over a count")
+            raise UnreadableLossError("a sum times a tensor, which may be one over a count")
         value = None if factor is None else float(factor)
         if value and any(math.isclose(1 / value, size, rel_tol=1e-6) for size in sizes_of_batch):
-            raise UnreadableLoss(f"a sum over {sizes} times {value:g}, which may be one over a count")
+            raise UnreadableLossError(f"a sum over {sizes} times {value:g}, which may be one over a count")
 
 
 def _mean_count(node: Node) -> float:
@@ -308,7 +308,7 @@ def _count_of(division: Node, summed: Node) -> Denominator:
     if not isinstance(denominator, Tensor) or _is_number(denominator):
         return _plausible_count(float(denominator), summed)
     if denominator.numel() != 1:
-        raise UnreadableLoss(f"a sum divided by {denominator.numel()} numbers")
+        raise UnreadableLossError(f"a sum divided by {denominator.numel()} numbers")
     below = summed.next_functions[0][0]
     while below is not None and _kind(below) == "Mul" and len(inputs := _inputs(below)) == 1:
         mask = _constant_operand(below)
@@ -321,7 +321,7 @@ def _count_of(division: Node, summed: Node) -> Denominator:
 def _plausible_count(number: float, summed: Node) -> float:
     sizes = getattr(summed, "_saved_self_sym_sizes", None)
     if number != int(number) or number < 0 or (sizes is not None and number > math.prod(sizes)):
-        raise UnreadableLoss(f"a sum divided by the number {number:g}, which cannot be a count of its {sizes} elements")
+        raise UnreadableLossError(f"a sum divided by the number {number:g}, which cannot be a count of its {sizes} elements")
     return number
 
 

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -31,6 +33,7 @@ from typing_extensions import override
 from lightning_accum.boundary import count_windows
 
 if TYPE_CHECKING:
+    from lightning_accum.accumulation import Accumulation
     from lightning_accum.strategies import AccumulationMixin
 
 
@@ -45,11 +48,11 @@ def install(trainer: pl.Trainer) -> None:
 
 def _specialise(instance: Any, mixin: type) -> None:
     if not isinstance(instance, mixin):
-        instance.__class__ = _subclass(mixin, type(instance))
+        instance.__class__ = _subclass(mixin, instance.__class__)
 
 
-@lru_cache(maxsize=None)
-def _subclass(mixin: type, base: type) -> type:
+@cache
+def _subclass(mixin: Any, base: Any) -> type:
     return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
@@ -60,6 +63,12 @@ def _strategy(loop: Any) -> AccumulationMixin:
 def loader_batches_seen(trainer: pl.Trainer) -> int:
     """Loader batches that training has drawn so far, over all epochs."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks, to read and to add to."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, unseen by type checkers
+    return callbacks
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
@@ -77,16 +86,15 @@ def loader_batches_into_window(trainer: pl.Trainer) -> int:
 
 
 @contextmanager
-def noting_gradient_norm(trainer: pl.Trainer, norms: list[Tensor]) -> Iterator[None]:
+def _noting_gradient_norm(trainer: pl.Trainer, accumulation: Accumulation) -> Iterator[None]:
     """Keep the norm that clipping computes anyway: Lightning's precision plugin throws it away."""
     plugin = trainer.precision_plugin
+    accumulation.gradient_norm = None
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        import torch
+        accumulation.gradient_norm = torch.nn.utils.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
-        norms.append(torch.nn.utils.clip_grad_norm_(plugin.main_params(optimizer), clip_val))
-
-    if type(plugin).clip_grad_by_norm is not pl.plugins.precision.Precision.clip_grad_by_norm:
+    if type(plugin).clip_grad_by_norm is not Precision.clip_grad_by_norm:
         yield  # a plugin with a clipping of its own
         return
     plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
@@ -107,7 +115,7 @@ class _CountingTrainer(pl.Trainer):
         batches, epochs = self.num_training_batches, self.max_epochs
         if epochs is None or epochs == -1 or batches == float("inf"):
             return lightnings
-        scheduler = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
+        scheduler = next((c for c in callbacks_of(self) if isinstance(c, GradientAccumulationScheduler)), None)
 
         def size(epoch: int) -> int:
             if scheduler is not None:
@@ -134,11 +142,12 @@ class _AccumulatingEpochLoop(_TrainingEpochLoop):
             return super()._should_accumulate()
         trainer, fit_loop = self.trainer, self.trainer.fit_loop
         max_epochs = fit_loop.max_epochs
+        epochs_done = fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # the tracker of epochs has it
         return not accumulation.boundary.is_reached(
             self.batch_progress.total.ready,
             trainer.accumulate_grad_batches,
             is_end=self._num_ready_batches_reached(),
-            is_end_of_training=max_epochs not in (None, -1) and fit_loop.epoch_progress.current.processed + 1 >= max_epochs,
+            is_end_of_training=max_epochs not in (None, -1) and epochs_done + 1 >= max_epochs,
         )
 
     @override
@@ -272,7 +281,7 @@ class _WindowOptimization(_AutomaticOptimization):
         if strategy.accumulation is None:
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return
-        with noting_gradient_norm(self.trainer, strategy.gradient_norms) if self.trainer.gradient_clip_val else nullcontext():
+        with _noting_gradient_norm(self.trainer, strategy.accumulation):
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
         strategy.after_optimizer_step()
         closed = strategy.accumulation.closed

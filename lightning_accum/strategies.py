@@ -8,9 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class AccumulationMixin(Strategy):
     accumulation: Accumulation | None = None
     """The state of the running ``fit``; None outside of one, and in manual optimization."""
     policy: Policy = Policy()
+    world_size: int
 
     # --- setting up -------------------------------------------------------------------------------------------------
 
@@ -40,23 +41,24 @@ class AccumulationMixin(Strategy):
         super().connect(model)
         trainer = model.trainer
         if trainer.state.fn == TrainerFn.FITTING and _callback_of(trainer) is None:
-            trainer.callbacks.insert(0, GradientAccumulation())  # the strategy alone: default policy
+            loops.callbacks_of(trainer).insert(0, GradientAccumulation())  # the strategy alone: default policy
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.accumulation = None
         if trainer.state.fn == TrainerFn.FITTING:
-            assert self.lightning_module is not None
             callback = _callback_of(trainer)
             self.policy = Policy() if callback is None else callback.policy
             loops.install(trainer)
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and self.lightning_module.automatic_optimization:
+        if trainer.state.fn == TrainerFn.FITTING:
             self._begin(trainer, callback)
 
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
         assert module is not None
+        if not module.automatic_optimization:
+            return
         sizes = self.policy.sizes() or {trainer.accumulate_grad_batches}
         for optimizer in self.optimizers:
             if isinstance(optimizer, LBFGS) and max(sizes) > 1:
@@ -67,7 +69,6 @@ class AccumulationMixin(Strategy):
         self.accumulation = Accumulation(self.policy, self.root_device, self.world_size, _warn)
         if callback is not None:
             callback.connect(self.accumulation)
-        self.gradient_norms: list[Tensor] = []
         self._watch = StepWatch(self.optimizers[0])
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self._takes_gradient = not is_overridden("backward", module)
@@ -264,6 +265,8 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     @override
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         super()._begin(trainer, callback)
+        if self.accumulation is None:
+            return
         assert isinstance(self.model, DistributedDataParallel)
         self._sync = DDPSync(self.model, self._sync_policy)
 
@@ -328,7 +331,7 @@ def _already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
 
 
 def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:
-    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, GradientAccumulation)]
+    callbacks = [callback for callback in loops.callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
     if len(callbacks) > 1:
         raise MisconfigurationException(f"There are {len(callbacks)} GradientAccumulation callbacks in the Trainer; keep one.")
     return callbacks[0] if callbacks else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,7 +75,7 @@ class DDPSync:
     def backward_without_loss(self) -> None:
         """Take part in the other ranks' backward, adding zeros."""
         if self._stand_in is not None:
-            self._stand_in.backward()
+            torch.autograd.backward(self._stand_in)
             self._stand_in = None
 
     def note_used_parameters(self) -> None:

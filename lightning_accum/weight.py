@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.graph import Denominator, Reading, Term, UnreadableLoss, guard_against_zero, is_contrastive, read_loss
+from lightning_accum.graph import Denominator, Reading, Term, UnreadableLossError, guard_against_zero, is_contrastive, read_loss
 
 Weight: TypeAlias = Callable[[Any], Tensor]
 """Counts what the mean loss of a batch is divided by: takes the batch, returns a scalar tensor (or a number)."""
@@ -154,7 +154,7 @@ class Weigher:
             batch: the micro-batch, as ``training_step`` got it.
 
         Raises:
-            UnreadableLoss: with ``"auto"``, where the graph shows no denominator.
+            UnreadableLossError: with ``"auto"``, where the graph shows no denominator.
             TypeError, ValueError: an explicit weight returned what cannot be a weight.
         """
         is_first = self.criterion is None
@@ -163,8 +163,8 @@ class Weigher:
         if self._weight == "auto":
             try:
                 reading = read_loss(loss)
-            except UnreadableLoss as unreadable:
-                raise UnreadableLoss(_how_to_mend(unreadable.found)) from None
+            except UnreadableLossError as unreadable:
+                raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
             if is_first:
                 self._describe(reading)
             guard_against_zero(loss)
@@ -212,7 +212,7 @@ class Weigher:
         """A naive count is off by the model's own shift or mask: say so where the graph knows better."""
         try:
             reading = read_loss(loss)
-        except UnreadableLoss:
+        except UnreadableLossError:
             return
         if reading.weight is None:
             self._warn(

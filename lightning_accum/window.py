@@ -139,8 +139,8 @@ class Window:
             )
         if 0 < sums < micro_batches:
             raise ValueError(
-                f"In {sums:.0f} of the window's {micro_batches:.0f} micro-batches the loss is a sum, in the others it is a mean: they"
-                " cannot be added up. Return one kind of loss from training_step."
+                f"In {sums:.0f} of the window's {micro_batches:.0f} micro-batches the loss is a sum, in the others it is a mean:"
+                " they cannot be added up. Return one kind of loss from training_step."
             )
         if sums:
             _scale(gradients, float(self._world_size))

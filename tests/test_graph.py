@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum.graph import UnreadableLoss, guard_against_zero, is_contrastive, read_loss, zero_loss_like
+from lightning_accum.graph import UnreadableLossError, guard_against_zero, is_contrastive, read_loss, zero_loss_like
 from lightning_accum.weight import Contribution
 from lightning_accum.window import Window
 
@@ -221,13 +221,13 @@ class Hidden(torch.autograd.Function):
 )
 def test_what_hides_its_denominator_is_refused_and_named(loss, found: str) -> None:
     t = torch.randn(2, 3, requires_grad=True) * 2
-    with pytest.raises(UnreadableLoss, match=found):
+    with pytest.raises(UnreadableLossError, match=found):
         read_loss(loss(t))
 
 
 def test_compiled_loss_is_refused() -> None:
     compiled = torch.compile(lambda logits, target: F.cross_entropy(logits, target), backend="aot_eager")
-    with pytest.raises(UnreadableLoss, match="CompiledFunctionBackward"):
+    with pytest.raises(UnreadableLossError, match="CompiledFunctionBackward"):
         read_loss(compiled(torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 2])))
 
 

@@ -26,9 +26,7 @@ def causal(name: str):
             bos_token_id=0, eos_token_id=0, use_cache=False,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config).double()
-    config = transformers.LlamaConfig(
-        **SMALL, hidden_size=16, intermediate_size=32, max_position_embeddings=16, use_cache=False
-    )
+    config = transformers.LlamaConfig(**SMALL, hidden_size=16, intermediate_size=32, max_position_embeddings=16, use_cache=False)
     return transformers.LlamaForCausalLM(config).double()
 
 

@@ -86,7 +86,9 @@ def test_every_precision_is_as_near_to_the_full_batch_as_the_full_batch_itself(p
         trainer(strategy, max_epochs=2, **options, **kwargs).fit(module, loader(batches))
         return [(p.double() - q) for p, q in zip(module.parameters(), Language("sgd").parameters(), strict=True)]
 
-    exact = [p - q for p, q in zip(*(m.parameters() for m in (train_by_hand(Language("sgd"), FULL, 2), Language("sgd"))), strict=True)]
+    exact = [
+        p - q for p, q in zip(*(m.parameters() for m in (train_by_hand(Language("sgd"), FULL, 2), Language("sgd"))), strict=True)
+    ]
     error = {
         "windows": relative_error(update(MICRO, callbacks=[GradientAccumulation(4)]), exact),
         "full batch": relative_error(update(FULL, "auto"), exact),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount
-from lightning_accum.graph import UnreadableLoss
+from lightning_accum.graph import UnreadableLossError
 
 LABELS = torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])
 
@@ -110,7 +110,7 @@ def test_equal_does_not_count_what_returned_none() -> None:
 
 def test_hidden_denominator_stops_the_first_window_with_what_was_found_and_how_to_mend_it() -> None:
     module = HidesIt(UNEVEN)
-    with pytest.raises(UnreadableLoss, match=r"ends in HiddenBackward.*TokenCount\(\.\.\.\).*SampleCount\(\)"):
+    with pytest.raises(UnreadableLossError, match=r"ends in HiddenBackward.*TokenCount\(\.\.\.\).*SampleCount\(\)"):
         fit(module)
     assert module.gradients == []
 
@@ -118,7 +118,7 @@ def test_hidden_denominator_stops_the_first_window_with_what_was_found_and_how_t
 def test_compiled_training_step_is_named() -> None:
     module = Scalar([x(1, 2), x(3, 4)])
     module.loss = torch.compile(lambda x: (module.w * x).mean(), backend="aot_eager")
-    with pytest.raises(UnreadableLoss, match="CompiledFunctionBackward.*compiling only the network inside keeps it readable"):
+    with pytest.raises(UnreadableLossError, match="CompiledFunctionBackward.*compiling only the network inside keeps it readable"):
         fit(module)
 
 

@@ -19,9 +19,7 @@ def test_small_gpt_on_one_process_equals_the_full_batch(optimizer: str) -> None:
     micro_batches = [pad(rows[i : i + MICRO_BATCH]) for i in range(0, len(rows), MICRO_BATCH)]
     full_batches = [pad(rows[i : i + SEQUENCES_IN_WINDOW]) for i in range(0, len(rows), SEQUENCES_IN_WINDOW)]
     module = Language(optimizer)
-    run = trainer(
-        callbacks=[GradientAccumulation(SEQUENCES_IN_WINDOW // MICRO_BATCH)], precision="64-true", max_epochs=EPOCHS
-    )
+    run = trainer(callbacks=[GradientAccumulation(SEQUENCES_IN_WINDOW // MICRO_BATCH)], precision="64-true", max_epochs=EPOCHS)
     run.fit(module, loader(micro_batches))
     expected = train_by_hand(Language(optimizer), full_batches, EPOCHS)
     assert run.global_step == EPOCHS * len(full_batches)

@@ -191,9 +191,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="how often every side is measured (default: 20)")
-    parser.add_argument(
-        "--micro-batches", type=int, default=1000, help="micro-batches that are timed in a round (default: 1000)"
-    )
+    parser.add_argument("--micro-batches", type=int, default=1000, help="micro-batches that are timed in a round (default: 1000)")
     parser.add_argument("--window", type=int, default=8, help="micro-batches in a window (default: 8)")
     parser.add_argument(
         "--clock",
