@@ -62,7 +62,7 @@ class Accumulation:
         """The norm of its gradient, where it was clipped by norm."""
         self.closed_loader_batches = 0
         """How many loader batches it took."""
-        self.total_weight = 0.0
+        self.total_weight: Tensor | float = 0.0
         """The weight of all windows so far."""
         self.is_zero_grad_due = True
         """The gradients are those of an earlier window: they are cleared before the first backward of the next."""
@@ -104,7 +104,9 @@ class Accumulation:
             weight = self.weigher(loss, self.batch).weight
         except UnreadableLossError:  # whatever the loss, nothing depends on its weight here
             weight = None
-        self.window.discard()
+        if isinstance(weight, Tensor):  # Lightning itself waits for no device here, and neither does this
+            weight = weight.detach().to(self.window.dtype)
+            weight = weight.item() if weight.device.type == "cpu" else weight
         self.closed = ClosedWindow(loss.detach(), 1.0 if weight is None else weight, 1)
 
     def end_micro_batch(self) -> bool:
@@ -135,7 +137,7 @@ class Accumulation:
                 " and optimizer state stay as they are."
             )
         else:
-            self.total_weight += float(self.closed.weight)
+            self.total_weight = self.total_weight + self.closed.weight
         if self.closed.do_terms_disagree:
             self._warn_once(
                 f"The terms of the loss are means over counts that are not proportional from micro-batch to micro-batch. All of"
@@ -147,8 +149,8 @@ class Accumulation:
     def close_plain(self, seen: int) -> None:
         """End a window that was left to Lightning."""
         self._end(seen)
-        if self.closed is not None and not isinstance(self.closed.weight, Tensor):
-            self.total_weight += self.closed.weight
+        if self.closed is not None:
+            self.total_weight = self.total_weight + self.closed.weight
 
     def _end(self, seen: int) -> None:
         self.closed_loader_batches = self.boundary.position(seen)
@@ -196,7 +198,7 @@ class Accumulation:
         return {
             "optimizer_steps": self.clock.optimizer_steps,
             "scheduler_time": self.clock.time,
-            "total_weight": self.total_weight,
+            "total_weight": float(self.total_weight),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

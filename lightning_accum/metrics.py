@@ -25,7 +25,7 @@ class WindowMetrics:
     def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._module = pl_module
         self._epoch_loss = MeanMetric(sync_on_compute=False, nan_strategy="ignore").to(pl_module.device)
-        self._throughput = Throughput(window_size=50)
+        self._throughput = Throughput(window_size=2)  # between the ends of the last two windows
         self._started = time.perf_counter()
         self._windows = 0
         self._elements = 0

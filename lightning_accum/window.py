@@ -54,8 +54,8 @@ class Window:
         self._device = device
         self._world_size = world_size
         self._group = group
-        # MPS has no float64; float32 counts are exact up to 2**24
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.dtype = torch.float32 if device.type == "mps" else torch.float64
+        """The type of weights and totals. MPS has no float64; float32 counts are exact up to 2**24."""
         self._reference: float | None = None
         self.discard()
 
@@ -156,10 +156,10 @@ class Window:
 
     def _sum_up(self) -> Tensor:
         """Eight numbers of this rank, to be summed over the ranks: 64 bytes in float64."""
-        totals = torch.zeros(8, dtype=self._dtype, device=self._device)
+        totals = torch.zeros(8, dtype=self.dtype, device=self._device)
         if not self._contributions:
             return totals
-        losses = torch.stack([loss.to(self._device, self._dtype) for loss in self._losses])
+        losses = torch.stack([loss.to(self._device, self.dtype) for loss in self._losses])
         known = [contribution.weight for contribution in self._contributions if contribution.weight is not None]
         totals[2] = len(self._contributions)
         totals[4] = len(self._contributions) - len(known)
@@ -182,15 +182,15 @@ class Window:
         for contribution in self._contributions:
             row = [term.denominator for term in contribution.others if term.denominator is not None]
             # unequal factors, so that no term makes up for another
-            factors = torch.linspace(1.0, 2.0, len(row), dtype=self._dtype, device=self._device)
+            factors = torch.linspace(1.0, 2.0, len(row), dtype=self.dtype, device=self._device)
             rows.append((self._tensor_of(row) * factors).sum())
         return torch.stack(rows)
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
         if any(isinstance(value, Tensor) for value in values):
             tensors = [value if isinstance(value, Tensor) else torch.full((), value, device=self._device) for value in values]
-            return torch.stack([tensor.detach().to(self._device, self._dtype) for tensor in tensors])
-        return torch.tensor(values, dtype=self._dtype, device=self._device)
+            return torch.stack([tensor.detach().to(self._device, self.dtype) for tensor in tensors])
+        return torch.tensor(values, dtype=self.dtype, device=self._device)
 
 
 def _power_of_two_near(mean: float) -> float:

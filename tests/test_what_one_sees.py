@@ -1,0 +1,151 @@
+"""Logged numbers, progress bars, and the line at the start."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from support import Language, Scalar, ddp, language_loss, loader, pad, sentences, train_by_hand, trainer, x
+from torch import nn
+
+from lightning_accum import GradientAccumulation, SampleCount
+
+ROWS = sentences(32)
+MICRO = [pad(ROWS[i : i + 2]) for i in range(0, len(ROWS), 2)]
+FULL = [pad(ROWS[i : i + 8]) for i in range(0, len(ROWS), 8)]
+
+
+class Ranked(Language):
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__("sgd")
+        self.ranks = ranks
+
+    def train_dataloader(self):
+        return loader(MICRO[self.trainer.global_rank :: self.ranks])
+
+
+def by_hand() -> list[dict[str, float]]:
+    """What the full batches print: loss, tokens and gradient norm."""
+    module, rows = Language("sgd"), []
+    optimizer = module.configure_optimizers()
+    for batch in FULL:
+        optimizer.zero_grad()
+        loss = language_loss(module.net(batch["input_ids"]), batch["labels"])
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        rows.append({"loss": loss.item(), "weight": (batch["labels"][:, 1:] != -100).sum().item(), "grad_norm": norm.item()})
+        optimizer.step()
+    return rows
+
+
+def logged(directory: Path) -> list[dict[str, str]]:
+    with (directory / "metrics.csv").open() as file:
+        return [row for row in csv.DictReader(file) if row.get("window/loss")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_logged_numbers_are_those_of_the_full_batch(tmp_path, ranks: int) -> None:
+    run = trainer(
+        "accum" if ranks == 1 else ddp(),
+        devices=ranks,
+        callbacks=[GradientAccumulation(4 // ranks)],
+        precision="64-true",
+        gradient_clip_val=0.5,
+        logger=CSVLogger(tmp_path, name="run", version=0),
+        log_every_n_steps=1,
+    )
+    run.fit(Ranked(ranks))
+    rows, expected = logged(tmp_path / "run" / "version_0"), by_hand()
+    assert len(rows) == len(expected) == 4
+    total = 0.0
+    for step, (row, full) in enumerate(zip(rows, expected, strict=True)):
+        total += full["weight"]
+        # loggers get float32: half a unit in the last place is 6e-8
+        assert float(row["window/loss"]) == pytest.approx(full["loss"], rel=1e-7)
+        assert float(row["window/grad_norm"]) == pytest.approx(full["grad_norm"], rel=1e-7)
+        assert float(row["window/weight"]) == full["weight"]
+        assert float(row["window/total_weight"]) == total
+        assert float(row["window/micro_batches"]) == 4
+        assert float(row["window/optimizer_steps"]) == step + 1
+        assert int(row["step"]) == step
+    assert all(float(row["window/weight_per_second"]) > 0 for row in rows[2:])
+
+
+def test_epoch_loss_weighs_each_window() -> None:
+    module = Scalar([x(1), x(3), x(5, 6, 7, 8)], lr=0.0)
+    module.loss = lambda x: ((1 + module.w) * x).mean()
+    run = trainer(callbacks=[GradientAccumulation(2)])
+    run.fit(module)
+    assert run.callback_metrics["window/loss_epoch"].item() == pytest.approx(30 / 6)
+
+
+def test_window_metrics_can_be_monitored(tmp_path) -> None:
+    module = Ranked()
+    trainer(callbacks=[GradientAccumulation(4)], precision="64-true", logger=TensorBoardLogger(tmp_path)).fit(module)
+    assert module.trainer.callback_metrics["window/loss"] > 0
+
+
+def test_log_false_logs_nothing() -> None:
+    run = trainer(callbacks=[GradientAccumulation(4, log=False)], precision="64-true")
+    run.fit(Ranked())
+    assert not [name for name in run.callback_metrics if name.startswith("window/")]
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_progress_bars_show_the_window_loss_and_whole_steps(bar) -> None:
+    shown = []
+
+    class Looks(Ranked):
+        def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
+            progress = self.trainer.progress_bar_callback
+            shown.append(progress.get_metrics(self.trainer, self))
+
+    callback = bar()
+    run = trainer(callbacks=[GradientAccumulation(4), callback], precision="64-true", enable_progress_bar=True)
+    run.fit(Looks())
+    assert "window/loss" in shown[-1]
+    assert f"{shown[-1]['window/optimizer_steps']:.3f}" == "4"
+    assert "get_metrics" not in vars(callback)
+
+
+def start_lines(caplog, module, *callbacks, **kwargs) -> list[str]:
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        trainer(callbacks=list(callbacks), **kwargs).fit(module)
+    return [record.message for record in caplog.records if record.message.startswith("GradientAccumulation: ")]
+
+
+def test_one_line_says_what_was_understood(caplog) -> None:
+    (line,) = start_lines(caplog, Ranked(), GradientAccumulation(4), precision="64-true", max_epochs=2)
+    assert "a window is 4 loader batches, 8 samples with loader batches like the first (2)" in line
+    assert "weight: cross entropy, each micro-batch weighed by what its loss was divided by" in line
+
+
+def test_line_names_an_explicit_weight(caplog) -> None:
+    (line,) = start_lines(caplog, Scalar([x(1), x(2)]), GradientAccumulation(2, weight=SampleCount()))
+    assert "weight: SampleCount(key=None)" in line
+
+
+def test_line_names_terms_without_a_weight_of_their_own(caplog) -> None:
+    class Routes(Scalar):
+        def loss(self, x):
+            return (self.w * x).mean() + (self.w * x).mean(0).square().sqrt()
+
+    (line,) = start_lines(caplog, Routes([x(1), x(2)]), GradientAccumulation(2))
+    assert "the same weight for: SqrtBackward0" in line
+
+
+def test_loss_of_a_window_ignores_the_nan_of_an_empty_micro_batch() -> None:
+    empty = pad([torch.tensor([1]), torch.tensor([2])])  # no token has a next one
+    module = Language("sgd")
+    run = trainer(callbacks=[GradientAccumulation(2)], precision="64-true")
+    run.fit(module, loader([MICRO[0], empty]))
+    expected = train_by_hand(Language("sgd"), [MICRO[0]], 1)
+    assert math.isfinite(run.callback_metrics["window/loss"].item())
+    for p, q in zip(module.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-12, atol=0)
