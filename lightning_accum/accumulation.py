@@ -66,6 +66,8 @@ class Accumulation:
         """The weight of all windows so far."""
         self.is_zero_grad_due = True
         """The gradients are those of an earlier window: they are cleared before the first backward of the next."""
+        self.resumed_state: Mapping[str, Any] = {}
+        """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
         self.is_boundary = False
         """The micro-batch in training_step is the last of its window."""
         self.batch: Any = None
@@ -73,6 +75,30 @@ class Accumulation:
         self._has_loss = False
         self._warn = warn
         self._warned: set[str] = set()
+
+    def restart(self, seen: int, into_window: int, steps: int, loader_batches: int) -> None:
+        """Begin to train, or go on from a checkpoint.
+
+        Args:
+            seen: loader batches so far.
+            into_window: how many of them belong to a window that has not ended.
+            steps: optimizer steps so far, and
+            loader_batches: what those took; a checkpoint of this package knows better.
+        """
+        self.discard(seen)
+        self.boundary.close(seen - into_window)
+        if into_window:
+            self._warn(
+                f"The checkpoint was taken inside a window, after {into_window} of its loader batches, and does not hold their"
+                " gradients: the first optimizer step is made on the rest of the window."
+            )
+        state = {"optimizer_steps": steps, "total_weight": 0.0}
+        state["scheduler_time"] = steps if self.policy.scheduler_counts == "optimizer_steps" else loader_batches
+        state.update(self.resumed_state)
+        self.clock.optimizer_steps = int(state["optimizer_steps"])
+        self.clock.time = int(state["scheduler_time"])
+        self.clock.hold()
+        self.total_weight = float(state["total_weight"])
 
     # --- one loader batch -----------------------------------------------------------------------------------------
 
@@ -153,7 +179,8 @@ class Accumulation:
             self.total_weight = self.total_weight + self.closed.weight
 
     def _end(self, seen: int) -> None:
-        self.closed_loader_batches = self.boundary.position(seen)
+        # a closure that runs again (LBFGS over ranks) ends the same window again
+        self.closed_loader_batches = self.boundary.position(seen) or self.closed_loader_batches
         self.boundary.close(seen)
         self.is_zero_grad_due = True
 
@@ -200,10 +227,3 @@ class Accumulation:
             "scheduler_time": self.clock.time,
             "total_weight": float(self.total_weight),
         }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        self.clock.optimizer_steps = int(state["optimizer_steps"])
-        self.clock.time = int(state["scheduler_time"])
-        self.clock.hold()
-        self.total_weight = float(state["total_weight"])

@@ -105,12 +105,11 @@ class GradientAccumulation(Callback):
     def connect(self, accumulation: Accumulation) -> None:
         """Take hold of the run's state, and give it what a checkpoint said. Called by the strategy."""
         self._accumulation = accumulation
-        if self._state:
-            accumulation.load_state_dict(self._state)
-            self._state = {}
+        accumulation.resumed_state, self._state = self._state, {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.on_train_epoch_start(trainer, pl_module)  # which Lightning leaves out where training goes on inside an epoch
         if self.policy.log and self._accumulation is not None:
             self._metrics = WindowMetrics(trainer, pl_module)
 

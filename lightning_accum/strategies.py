@@ -79,9 +79,8 @@ class AccumulationMixin(Strategy):
         super().on_train_start()
         if self.accumulation is not None:
             trainer = self._trainer()
-            seen = loops.loader_batches_seen(trainer)
-            self.accumulation.discard(seen)
-            self.accumulation.boundary.close(seen - loops.loader_batches_into_window(trainer))
+            seen, into_window = loops.loader_batches_seen(trainer), loops.loader_batches_into_window(trainer)
+            self.accumulation.restart(seen, into_window, steps=trainer.global_step, loader_batches=seen - into_window)
 
     @override
     def teardown(self) -> None:

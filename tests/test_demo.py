@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -100,8 +101,8 @@ def test_padding_changes_no_loss():
     alone = [collate([text]) for text in texts]
     counts = [int(count_targets(batch["labels"])) for batch in alone]
     assert counts == [len(text) + 1 for text in texts]
-    losses = [float(model.training_step(batch, 0)) * count for batch, count in zip(alone, counts, strict=True)]
-    together = float(model.training_step(collate(texts), 0))
+    losses = [model.training_step(batch, 0).item() * count for batch, count in zip(alone, counts, strict=True)]
+    together = model.training_step(collate(texts), 0).item()
     assert together == pytest.approx(sum(losses) / sum(counts), rel=1e-13)
 
 
@@ -110,7 +111,7 @@ def test_mean_loss_is_the_mean_over_every_byte():
     total = 0.0
     for text in TEXTS:
         ids = torch.tensor([[0, *text, 0]])
-        total -= float(F.log_softmax(model(ids)[0, :-1], -1).gather(1, ids[0, 1:, None]).sum())
+        total -= F.log_softmax(model(ids)[0, :-1], -1).gather(1, ids[0, 1:, None]).sum().item()
     assert mean_loss(model, TEXTS) == pytest.approx(total / sum(len(text) + 1 for text in TEXTS), rel=1e-13)
 
 
@@ -134,9 +135,15 @@ def test_one_process_runs_end_at_the_full_batch_with_this_package_and_elsewhere_
     assert full.losses[0] == pytest.approx(by_hand, rel=1e-12)
 
 
+@pytest.fixture
+def _with_these_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "sample_corpus", lambda samples, longest: TEXTS)
+
+
+@pytest.mark.usefixtures("_with_these_texts")
 def test_the_demo_trains_in_processes_and_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     mixes = [FULL_BATCH, Mix("lightning_accum", ranks=1, window=8, batch=4)]
-    assert run_module.run_demo(1, tmp_path, mixes, samples=40) == 0
+    assert run_module.run_demo(1, tmp_path, mixes) == 0
     assert "lightning_accum 1 x 8 x 4" in capsys.readouterr().out
     assert (tmp_path / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
     rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
@@ -144,17 +151,19 @@ def test_the_demo_trains_in_processes_and_writes_its_files(tmp_path: Path, capsy
     assert float(rows[1]["deviation"]) < 1e-10
 
 
+@pytest.mark.usefixtures("_with_these_texts")
 def test_a_failing_run_shows_why_and_exits_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     failing = [sys.executable, "-c", "raise ValueError('this is why')"]
     monkeypatch.setattr(run_module, "command", lambda *arguments: failing)
-    assert run_module.run_demo(1, tmp_path, [FULL_BATCH], samples=8) == 1
+    assert run_module.run_demo(1, tmp_path, [FULL_BATCH]) == 1
     errors = capsys.readouterr().err
     assert "full batch 1 x 1 x 32 failed with status 1" in errors
     assert "ValueError: this is why" in errors
 
 
+@pytest.mark.usefixtures("_with_these_texts")
 def test_a_run_that_does_not_end_is_ended_with_all_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -164,7 +173,7 @@ def test_a_run_that_does_not_end_is_ended_with_all_its_processes(
     monkeypatch.setattr(run_module, "command", lambda *arguments: [sys.executable, "-c", sleeps])
     monkeypatch.setattr(run_module, "SECONDS_TO_START", 1)
     monkeypatch.setattr(run_module, "SECONDS_AN_EPOCH", 1)
-    assert run_module.run_demo(1, tmp_path, [FULL_BATCH], samples=8) == 1  # the pipe is closed, so the second process ended too
+    assert run_module.run_demo(1, tmp_path, [FULL_BATCH]) == 1  # the pipe is closed, so the second process ended too
     assert "did not end in 2 s" in capsys.readouterr().err
 
 
@@ -191,6 +200,13 @@ def test_the_table_fits_a_terminal_of_80_columns():
     text = capture.get()
     assert "lightning_accum 2 x 8 x 2 3.250000 2.5e-14 30 30 23,457" in " ".join(text.split())
     assert "…" not in text
+
+
+def test_a_run_that_ends_in_nan_is_not_exact():
+    start, full = {"a": torch.zeros(2), "b": torch.zeros(2)}, {"a": torch.ones(2), "b": torch.ones(2)}
+    broken = {"a": torch.ones(2), "b": torch.tensor([1.0, math.nan])}
+    assert deviation(full, full, start) == 0
+    assert math.isnan(deviation(broken, full, start))
 
 
 def test_the_csv_keeps_full_precision(tmp_path: Path):

@@ -163,21 +163,58 @@ def test_checkpoint_resumes_to_the_bit_at_a_boundary(tmp_path, weights_only: boo
     run = trainer(callbacks=[GradientAccumulation(2)], max_epochs=2)
     saved = torch.load(middle, weights_only=weights_only)
     assert saved["callbacks"]["GradientAccumulation"]["optimizer_steps"] == 6
-    seen = []
-
-    class Skipping(torch.utils.data.DataLoader):
-        """Yields what was not seen before the checkpoint."""
-
-        def __iter__(self):
-            seen.append(1)
-            batches = list(super().__iter__())
-            return iter(batches[4:] if len(seen) == 1 else batches)
-
-    data = regression().dataset
-    run.fit(resumed, Skipping(data, batch_size=None), ckpt_path=middle)
+    batches = regression().dataset.batches
+    run.fit(resumed, Remaining(batches, 4), ckpt_path=middle)
     assert run.global_step == 8
     for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+class Remaining(torch.utils.data.DataLoader):
+    """Yields what a first epoch has left after a number of batches, and whole epochs after that."""
+
+    def __init__(self, batches, begin: int) -> None:
+        super().__init__(loader(batches).dataset, batch_size=None)
+        self.begin = begin
+
+    def __iter__(self):
+        begin, self.begin = self.begin, 0
+        return iter(list(super().__iter__())[begin:])
+
+
+def test_resume_inside_a_window_says_what_is_missing_and_keeps_its_boundaries(tmp_path) -> None:
+    batches = [x(i) for i in range(1, 9)]
+
+    class Saves(Scalar):
+        def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
+            if batch_idx == 5:
+                self.trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+    def window() -> GradientAccumulation:
+        return GradientAccumulation({0: 2, 1: 4})
+
+    trainer(callbacks=[window()], max_epochs=2).fit(Saves(batches * 1))
+    module = Scalar()
+    # saved in epoch 1 last: after batches 1..6 of it, two of them inside the second window of four
+    with pytest.warns(UserWarning, match="inside a window, after 2 of its loader batches"):
+        trainer(callbacks=[window()], max_epochs=2).fit(module, Remaining(batches, 6), ckpt_path=tmp_path / "inside.ckpt")
+    assert module.gradients == [7.5]
+
+
+def test_checkpoint_of_plain_lightning_goes_on(tmp_path) -> None:
+    batches = [x(i) for i in range(1, 5)]
+    run = trainer("auto", accumulate_grad_batches=2)
+    run.fit(Scalar(batches))
+    run.save_checkpoint(tmp_path / "plain.ckpt")
+    counts, module = GradientAccumulation(2), Scalar(batches)
+    run = trainer(callbacks=[counts], max_epochs=2)
+    run.fit(module, ckpt_path=tmp_path / "plain.ckpt")
+    assert module.gradients == [1.5, 3.5]
+    assert counts.state_dict()["optimizer_steps"] == run.global_step == 4
+    other = Scalar(batches)
+    run.save_checkpoint(tmp_path / "ours.ckpt")
+    trainer("auto", accumulate_grad_batches=2, max_epochs=3).fit(other, ckpt_path=tmp_path / "ours.ckpt")
+    assert other.gradients == [1.5, 3.5]  # equal micro-batches: a mean of means is right
 
 
 def test_lr_finder() -> None:

@@ -1,0 +1,105 @@
+"""What `lightning_accum/loops.py` relies on inside Lightning. If a release moves something, this says what, before wrong numbers do."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
+from support import Scalar, trainer, x
+
+import lightning_accum
+from lightning_accum import loops
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (_TrainingEpochLoop._should_accumulate, ["self"]),
+        (_TrainingEpochLoop._num_ready_batches_reached, ["self"]),
+        (_TrainingEpochLoop.run, ["self", "data_fetcher"]),
+        (_TrainingEpochLoop.update_lr_schedulers, ["self", "interval", "update_plateau_schedulers"]),
+        (_TrainingEpochLoop._update_learning_rates, ["self", "interval", "update_plateau_schedulers"]),
+        (_AutomaticOptimization._make_closure, ["self", "kwargs", "optimizer", "batch_idx"]),
+        (_AutomaticOptimization._make_step_fn, ["self", "kwargs"]),
+        (_AutomaticOptimization._make_backward_fn, ["self", "optimizer"]),
+        (_AutomaticOptimization._make_zero_grad_fn, ["self", "batch_idx", "optimizer"]),
+        (_AutomaticOptimization._training_step, ["self", "kwargs"]),
+        (_AutomaticOptimization._optimizer_step, ["self", "batch_idx", "train_step_and_backward_closure"]),
+        (_AutomaticOptimization._on_before_zero_grad, ["self", "optimizer"]),
+        (_AutomaticOptimization._optimizer_zero_grad, ["self", "batch_idx", "optimizer"]),
+        (ClosureResult.from_training_step_output, ["training_step_output", "normalize"]),
+        (Closure.__init__, ["self", "step_fn", "backward_fn", "zero_grad_fn"]),
+        (_FitLoop.on_run_end, ["self"]),
+        (_FitLoop._should_accumulate, ["self"]),
+        (Precision.clip_grad_by_norm, ["self", "optimizer", "clip_val"]),
+    ],
+)
+def test_signature(function, expected: list[str]) -> None:
+    assert parameters(function) == expected
+
+
+def test_the_divisor_has_one_place() -> None:
+    """Lightning divides the loss in `_training_step`, through `normalize`, and nowhere else."""
+    source = Path(inspect.getfile(pl)).parent
+    users = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*.py")
+        if re.search(r"(/|normalize=|,) ?(self\.)?trainer\.accumulate_grad_batches\)?$", path.read_text(), re.MULTILINE)
+    }
+    assert users <= {"loops/optimization/automatic.py", "loops/training_epoch_loop.py", "trainer/trainer.py"}
+    assert "loops/optimization/automatic.py" in users
+
+
+def test_every_loader_batch_ends_in_update_lr_schedulers(monkeypatch) -> None:
+    calls = []
+    original = _TrainingEpochLoop.update_lr_schedulers
+
+    def update_lr_schedulers(self, interval, update_plateau_schedulers):
+        calls.append((interval, update_plateau_schedulers))
+        original(self, interval, update_plateau_schedulers)
+
+    monkeypatch.setattr(_TrainingEpochLoop, "update_lr_schedulers", update_lr_schedulers)
+    trainer("auto").fit(Scalar([x(1), None, x(3)]))
+    per_batch = [("step", False), ("step", True)]
+    assert [call for call in calls if call[0] == "step"] == per_batch * 3
+
+
+def test_the_loops_keep_their_identity_and_their_state() -> None:
+    run = trainer()
+    before = run.fit_loop, run.fit_loop.epoch_loop, run.fit_loop.epoch_loop.automatic_optimization
+    plain = set(run.fit_loop.state_dict())
+    run.fit(Scalar([x(1), x(2)]))
+    after = run.fit_loop, run.fit_loop.epoch_loop, run.fit_loop.epoch_loop.automatic_optimization
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert set(run.fit_loop.state_dict()) == plain
+    assert isinstance(run, pl.Trainer)
+    assert type(run).__name__ == "Trainer"
+
+
+def test_other_trainers_are_left_alone() -> None:
+    trainer().fit(Scalar([x(1)]))
+    other = trainer("auto")
+    other.fit(Scalar([x(1)]))
+    assert type(other) is pl.Trainer
+    assert type(other.fit_loop) is _FitLoop
+
+
+def test_internals_are_used_in_one_file_only() -> None:
+    package = Path(lightning_accum.__file__).parent
+    users = [
+        path.name
+        for path in package.rglob("*.py")
+        if re.search(r"from lightning\.[\w.]+ import [^#\n]*\b_[A-Za-z]|\b(trainer|fit_loop|epoch_loop|loop)\._[a-z]", path.read_text())
+    ]
+    assert users == [Path(loops.__file__).name]
