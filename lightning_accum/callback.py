@@ -77,7 +77,7 @@ class GradientAccumulation(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        from lightning_accum.strategies import AccumulationMixin  # which needs this callback for its defaults
+        from lightning_accum.mixin import AccumulationMixin  # which needs this callback for its defaults
 
         if stage != "fit":
             return

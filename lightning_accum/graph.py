@@ -11,7 +11,7 @@ from). A node that is not known is never guessed at: see :class:`UnreadableLossE
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -83,7 +83,7 @@ def read_loss(loss: Tensor) -> Reading:
     """
     if loss.grad_fn is None:
         raise UnreadableLossError("a loss without a graph (no `grad_fn`)")
-    terms = list(_terms(loss.grad_fn, loss.output_nr))
+    terms = list(terms_of(loss))
     if len(terms) == 1:
         main = terms[0]
         if not main.is_readable:
@@ -118,8 +118,14 @@ _THROUGH = {
 _SUMS = {"Sum", "Nansum", "Dot"}
 
 
-def _kind(node: Node) -> str:
-    """'NllLossBackward0' -> 'NllLoss', 'torch::autograd::CopyBackwards' -> 'Copy'."""
+def terms_of(loss: Tensor) -> Iterator[Term]:
+    """The summands of a loss, left to right."""
+    if loss.grad_fn is not None:
+        yield from _walk(loss.grad_fn, loss.output_nr)
+
+
+def kind_of(node: Node) -> str:
+    """The operation of a node: 'NllLossBackward0' -> 'NllLoss', 'torch::autograd::CopyBackwards' -> 'Copy'."""
     name: str = node.name().rpartition("::")[2]
     return name.partition("Backward")[0]
 
@@ -128,7 +134,7 @@ def _inputs(node: Node) -> list[tuple[Node, int]]:
     return [(child, index) for child, index in node.next_functions if child is not None]
 
 
-def _terms(root: Node, output_index: int) -> Iterator[Term]:
+def _walk(root: Node, output_index: int) -> Iterator[Term]:
     """Walk from the loss down to its criteria, left to right."""
     stack: list[tuple[Node, int, tuple[Any, ...]]] = [(root, output_index, ())]
 
@@ -137,7 +143,7 @@ def _terms(root: Node, output_index: int) -> Iterator[Term]:
 
     while stack:
         node, index, factors = stack.pop()
-        kind = _kind(node)
+        kind = kind_of(node)
         if kind in _CRITERIA:
             yield _criterion(node, kind, factors)
         elif kind == "_DDPSink":  # every tensor that DistributedDataParallel returns goes in and out at the same place
@@ -174,7 +180,7 @@ def _constant_operand(node: Node) -> Any:
 def _sum_below(division: Node) -> Node | None:
     """The sum that is divided; None if what is divided is a criterion by itself, and the division a constant factor."""
     node = division.next_functions[0][0]
-    while (kind := _kind(node)) in _THROUGH or kind == "Mul":
+    while (kind := kind_of(node)) in _THROUGH or kind == "Mul":
         inputs = _inputs(node)
         if len(inputs) != 1:
             return None
@@ -188,16 +194,16 @@ def _stacked_scalars(node: Node) -> list[tuple[Node, int]]:
     below, index = node.next_functions[0]
     if sizes is None or below is None:
         return []
-    if _kind(below) == "Mul" and len(_inputs(below)) == 1:
+    if kind_of(below) == "Mul" and len(_inputs(below)) == 1:
         below, index = _inputs(below)[0]
-    if _kind(below) in ("Stack", "Cat") and len(sizes) == 1 and len(below.next_functions) == sizes[0]:
+    if kind_of(below) in ("Stack", "Cat") and len(sizes) == 1 and len(below.next_functions) == sizes[0]:
         return _inputs(below)
     return [(below, index)] if math.prod(sizes) == 1 and _is_whole_loss(below) else []
 
 
 def _is_whole_loss(node: Node) -> bool:
     """Whether ``node`` is a loss already, reduced over all its dimensions, and not the loss of a single sample."""
-    while ((kind := _kind(node)) in _THROUGH or kind in ("Mul", "Div")) and len(_inputs(node)) == 1:
+    while ((kind := kind_of(node)) in _THROUGH or kind in ("Mul", "Div")) and len(_inputs(node)) == 1:
         node = _inputs(node)[0][0]
     if kind in _CRITERIA:
         return bool(node._saved_reduction != NO_REDUCTION)
@@ -272,7 +278,7 @@ def _mean_count(node: Node) -> float:
     count = _reduced_numel(node)
     below, _ = node.next_functions[0]
     # x.mean(0).mean(): the inner mean is over the batch too
-    if below is not None and _kind(below) == "Mean" and 0 in _reduced_dims(below):
+    if below is not None and kind_of(below) == "Mean" and 0 in _reduced_dims(below):
         count *= _reduced_numel(below)
     return count
 
@@ -280,7 +286,7 @@ def _mean_count(node: Node) -> float:
 def _mean_over_batch(node: Node) -> float | None:
     """The batch's size in ``x.mean(0).sum()``; None where the sum goes over the batch itself."""
     below, _ = node.next_functions[0]
-    if below is not None and _kind(below) == "Mean" and 0 in _reduced_dims(below):
+    if below is not None and kind_of(below) == "Mean" and 0 in _reduced_dims(below):
         return _reduced_numel(below)
     return None
 
@@ -310,7 +316,7 @@ def _count_of(division: Node, summed: Node) -> Denominator:
     if denominator.numel() != 1:
         raise UnreadableLossError(f"a sum divided by {denominator.numel()} numbers")
     below = summed.next_functions[0][0]
-    while below is not None and _kind(below) == "Mul" and len(inputs := _inputs(below)) == 1:
+    while below is not None and kind_of(below) == "Mul" and len(inputs := _inputs(below)) == 1:
         mask = _constant_operand(below)
         if isinstance(mask, Tensor) and mask.dim() > 0:
             return torch.where(mask.any(), denominator, torch.zeros_like(denominator))
@@ -347,7 +353,7 @@ def _is_of_parameters_only(root: Node) -> bool:
         node = stack.pop()
         if node.name().endswith("AccumulateGrad"):
             continue
-        kind = _kind(node)
+        kind = kind_of(node)
         inputs = _inputs(node)
         if kind in ("Mul", "Div"):
             operands = [getattr(node, f"_saved_{side}", None) for side in ("self", "other")]
@@ -357,77 +363,3 @@ def _is_of_parameters_only(root: Node) -> bool:
             return False
         stack.extend(child for child, _ in inputs)
     return True
-
-
-# --- guards -----------------------------------------------------------------------------------------------------------
-
-
-def guard_against_zero(loss: Tensor) -> None:
-    """Keep an empty masked mean, 0 / 0, from poisoning the gradients.
-
-    Its backward computes ``gradient / 0``, which is NaN even for the gradient 0 of a micro-batch without weight. A hook on the
-    division replaces that by zeros. The built-in criteria need none: they write zeros where nothing was counted.
-    """
-    if loss.grad_fn is None:
-        return
-    for term in _terms(loss.grad_fn, loss.output_nr):
-        denominator = getattr(term.node, "_saved_other", None)
-        if _kind(term.node) != "Div" or not isinstance(denominator, Tensor):
-            continue
-        if denominator.device.type == "cpu" and denominator.item() != 0:
-            continue  # on the host the comparison is free, elsewhere it would wait for the device
-
-        def zero_where_empty(
-            gradients: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...], denominator: Tensor = denominator
-        ) -> tuple[Tensor | None, ...]:
-            return tuple(g if g is None else torch.where(denominator == 0, torch.zeros_like(g), g) for g in gradients)
-
-        term.node.register_hook(zero_where_empty)
-
-
-def zero_loss_like(loss: Tensor) -> Tensor:
-    """A loss of 0 that depends on the same parameters as ``loss``, and gives each a gradient of zeros."""
-    seen: set[Node] = set()
-    parameters: list[Tensor] = []
-    stack: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name().endswith("AccumulateGrad"):
-            parameters.append(node.variable)
-        stack.extend(child for child, _ in node.next_functions if child is not None)
-    return zero_loss_of(parameters)
-
-
-def zero_loss_of(parameters: Iterable[Tensor]) -> Tensor:
-    """A loss of 0 that gives each of ``parameters`` a gradient of zeros, whatever their values."""
-    with torch.autocast("cpu", enabled=False):
-        return torch.stack([parameter.flatten()[:1].sum().float() for parameter in parameters]).sum() * 0.0
-
-
-# --- contrastive losses -----------------------------------------------------------------------------------------------
-
-
-def is_contrastive(loss: Tensor) -> bool | None:
-    """Whether the loss is a cross entropy over logits that are square in the batch with labels 0..B-1, as in CLIP.
-
-    Every sample is then a negative of every other, and no weights make micro-batches equal to their batch (GradCache,
-    arXiv 2101.06983, does it by replaying the forward). Compares labels on the host, so ask once, not per micro-batch.
-
-    Returns:
-        None where the logits are not square, so that nothing was compared.
-    """
-    if loss.grad_fn is None:
-        return None
-    verdict = None
-    for term in _terms(loss.grad_fn, loss.output_nr):
-        if _kind(term.node) != "NllLoss":
-            continue
-        logits, target = term.node._saved_self, term.node._saved_target
-        if logits.dim() == 2 and logits.shape[0] == logits.shape[1] > 1:
-            verdict = torch.equal(target, torch.arange(len(target), device=target.device))
-            if verdict:
-                return True
-    return verdict

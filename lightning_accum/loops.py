@@ -34,7 +34,7 @@ from lightning_accum.boundary import count_windows
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
-    from lightning_accum.strategies import AccumulationMixin
+    from lightning_accum.mixin import AccumulationMixin
 
 
 def install(trainer: pl.Trainer) -> None:

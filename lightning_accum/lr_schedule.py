@@ -56,6 +56,7 @@ class StepWatch:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
         self._has_stepped = False
         register: Callable[..., Any] | None = getattr(optimizer, "register_step_post_hook", None)
         self._is_watching = register is not None

@@ -1,8 +1,8 @@
-"""Lightning's strategies with windows: one mixin that overrides their hooks, and a few lines for each engine."""
+"""Lightning's strategies with windows: a few lines for each engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -10,174 +10,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_accum import loops
-from lightning_accum.accumulation import Accumulation, Policy
 from lightning_accum.callback import GradientAccumulation
-from lightning_accum.graph import zero_loss_like
-from lightning_accum.lr_schedule import StepWatch
+from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.sync import DDPSync, SyncPolicy
-
-
-class AccumulationMixin(Strategy):
-    """What all strategies of this package share: Lightning's hooks, handed over to :class:`Accumulation`."""
-
-    accumulation: Accumulation | None = None
-    """The state of the running ``fit``; None outside of one, and in manual optimization."""
-    policy: Policy = Policy()
-    world_size: int
-
-    # --- setting up -------------------------------------------------------------------------------------------------
-
-    @override
-    def connect(self, model: pl.LightningModule) -> None:
-        super().connect(model)
-        trainer = model.trainer
-        if trainer.state.fn == TrainerFn.FITTING and _callback_of(trainer) is None:
-            loops.callbacks_of(trainer).insert(0, GradientAccumulation())  # the strategy alone: default policy
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        self.accumulation = None
-        if trainer.state.fn == TrainerFn.FITTING:
-            callback = _callback_of(trainer)
-            self.policy = Policy() if callback is None else callback.policy
-            loops.install(trainer)
-        super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._begin(trainer, callback)
-
-    def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if not module.automatic_optimization:
-            return
-        sizes = self.policy.sizes() or {trainer.accumulate_grad_batches}
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, LBFGS) and max(sizes) > 1:
-                raise MisconfigurationException(
-                    f"LBFGS runs its closure several times in a step, and a window of {max(sizes)} loader batches cannot be run"
-                    " again: their data is gone. Use GradientAccumulation(1) or another optimizer."
-                )
-        self.accumulation = Accumulation(self.policy, self.root_device, self.world_size, _warn)
-        if callback is not None:
-            callback.connect(self.accumulation)
-        self._watch = StepWatch(self.optimizers[0])
-        # an overridden backward may not hand its keyword arguments on: it gets the product instead
-        self._takes_gradient = not is_overridden("backward", module)
-        self._is_announced = False
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if self.accumulation is not None:
-            trainer = self._trainer()
-            seen, into_window = loops.loader_batches_seen(trainer), loops.loader_batches_into_window(trainer)
-            self.accumulation.restart(seen, into_window, steps=trainer.global_step, loader_batches=seen - into_window)
-
-    @override
-    def teardown(self) -> None:
-        if self.accumulation is not None:
-            self._watch.remove()
-            self.accumulation = None
-        super().teardown()
-
-    def _trainer(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    def is_plain(self) -> bool:
-        """Whether the window is one micro-batch on one rank, so that everything is left to Lightning."""
-        return self.accumulation is None or self.accumulation.is_plain()
-
-    # --- one micro-batch --------------------------------------------------------------------------------------------
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.accumulation is not None and args:
-            self.accumulation.batch = args[0]
-        return super().training_step(*args, **kwargs)
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self.accumulation is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        batch = self.accumulation.batch
-        seed = self.accumulation.begin_backward(closure_loss)
-        if not self._is_announced:
-            self._is_announced = True
-            rank_zero_info(self.accumulation.describe(batch, self._trainer().accumulate_grad_batches))
-        if seed is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        if seed.device.type == "cpu" and seed.item() == 0 and self._can_replace_loss():
-            # no weight, and perhaps NaN: on the host it costs nothing to look, and zeros are added instead
-            return super().backward(zero_loss_like(closure_loss), optimizer, *args, **kwargs)
-        if self._takes_gradient:
-            return super().backward(closure_loss, optimizer, *args, gradient=seed, **kwargs)
-        return super().backward(closure_loss * seed, optimizer, *args, **kwargs)
-
-    def end_micro_batch(self) -> Tensor | None:
-        """Leave training_step; at a boundary, end the window.
-
-        Returns:
-            At a boundary the loss of the window; None inside a window, and where the window had no weight.
-        """
-        assert self.accumulation is not None
-        if not self.accumulation.end_micro_batch():
-            self._backward_without_loss()
-        if not self.accumulation.is_boundary:
-            return None
-        seen = loops.loader_batches_seen(self._trainer())
-        if self.accumulation.is_plain():
-            self.accumulation.close_plain(seen)
-            return None
-        closed = self.accumulation.close(seen, self._parameters())
-        return None if closed.is_empty else torch.as_tensor(closed.loss, device=self.root_device)
-
-    def run_without_batch(self) -> Tensor | None:
-        """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0."""
-        self._forward_without_batch()
-        return self.end_micro_batch()
-
-    def _can_replace_loss(self) -> bool:
-        return True
-
-    def _forward_without_batch(self) -> None:
-        """Take part in the other ranks' forward."""
-
-    def _backward_without_loss(self) -> None:
-        """Take part in the other ranks' backward, adding nothing."""
-
-    def _parameters(self) -> list[nn.Parameter]:
-        assert self.lightning_module is not None
-        parameters = dict.fromkeys(self.lightning_module.parameters())
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                parameters.update(dict.fromkeys(group["params"]))
-        return list(parameters)
-
-    # --- the optimizer step -----------------------------------------------------------------------------------------
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if self.accumulation is None or self.accumulation.is_plain():
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        loss = closure()
-        if self.accumulation.closed is not None and self.accumulation.closed.is_empty:
-            return loss  # nothing had any weight: optimizer and hooks see no step
-        return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
-
-    def after_optimizer_step(self) -> None:
-        """Count the step, if it really happened."""
-        assert self.accumulation is not None
-        self.accumulation.after_optimizer_step(self._watch.has_stepped())
 
 
 class AccumulationStrategy(AccumulationMixin, SingleDeviceStrategy):
@@ -315,29 +154,6 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     def teardown(self) -> None:
         self._sync = None
         super().teardown()
-
-
-def _already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
-    """A closure whose first call has been made."""
-    calls = 0
-
-    def first_result_then_again() -> Any:
-        nonlocal calls
-        calls += 1
-        return result if calls == 1 else closure()
-
-    return first_result_then_again
-
-
-def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:
-    callbacks = [callback for callback in loops.callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
-    if len(callbacks) > 1:
-        raise MisconfigurationException(f"There are {len(callbacks)} GradientAccumulation callbacks in the Trainer; keep one.")
-    return callbacks[0] if callbacks else None
-
-
-def _warn(message: str) -> None:
-    rank_zero_warn(message, category=UserWarning)
 
 
 def register() -> None:

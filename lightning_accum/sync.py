@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_accum.graph import zero_loss_of
+from lightning_accum.safeguards import zero_loss_of
 
 SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
 

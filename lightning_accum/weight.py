@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.graph import Denominator, Reading, Term, UnreadableLossError, guard_against_zero, is_contrastive, read_loss
+from lightning_accum.graph import Denominator, Reading, Term, UnreadableLossError, read_loss
+from lightning_accum.safeguards import guard_against_zero, is_contrastive
 
 Weight: TypeAlias = Callable[[Any], Tensor]
 """Counts what the mean loss of a batch is divided by: takes the batch, returns a scalar tensor (or a number)."""

@@ -8,7 +8,8 @@ import torch
 from support import ddp, loader, relative_error, trainer
 
 from lightning_accum import GradientAccumulation, TokenCount
-from lightning_accum.graph import is_contrastive, read_loss
+from lightning_accum.graph import read_loss
+from lightning_accum.safeguards import is_contrastive
 
 transformers = pytest.importorskip("transformers")
 

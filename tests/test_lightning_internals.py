@@ -1,4 +1,4 @@
-"""What `lightning_accum/loops.py` relies on inside Lightning. If a release moves something, this says what, before wrong numbers do."""
+"""What `lightning_accum/loops.py` relies on inside Lightning: if a release moves it, this says what, before wrong numbers do."""
 
 from __future__ import annotations
 
@@ -100,6 +100,8 @@ def test_internals_are_used_in_one_file_only() -> None:
     users = [
         path.name
         for path in package.rglob("*.py")
-        if re.search(r"from lightning\.[\w.]+ import [^#\n]*\b_[A-Za-z]|\b(trainer|fit_loop|epoch_loop|loop)\._[a-z]", path.read_text())
+        if re.search(
+            r"from lightning\.[\w.]+ import [^#\n]*\b_[A-Za-z]|\b(trainer|fit_loop|epoch_loop|loop)\._[a-z]", path.read_text()
+        )
     ]
     assert users == [Path(loops.__file__).name]

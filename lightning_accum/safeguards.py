@@ -1,0 +1,74 @@
+"""What keeps losses without weight from doing harm, and finds those that no weight can help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_accum.graph import Node, kind_of, terms_of
+
+
+def guard_against_zero(loss: Tensor) -> None:
+    """Keep an empty masked mean, 0 / 0, from poisoning the gradients.
+
+    Its backward computes ``gradient / 0``, which is NaN even for the gradient 0 of a micro-batch without weight. A hook on the
+    division replaces that by zeros. The built-in criteria need none: they write zeros where nothing was counted.
+    """
+    for term in terms_of(loss):
+        denominator = getattr(term.node, "_saved_other", None)
+        if kind_of(term.node) != "Div" or not isinstance(denominator, Tensor):
+            continue
+        if denominator.device.type == "cpu" and denominator.item() != 0:
+            continue  # on the host the comparison is free, elsewhere it would wait for the device
+
+        def zero_where_empty(
+            gradients: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...], denominator: Tensor = denominator
+        ) -> tuple[Tensor | None, ...]:
+            return tuple(g if g is None else torch.where(denominator == 0, torch.zeros_like(g), g) for g in gradients)
+
+        term.node.register_hook(zero_where_empty)
+
+
+def zero_loss_like(loss: Tensor) -> Tensor:
+    """A loss of 0 that depends on the same parameters as ``loss``, and gives each a gradient of zeros."""
+    seen: set[Node] = set()
+    parameters: list[Tensor] = []
+    stack: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("AccumulateGrad"):
+            parameters.append(node.variable)
+        stack.extend(child for child, _ in node.next_functions if child is not None)
+    return zero_loss_of(parameters)
+
+
+def zero_loss_of(parameters: Iterable[Tensor]) -> Tensor:
+    """A loss of 0 that gives each of ``parameters`` a gradient of zeros, whatever their values."""
+    with torch.autocast("cpu", enabled=False):
+        return torch.stack([parameter.flatten()[:1].sum().float() for parameter in parameters]).sum() * 0.0
+
+
+def is_contrastive(loss: Tensor) -> bool | None:
+    """Whether the loss is a cross entropy over logits that are square in the batch with labels 0..B-1, as in CLIP.
+
+    Every sample is then a negative of every other, and no weights make micro-batches equal to their batch (GradCache,
+    arXiv 2101.06983, does it by replaying the forward). Compares labels on the host, so ask once, not per micro-batch.
+
+    Returns:
+        None where the logits are not square, so that nothing was compared.
+    """
+    verdict = None
+    for term in terms_of(loss):
+        if kind_of(term.node) != "NllLoss":
+            continue
+        logits, target = term.node._saved_self, term.node._saved_target
+        if logits.dim() == 2 and logits.shape[0] == logits.shape[1] > 1:
+            verdict = torch.equal(target, torch.arange(len(target), device=target.device))
+            if verdict:
+                return True
+    return verdict
