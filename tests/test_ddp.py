@@ -73,7 +73,8 @@ if __name__ == "__main__":
     if run.global_rank == 0:
         print("TOTAL", module.total)
     # Lightning leaves gloo's threads to the interpreter's end, where they sometimes abort (with its own "ddp" as well)
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 """
 
 

@@ -122,7 +122,7 @@ def test_one_process_runs_end_at_the_full_batch_with_this_package_and_elsewhere_
     mixes = [mix for mix in MIXES if mix.ranks == 1]
     trained = {mix: train(mix, TEXTS, 2, lambda step, loss: None) for mix in mixes}
     full = trained[FULL_BATCH]
-    initial = dict(new_model().named_parameters())
+    initial = {name: parameter.detach() for name, parameter in new_model().named_parameters()}
     for mix, run in trained.items():
         away = deviation(run.parameters, full.parameters, initial)
         # Adam divides by the gradient's size, so rounding can grow by some orders of magnitude
