@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-DEMO = """Train a small language model on the docstrings of Python's standard library, with the same 32 samples in every optimizer
-step: as one batch, with Lightning's own accumulation, and with lightning_accum on 1 and 2 processes. Needs no download and
-no GPU; takes one to three minutes. The exit status is 0 if every run of lightning_accum ends where the full batch does, to
-rounding; 1 if one does not, or if the demo cannot run; 2 if the arguments are wrong."""
+DEMO = """Train a small language model on the docstrings of Python's standard library, with the same 32 samples in every
+optimizer step: as one batch, with Lightning's own accumulation, and with lightning_accum on 1 and 2 processes. Needs no
+download and no GPU; takes one to three minutes. The exit status is 0 if every run of lightning_accum ends where the full batch
+does, to rounding; 1 if one does not, or if the demo cannot run; 2 if the arguments are wrong."""
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
@@ -51,7 +52,9 @@ class WindowMetrics:
         if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:
             metrics["window/weight_per_second"] = rate
         options: dict[str, Any] = {"on_step": True, "on_epoch": False, "batch_size": 1}
-        self._module.log("window/loss", closed.loss, prog_bar=True, **options)
+        # a float would be rounded to float32
+        loss = torch.as_tensor(closed.loss, dtype=accumulation.window.dtype, device=self._module.device)
+        self._module.log("window/loss", loss, prog_bar=True, **options)
         self._module.log(STEPS, float(accumulation.clock.optimizer_steps), prog_bar=True, **options)
         self._module.log_dict(metrics, **options)
 

@@ -1,4 +1,4 @@
-"""The docstrings of Python's own standard library: real text that is on every machine, from a few to thousands of bytes long."""
+"""The docstrings of Python's own standard library: real text, on every machine, of a few to thousands of bytes."""
 
 from __future__ import annotations
 

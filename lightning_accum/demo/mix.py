@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias
 Engine: TypeAlias = Literal["full batch", "Lightning", "lightning_accum"]
 
 GLOBAL_BATCH = 32
-SAMPLES = 360
-"""Eleven windows and a tail of 8 samples in an epoch, which every mix below shares out evenly."""
-LONGEST = 256
+SAMPLES = 296
+"""Nine windows and a tail of 8 samples in an epoch, which every mix below shares out evenly."""
+LONGEST = 512
 """Bytes at which a docstring is cut."""
 
 

@@ -25,9 +25,7 @@ class ByteModel(pl.LightningModule):
         learning_rate: the peak of the schedule.
     """
 
-    def __init__(
-        self, width: int = 48, depth: int = 2, heads: int = 2, longest: int = 258, learning_rate: float = 3e-3
-    ) -> None:
+    def __init__(self, width: int = 48, depth: int = 2, heads: int = 2, longest: int = 514, learning_rate: float = 1e-2) -> None:
         super().__init__()
         self.learning_rate = learning_rate
         self.bytes = nn.Embedding(256, width)
@@ -69,9 +67,7 @@ class _Block(nn.Module):
         # without a bias: the gradient of the keys' bias is zero but for rounding, and Adam blows rounding up to whole steps
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width)
-        self.feed_forward = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.feed_forward = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:

@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
-from lightning_accum.demo.data import collate, count_targets
 from lightning_accum.demo.mix import GLOBAL_BATCH
-from lightning_accum.demo.model import IGNORED, ByteModel
 
 EXACT = 1e-10
 """Runs in float64 that take the same steps end closer together than this; they differ in the order of additions alone."""
@@ -57,36 +55,29 @@ def deviation(parameters: Mapping[str, Tensor], full_batch: Mapping[str, Tensor]
         >>> deviation({"w": torch.tensor([1.0, -3.0])}, {"w": full}, {"w": start})
         0.25
     """
-    way = max(float((full_batch[name] - initial[name]).abs().max()) for name in initial)
-    return max(float((parameters[name] - full_batch[name]).abs().max()) for name in initial) / way
-
-
-@torch.no_grad()
-def mean_loss(model: ByteModel, corpus: Sequence[bytes]) -> float:
-    """The mean loss of a byte over a whole corpus, in nats."""
-    total, count = 0.0, 0
-    texts = sorted(corpus, key=len)
-    for start in range(0, len(texts), GLOBAL_BATCH):
-        batch = collate(texts[start : start + GLOBAL_BATCH])
-        logits, labels = model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
-        total += float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"))
-        count += int(count_targets(batch["labels"]))
-    return total / count
+    way = torch.stack([(full_batch[name] - initial[name]).abs().max() for name in initial]).max()
+    difference = torch.stack([(parameters[name] - full_batch[name]).abs().max() for name in initial]).max()
+    return float(difference / way)
 
 
 def table(rows: Sequence[Row]) -> Table:
     """The rows for a terminal."""
-    result = Table(title=f"One global batch of {GLOBAL_BATCH}, one data order", caption=CAPTION, caption_justify="left")
-    result.add_column("")
+    result = Table(
+        title=f"One global batch of {GLOBAL_BATCH}, one data order",
+        caption=CAPTION,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+    )
     result.add_column("run", no_wrap=True)
-    for name in ("final loss", "deviation", "optimizer\nsteps", "scheduler\nsteps", "tokens/s"):
+    for name in ("final\nloss", "deviation", "optimizer\nsteps", "scheduler\nsteps", "tokens/s"):
         result.add_column(name, justify="right", no_wrap=True)
     for position, row in enumerate(rows):
         is_last_of_engine = position + 1 == len(rows) or rows[position + 1].engine != row.engine
         result.add_row(
-            row.engine,
-            row.run,
-            f"{row.final_loss:.8f}",
+            f"{row.engine} {row.run}",
+            f"{row.final_loss:.6f}",
             f"{row.deviation:.1e}" if row.deviation else "0",
             str(row.optimizer_steps),
             str(row.scheduler_steps),

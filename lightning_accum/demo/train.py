@@ -19,15 +19,16 @@ from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 from typing_extensions import override
 
 from lightning_accum import GradientAccumulation
-from lightning_accum.demo.data import Docstrings, count_targets
-from lightning_accum.demo.mix import Mix
-from lightning_accum.demo.model import new_model
+from lightning_accum.demo.data import Docstrings, collate, count_targets
+from lightning_accum.demo.mix import GLOBAL_BATCH, Mix
+from lightning_accum.demo.model import IGNORED, ByteModel, new_model
 
 OnStep: TypeAlias = Callable[[int, float], None]
 """Is told the optimizer step and its loss."""
@@ -38,6 +39,7 @@ class Trained:
     """What a run ended with.
 
     Attributes:
+        final_loss: see :func:`mean_loss`.
         losses: the loss of each optimizer step's whole batch, before the step.
         optimizer_steps: as the optimizer counted them.
         scheduler_steps: as the scheduler counted them.
@@ -45,6 +47,7 @@ class Trained:
         parameters: the model's, by name.
     """
 
+    final_loss: float
     losses: list[float]
     optimizer_steps: int
     scheduler_steps: int
@@ -78,12 +81,26 @@ def train(mix: Mix, corpus: Sequence[bytes], epochs: int, on_step: OnStep) -> Tr
     model = new_model()
     trainer.fit(model, datamodule=Docstrings(corpus, mix.batch))
     return Trained(
+        final_loss=mean_loss(model, corpus),
         losses=record.losses,
         optimizer_steps=record.optimizer_steps,
         scheduler_steps=record.scheduler_steps,
         seconds=record.seconds,
         parameters={name: parameter.detach().clone() for name, parameter in model.named_parameters()},
     )
+
+
+@torch.no_grad()
+def mean_loss(model: ByteModel, corpus: Sequence[bytes]) -> float:
+    """The mean loss of a byte over a whole corpus, in nats."""
+    total, count = 0.0, 0
+    texts = sorted(corpus, key=len)
+    for start in range(0, len(texts), GLOBAL_BATCH):
+        batch = collate(texts[start : start + GLOBAL_BATCH])
+        logits, labels = model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+        total += float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"))
+        count += int(count_targets(batch["labels"]))
+    return total / count
 
 
 def _accumulation(mix: Mix, record: Callback) -> dict[str, Any]:
@@ -120,7 +137,7 @@ class _Record(Callback):
         self._loss_and_targets += torch.stack([trainer.callback_metrics["train_loss"] * targets, targets])
         if trainer.global_step == len(self.losses):  # inside a window
             return
-        total, count = trainer.strategy.reduce(self._loss_and_targets, reduce_op="sum").tolist()  # type: ignore[union-attr]
+        total, count = trainer.strategy.reduce(self._loss_and_targets, reduce_op="sum").tolist()
         loss = total / count
         self._loss_and_targets.zero_()
         self.losses.append(loss)
@@ -167,9 +184,12 @@ def main() -> None:
         if is_first:
             print(json.dumps([step, loss]), file=pipe)
 
-    trained = train(arguments.mix, torch.load(arguments.corpus), arguments.epochs, on_step)
+    trained = train(arguments.mix, torch.load(arguments.corpus, weights_only=True), arguments.epochs, on_step)
     if is_first:
         torch.save(vars(trained), arguments.result)
+    if torch.distributed.is_initialized():
+        # Lightning leaves gloo's threads to the end of the interpreter, where now and then they abort it
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
