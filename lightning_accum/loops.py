@@ -85,6 +85,17 @@ def loader_batches_into_window(trainer: pl.Trainer) -> int:
     return ready % trainer.accumulate_grad_batches
 
 
+def is_logging_due(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer's loggers get metrics at this optimizer step."""
+    return trainer._logger_connector.should_update_logs
+
+
+def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    """Give metrics to the Trainer's loggers, at the step that its own metrics get."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
 @contextmanager
 def _noting_gradient_norm(trainer: pl.Trainer, accumulation: Accumulation) -> Iterator[None]:
     """Keep the norm that clipping computes anyway: Lightning's precision plugin throws it away."""

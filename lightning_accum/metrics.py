@@ -1,4 +1,4 @@
-"""What one sees of the windows: metrics for the loggers, numbers in the progress bar."""
+"""What one sees of the windows: metrics for loggers and callbacks, numbers in the progress bar."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from lightning_accum import loops
 from lightning_accum.accumulation import Accumulation
-
-STEPS = "window/optimizer_steps"
 
 
 class WindowMetrics:
-    """Logs each window once, through the module's own ``log``.
+    """Shows each window once.
 
-    The numbers come from the all-reduce that the window made anyway; they are the same on all ranks.
+    The numbers come from the all-reduce that the window made anyway, and are the same on all ranks. They go to the loggers by
+    the Trainer's ``log_every_n_steps``, and to ``trainer.callback_metrics`` and the progress bar at every window. The module's own
+    ``log`` would do all of that at a hundred times the cost.
     """
 
     def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer = trainer
         self._module = pl_module
         self._epoch_loss = MeanMetric(sync_on_compute=False, nan_strategy="ignore").to(pl_module.device)
         self._throughput = Throughput(window_size=2)  # between the ends of the last two windows
@@ -31,32 +33,44 @@ class WindowMetrics:
         self._windows = 0
         self._elements = 0
         self._last: object = None
+        self._in_bar: dict[str, Any] = {}
         self._bar = trainer.progress_bar_callback
         if self._bar is not None:
-            _show_whole_steps(self._bar)
+            self._show_in(self._bar)
+
+    def _show_in(self, bar: ProgressBar) -> None:
+        original = bar.get_metrics
+
+        def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
+            in_bar = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._in_bar.items()}
+            return {**original(trainer, pl_module), **in_bar}
+
+        bar.get_metrics = get_metrics  # type: ignore[method-assign]
 
     def log_window(self, accumulation: Accumulation) -> None:
-        """Log the window that ended last, unless it was logged before."""
+        """Show the window that ended last, unless it was shown before."""
         closed = accumulation.closed
         if closed is None or closed.is_empty or closed is self._last:
             return
         self._last = closed
         self._epoch_loss.update(closed.loss, closed.weight)
+        steps = accumulation.clock.optimizer_steps
         metrics: dict[str, Tensor | float] = {
+            "window/loss": closed.loss,
             "window/weight": closed.weight,
             "window/total_weight": accumulation.total_weight,
-            "window/micro_batches": float(closed.micro_batches),
+            "window/micro_batches": closed.micro_batches,
+            "window/optimizer_steps": steps,
         }
         if accumulation.gradient_norm is not None:
             metrics["window/grad_norm"] = accumulation.gradient_norm
         if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:
             metrics["window/weight_per_second"] = rate
-        options: dict[str, Any] = {"on_step": True, "on_epoch": False, "batch_size": 1}
-        # a float would be rounded to float32
-        loss = torch.as_tensor(closed.loss, dtype=accumulation.window.dtype, device=self._module.device)
-        self._module.log("window/loss", loss, prog_bar=True, **options)
-        self._module.log(STEPS, float(accumulation.clock.optimizer_steps), prog_bar=True, **options)
-        self._module.log_dict(metrics, **options)
+        dtype = accumulation.window.dtype
+        self._trainer.callback_metrics.update({name: torch.as_tensor(value, dtype=dtype) for name, value in metrics.items()})
+        self._in_bar = {"window/loss": closed.loss, "window/optimizer_steps": _Whole(steps)}
+        if self._trainer.loggers and loops.is_logging_due(self._trainer):
+            loops.log_metrics(self._trainer, {name: float(value) for name, value in metrics.items()})
 
     def _weight_per_second(self, weight: float) -> float | None:
         self._windows += 1
@@ -67,7 +81,7 @@ class WindowMetrics:
 
     def log_epoch(self) -> None:
         """Log the epoch's loss: the mean of its windows, each with its weight."""
-        if self._epoch_loss.update_called:
+        if self._epoch_loss.update_called and not self._trainer.barebones:
             self._module.log("window/loss_epoch", self._epoch_loss.compute(), batch_size=1, sync_dist=True)
             self._epoch_loss.reset()
 
@@ -75,19 +89,6 @@ class WindowMetrics:
         """Give the progress bar back."""
         if self._bar is not None:
             vars(self._bar).pop("get_metrics", None)
-
-
-def _show_whole_steps(bar: ProgressBar) -> None:
-    """Metrics are floats, and progress bars print all their decimals; steps are counted in whole numbers."""
-    original = bar.get_metrics
-
-    def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
-        metrics = original(trainer, pl_module)
-        if STEPS in metrics:
-            metrics[STEPS] = _Whole(float(metrics[STEPS]))  # type: ignore[arg-type]  # no string or dict
-        return metrics
-
-    bar.get_metrics = get_metrics  # type: ignore[method-assign]
 
 
 class _Whole(int):
