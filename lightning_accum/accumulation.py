@@ -72,6 +72,8 @@ class Accumulation:
         """The micro-batch in training_step is the last of its window."""
         self.batch: Any = None
         """The micro-batch that is in training_step."""
+        self.is_weightless = False
+        """The micro-batch is known on the host to have no weight."""
         self._has_loss = False
         self._warn = warn
         self._warned: set[str] = set()
@@ -120,6 +122,7 @@ class Accumulation:
             self._note_plain(loss)
             return None
         contribution = self.weigher(loss, self.batch)
+        self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         seed = self.window.add(loss, contribution)
         if self.is_boundary:
             self.window.reduce()
@@ -130,9 +133,6 @@ class Accumulation:
             weight = self.weigher(loss, self.batch).weight
         except UnreadableLossError:  # whatever the loss, nothing depends on its weight here
             weight = None
-        if isinstance(weight, Tensor):  # Lightning itself waits for no device here, and neither does this
-            weight = weight.detach().to(self.window.dtype)
-            weight = weight.item() if weight.device.type == "cpu" else weight
         self.closed = ClosedWindow(loss.detach(), 1.0 if weight is None else weight, 1)
 
     def end_micro_batch(self) -> bool:

@@ -22,7 +22,7 @@ class Boundary:
         >>> [boundary.is_reached(seen, size=2) for seen in (1, 2)]
         [False, True]
         >>> boundary.close(2)
-        >>> boundary.is_reached(3, size=2), boundary.is_reached(3, size=2, is_end=True)
+        >>> boundary.is_reached(3, size=2), boundary.is_cut_by_the_end(is_end_of_training=False)
         (False, True)
     """
 
@@ -34,25 +34,29 @@ class Boundary:
         """Loader batches in the window that is under way; None before the first."""
         self._cut_at: int | None = None
 
-    def is_reached(self, seen: int, size: int, is_end: bool = False, is_end_of_training: bool = False) -> bool:
-        """Whether the window ends with loader batch number ``seen``.
+    def is_reached(self, seen: int, size: int) -> bool:
+        """Whether the window ends with loader batch number ``seen``, whatever follows.
 
         Between the end of a window and the next loader batch the answer stays True.
 
         Args:
             seen: loader batches so far, this one included.
             size: loader batches in a window; a window keeps the size that it began with.
-            is_end: no batch follows in this epoch.
-            is_end_of_training: nor in any other.
         """
         position = seen - self.closed_at
         if position == 0 or seen == self._cut_at:
             return True
         if position == 1 or self.size is None:
             self.size = size
-        if position >= self.size:
-            return True
-        return is_end and (self.tail == "step" or (self.tail == "carry" and is_end_of_training))
+        return position >= self.size
+
+    def is_cut_by_the_end(self, is_end_of_training: bool) -> bool:
+        """Whether an unfinished window ends where the data does.
+
+        Args:
+            is_end_of_training: it is the end of the last epoch.
+        """
+        return self.tail == "step" or (self.tail == "carry" and is_end_of_training)
 
     def position(self, seen: int) -> int:
         """Loader batches in the window so far."""

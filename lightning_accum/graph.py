@@ -11,7 +11,7 @@ from). A node that is not known is never guessed at: see :class:`UnreadableLossE
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -81,9 +81,13 @@ def read_loss(loss: Tensor) -> Reading:
         >>> reading.criterion, float(reading.weight)
         ('cross entropy', 3.0)
     """
-    if loss.grad_fn is None:
+    return read_terms(terms_of(loss))
+
+
+def read_terms(terms: Sequence[Term]) -> Reading:
+    """As :func:`read_loss`, for the terms that :func:`terms_of` found."""
+    if not terms:
         raise UnreadableLossError("a loss without a graph (no `grad_fn`)")
-    terms = list(terms_of(loss))
     if len(terms) == 1:
         main = terms[0]
         if not main.is_readable:
@@ -99,7 +103,7 @@ def read_loss(loss: Tensor) -> Reading:
     return Reading(main.criterion, main.denominator, tuple(others))
 
 
-def _main_term(terms: list[Term]) -> Term:
+def _main_term(terms: Sequence[Term]) -> Term:
     readable = [term for term in terms if term.is_readable]
     if not readable:
         raise UnreadableLossError(" + ".join(dict.fromkeys(term.criterion for term in terms)))
@@ -118,16 +122,27 @@ _THROUGH = {
 _SUMS = {"Sum", "Nansum", "Dot"}
 
 
-def terms_of(loss: Tensor) -> Iterator[Term]:
+def terms_of(loss: Tensor) -> list[Term]:
     """The summands of a loss, left to right."""
-    if loss.grad_fn is not None:
-        yield from _walk(loss.grad_fn, loss.output_nr)
+    root = loss.grad_fn
+    if root is None:
+        return []
+    kind = kind_of(root)
+    return [_criterion(root, kind, ())] if kind in _CRITERIA else list(_walk(root, loss.output_nr))
 
 
 def kind_of(node: Node) -> str:
     """The operation of a node: 'NllLossBackward0' -> 'NllLoss', 'torch::autograd::CopyBackwards' -> 'Copy'."""
-    name: str = node.name().rpartition("::")[2]
-    return name.partition("Backward")[0]
+    kind = _KINDS.get(type(node))
+    if kind is None:
+        name: str = node.name().rpartition("::")[2]
+        kind = name.partition("Backward")[0]
+        if type(node).__name__ == name:  # not so for operations written in C++, which share one type
+            _KINDS[type(node)] = kind
+    return kind
+
+
+_KINDS: dict[type, str] = {}
 
 
 def _inputs(node: Node) -> list[tuple[Node, int]]:

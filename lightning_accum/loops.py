@@ -44,6 +44,8 @@ def install(trainer: pl.Trainer) -> None:
     _specialise(fit_loop, _AccumulatingFitLoop)
     _specialise(fit_loop.epoch_loop, _AccumulatingEpochLoop)
     _specialise(fit_loop.epoch_loop.automatic_optimization, _WindowOptimization)
+    for loop in (fit_loop.epoch_loop, fit_loop.epoch_loop.automatic_optimization):
+        cast("_AccumulatingEpochLoop | _WindowOptimization", loop).strategy = cast("AccumulationMixin", trainer.strategy)
 
 
 def _specialise(instance: Any, mixin: type) -> None:
@@ -54,10 +56,6 @@ def _specialise(instance: Any, mixin: type) -> None:
 @cache
 def _subclass(mixin: Any, base: Any) -> type:
     return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-
-
-def _strategy(loop: Any) -> AccumulationMixin:
-    return cast("AccumulationMixin", loop.trainer.strategy)
 
 
 def loader_batches_seen(trainer: pl.Trainer) -> int:
@@ -122,7 +120,7 @@ class _CountingTrainer(pl.Trainer):
     @override
     def estimated_stepping_batches(self) -> int | float:
         lightnings = super().estimated_stepping_batches  # also sets up the data, and knows the cases without a length
-        policy = _strategy(self.fit_loop).policy
+        policy = cast("AccumulationMixin", self.strategy).policy
         batches, epochs = self.num_training_batches, self.max_epochs
         if epochs is None or epochs == -1 or batches == float("inf"):
             return lightnings
@@ -146,31 +144,33 @@ class _AccumulatingFitLoop(_FitLoop):
 
 
 class _AccumulatingEpochLoop(_TrainingEpochLoop):
+    strategy: AccumulationMixin
+
     @override
     def _should_accumulate(self) -> bool:
-        accumulation = _strategy(self).accumulation
+        accumulation = self.strategy.accumulation
         if accumulation is None:
             return super()._should_accumulate()
-        trainer, fit_loop = self.trainer, self.trainer.fit_loop
-        max_epochs = fit_loop.max_epochs
+        boundary = accumulation.boundary
+        if boundary.is_reached(self.batch_progress.total.ready, self.trainer.accumulate_grad_batches):
+            return False
+        return not (self._num_ready_batches_reached() and boundary.is_cut_by_the_end(self._is_last_epoch()))
+
+    def _is_last_epoch(self) -> bool:
+        fit_loop = self.trainer.fit_loop
         epochs_done = fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # the tracker of epochs has it
-        return not accumulation.boundary.is_reached(
-            self.batch_progress.total.ready,
-            trainer.accumulate_grad_batches,
-            is_end=self._num_ready_batches_reached(),
-            is_end_of_training=max_epochs not in (None, -1) and epochs_done + 1 >= max_epochs,
-        )
+        return fit_loop.max_epochs not in (None, -1) and bool(epochs_done + 1 >= fit_loop.max_epochs)
 
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
         super().run(data_fetcher)
-        strategy = _strategy(self)
-        if strategy.accumulation is not None and strategy.accumulation.policy.tail != "carry":
+        accumulation = self.strategy.accumulation
+        if accumulation is not None and accumulation.policy.tail != "carry":
             self.finish_window(is_end_of_training=False)
 
     def finish_window(self, is_end_of_training: bool) -> None:
         """An unfinished window meets the end of its epoch, or of the training."""
-        accumulation = _strategy(self).accumulation
+        accumulation = self.strategy.accumulation
         seen = self.batch_progress.total.ready
         if accumulation is None or accumulation.boundary.position(seen) <= 0:
             return
@@ -191,16 +191,23 @@ class _AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        # the first thing that Lightning does after every loader batch, also where it was None and nothing ran
-        if interval == "step" and not update_plateau_schedulers:
-            self._visit_skipped_batch()
-        super().update_lr_schedulers(interval, update_plateau_schedulers)
+        if interval == "step":
+            # the first thing that Lightning does after every loader batch, also where it was None and nothing ran
+            if not update_plateau_schedulers and self.batch_progress.total.ready != self.optimization.visited:
+                self._visit_skipped_batch()
+            if self._should_accumulate():
+                return
+        self._update_learning_rates(interval, update_plateau_schedulers)
+
+    @property
+    def optimization(self) -> _WindowOptimization:
+        return cast("_WindowOptimization", self.automatic_optimization)
 
     def _visit_skipped_batch(self) -> None:
         """A loader batch that ran no training_step counts in its window, with weight 0."""
-        strategy, optimization = _strategy(self), cast("_WindowOptimization", self.automatic_optimization)
-        accumulation, seen = strategy.accumulation, self.batch_progress.total.ready
-        if accumulation is None or optimization.visited == seen:
+        strategy, optimization, seen = self.strategy, self.optimization, self.batch_progress.total.ready
+        accumulation = strategy.accumulation
+        if accumulation is None:
             return
         optimization.visited = seen
         accumulation.is_boundary = not self._should_accumulate()
@@ -216,13 +223,11 @@ class _AccumulatingEpochLoop(_TrainingEpochLoop):
             strategy.run_without_batch()
 
     def _step_without_batch(self) -> None:
-        strategy = _strategy(self)
-        optimization = cast("_WindowOptimization", self.automatic_optimization)
-        optimization._optimizer_step(self.batch_idx, strategy.run_without_batch)
+        self.optimization._optimizer_step(self.batch_idx, self.strategy.run_without_batch)
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
-        strategy = _strategy(self)
+        strategy = self.strategy
         if interval != "step" or strategy.accumulation is None:
             super()._update_learning_rates(interval, update_plateau_schedulers)
             return
@@ -241,28 +246,31 @@ class _AccumulatingEpochLoop(_TrainingEpochLoop):
 
 
 class _WindowOptimization(_AutomaticOptimization):
+    strategy: AccumulationMixin
     visited = 0
     """The loader batch whose training_step ran last, counted from 1 over all epochs."""
 
     @override
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        strategy = _strategy(self)
-        if strategy.accumulation is None:
+        accumulation = self.strategy.accumulation
+        if accumulation is None:
             return super()._make_closure(kwargs, optimizer, batch_idx)
-        self.visited = loader_batches_seen(self.trainer)
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        self.visited = epoch_loop.batch_progress.total.ready
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
-            strategy.accumulation.window.discard()
-        strategy.accumulation.is_boundary = not self.trainer.fit_loop._should_accumulate()
+            accumulation.window.discard()
+        accumulation.is_boundary = not epoch_loop._should_accumulate()
+        accumulation.batch = next(iter(kwargs.values()), None)
         return _WindowClosure(
-            strategy,
-            step_fn=self._make_step_fn(kwargs),
-            backward_fn=self._make_backward_fn(optimizer),
-            zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer),
+            self._make_step_fn(kwargs),
+            self._make_backward_fn(optimizer),
+            self._make_zero_grad_fn(batch_idx, optimizer),
+            strategy=self.strategy,
         )
 
     @override
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-        accumulation = _strategy(self).accumulation
+        accumulation = self.strategy.accumulation
         if accumulation is None:
             return super()._make_zero_grad_fn(batch_idx, optimizer)
         if self._skip_backward or not accumulation.is_zero_grad_due:
@@ -277,18 +285,20 @@ class _WindowOptimization(_AutomaticOptimization):
 
     @override
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        if _strategy(self).accumulation is None:
+        if self.strategy.accumulation is None:
             return super()._training_step(kwargs)
         # Lightning divides the loss by accumulate_grad_batches here, and refuses None on more than one rank
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
-        result = self.output_result_cls.from_training_step_output(output, normalize=1)
-        if result.closure_loss is not None:
-            result.closure_loss = output["loss"] if isinstance(output, Mapping) else output  # without the division by 1
+        if isinstance(output, Tensor):
+            return ClosureResult(output)
+        result = ClosureResult.from_training_step_output(output)
+        if isinstance(output, Mapping):
+            result.closure_loss = output["loss"]  # without a division by 1
         return result
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
-        strategy = _strategy(self)
+        strategy = self.strategy
         if strategy.accumulation is None:
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return
@@ -305,20 +315,21 @@ class _WindowOptimization(_AutomaticOptimization):
 class _WindowClosure(Closure):
     """Lightning's closure (training_step, zero_grad, backward), and at a boundary the end of the window."""
 
-    def __init__(self, strategy: AccumulationMixin, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *functions: Any, strategy: AccumulationMixin) -> None:
+        super().__init__(*functions)
         self._strategy = strategy
-        self._is_whole_window = strategy.accumulation is not None and strategy.accumulation.boundary.size == 1
         self._runs = 0
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
         self._runs += 1
-        if self._runs > 1 and not self._is_whole_window:
+        accumulation = self._strategy.accumulation
+        assert accumulation is not None
+        if self._runs > 1 and accumulation.boundary.size != 1:
             raise RuntimeError(
                 "The optimizer calls its closure more than once in a step, as LBFGS does. A window of several loader batches"
                 " cannot be run again: their data is gone. Use a window of 1, or another optimizer."
             )
-        loss = super().__call__(*args, **kwargs)
+        self._result = self.closure(*args, **kwargs)
         window_loss = self._strategy.end_micro_batch()
-        return loss if self._strategy.is_plain() else window_loss
+        return self._result.loss if accumulation.is_plain() else window_loss

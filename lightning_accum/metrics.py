@@ -27,7 +27,7 @@ class WindowMetrics:
     def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
         self._module = pl_module
-        self._epoch_loss = MeanMetric(sync_on_compute=False, nan_strategy="ignore").to(pl_module.device)
+        self._epoch: list[tuple[Tensor | float, Tensor | float]] = []
         self._throughput = Throughput(window_size=2)  # between the ends of the last two windows
         self._started = time.perf_counter()
         self._windows = 0
@@ -53,7 +53,7 @@ class WindowMetrics:
         if closed is None or closed.is_empty or closed is self._last:
             return
         self._last = closed
-        self._epoch_loss.update(closed.loss, closed.weight)
+        self._epoch.append((closed.loss, closed.weight))
         steps = accumulation.clock.optimizer_steps
         metrics: dict[str, Tensor | float] = {
             "window/loss": closed.loss,
@@ -81,9 +81,12 @@ class WindowMetrics:
 
     def log_epoch(self) -> None:
         """Log the epoch's loss: the mean of its windows, each with its weight."""
-        if self._epoch_loss.update_called and not self._trainer.barebones:
-            self._module.log("window/loss_epoch", self._epoch_loss.compute(), batch_size=1, sync_dist=True)
-            self._epoch_loss.reset()
+        if self._epoch and not self._trainer.barebones:
+            losses, weights = (torch.tensor([float(value) for value in column]) for column in zip(*self._epoch, strict=True))
+            mean = MeanMetric(sync_on_compute=False, nan_strategy="ignore")
+            mean.update(losses, weights)
+            self._module.log("window/loss_epoch", mean.compute(), batch_size=1, sync_dist=True)
+        self._epoch = []
 
     def close(self) -> None:
         """Give the progress bar back."""

@@ -97,12 +97,6 @@ class AccumulationMixin(Strategy):
     # --- one micro-batch --------------------------------------------------------------------------------------------
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.accumulation is not None and args:
-            self.accumulation.batch = args[0]
-        return super().training_step(*args, **kwargs)
-
-    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.accumulation is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -113,8 +107,8 @@ class AccumulationMixin(Strategy):
             rank_zero_info(self.accumulation.describe(batch, self._trainer().accumulate_grad_batches))
         if seed is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        if seed.device.type == "cpu" and seed.item() == 0 and self._can_replace_loss():
-            # no weight, and perhaps NaN: on the host it costs nothing to look, and zeros are added instead
+        if self.accumulation.is_weightless and self._can_replace_loss():
+            # its loss may be NaN, and NaN * 0 is NaN: zeros are added instead
             return super().backward(zero_loss_like(closure_loss), optimizer, *args, **kwargs)
         if self._takes_gradient:
             return super().backward(closure_loss, optimizer, *args, gradient=seed, **kwargs)

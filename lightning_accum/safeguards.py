@@ -7,16 +7,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lightning_accum.graph import Node, kind_of, terms_of
+from lightning_accum.graph import Node, Term, kind_of
 
 
-def guard_against_zero(loss: Tensor) -> None:
-    """Keep an empty masked mean, 0 / 0, from poisoning the gradients.
+def guard_against_zero(terms: Iterable[Term]) -> None:
+    """Keep an empty masked mean, 0 / 0, from poisoning the gradients of the loss that has these terms.
 
     Its backward computes ``gradient / 0``, which is NaN even for the gradient 0 of a micro-batch without weight. A hook on the
     division replaces that by zeros. The built-in criteria need none: they write zeros where nothing was counted.
     """
-    for term in terms_of(loss):
+    for term in terms:
         denominator = getattr(term.node, "_saved_other", None)
         if kind_of(term.node) != "Div" or not isinstance(denominator, Tensor):
             continue
@@ -53,8 +53,8 @@ def zero_loss_of(parameters: Iterable[Tensor]) -> Tensor:
         return torch.stack([parameter.flatten()[:1].sum().float() for parameter in parameters]).sum() * 0.0
 
 
-def is_contrastive(loss: Tensor) -> bool | None:
-    """Whether the loss is a cross entropy over logits that are square in the batch with labels 0..B-1, as in CLIP.
+def is_contrastive(terms: Iterable[Term]) -> bool | None:
+    """Whether a loss of these terms is a cross entropy over logits that are square in the batch with labels 0..B-1, as in CLIP.
 
     Every sample is then a negative of every other, and no weights make micro-batches equal to their batch (GradCache,
     arXiv 2101.06983, does it by replaying the forward). Compares labels on the host, so ask once, not per micro-batch.
@@ -63,7 +63,7 @@ def is_contrastive(loss: Tensor) -> bool | None:
         None where the logits are not square, so that nothing was compared.
     """
     verdict = None
-    for term in terms_of(loss):
+    for term in terms:
         if kind_of(term.node) != "NllLoss":
             continue
         logits, target = term.node._saved_self, term.node._saved_target

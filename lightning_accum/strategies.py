@@ -123,7 +123,6 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         if self.accumulation is None or self._sync is None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
-        self.accumulation.batch = args[0] if args else None
         with self.precision_plugin.train_step_context():
             return self._sync.forward(self.lightning_module.training_step, *args, **kwargs)
 

@@ -7,14 +7,15 @@ batch, for losses whose graph hides it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_accum.graph import Denominator, Reading, Term, UnreadableLossError, read_loss
+from lightning_accum.graph import Denominator, Reading, Term, UnreadableLossError, read_loss, read_terms, terms_of
 from lightning_accum.safeguards import guard_against_zero, is_contrastive
 
 Weight: TypeAlias = Callable[[Any], Tensor]
@@ -141,7 +142,7 @@ class Weigher:
     def __init__(self, weight: Weight | Literal["auto", "equal"], warn: Callable[[str], None]) -> None:
         self._weight = weight
         self._warn = warn
-        self._looks_for_contrast = True
+        self._looks_for_contrast = 3  # micro-batches more: one of a single sample shows nothing
         self.criterion: str | None = None
         """What the weight was found to be, in words; None before the first micro-batch."""
         self.unweighed_terms: tuple[str, ...] = ()
@@ -159,17 +160,18 @@ class Weigher:
             TypeError, ValueError: an explicit weight returned what cannot be a weight.
         """
         is_first = self.criterion is None
-        if self._looks_for_contrast:
-            self._look_for_contrast(loss)
         if self._weight == "auto":
             try:
-                reading = read_loss(loss)
+                terms = terms_of(loss)
+                reading = read_terms(terms)
             except UnreadableLossError as unreadable:
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
             if is_first:
                 self._describe(reading)
-            guard_against_zero(loss)
-            return Contribution(reading.weight, reading.others)
+            if self._looks_for_contrast:
+                self._look_for_contrast(terms)
+            guard_against_zero(terms)
+            return Contribution(_on_host(reading.weight), reading.others)
         if self._weight == "equal":
             self.criterion = "equal: a mean of the micro-batches' means"
             return Contribution(1.0)
@@ -183,7 +185,8 @@ class Weigher:
         if is_first:
             self.criterion = f"{getattr(self._weight, '__name__', self._weight)}"
             self._compare_with_graph(loss, weight)
-        guard_against_zero(loss)
+        with suppress(UnreadableLossError):
+            guard_against_zero(terms_of(loss))
         return Contribution(weight)
 
     def _describe(self, reading: Reading) -> None:
@@ -199,10 +202,9 @@ class Weigher:
                 " differ from its full batch."
             )
 
-    def _look_for_contrast(self, loss: Tensor) -> None:
-        verdict = is_contrastive(loss)
-        if verdict is not None:
-            self._looks_for_contrast = False
+    def _look_for_contrast(self, terms: Sequence[Term]) -> None:
+        verdict = is_contrastive(terms)
+        self._looks_for_contrast = self._looks_for_contrast - 1 if verdict is None else 0
         if verdict:
             self._warn(
                 "The loss is contrastive: a cross entropy over logits that are square in the batch with labels 0..B-1. Each"
@@ -226,6 +228,13 @@ class Weigher:
                 f' divided by {float(reading.weight):g}. A window equals its full batch only with the latter: weight="auto"'
                 " reads it from the loss."
             )
+
+
+def _on_host(weight: Denominator | None) -> Denominator | None:
+    """A number for what the host holds already; what a device holds stays there."""
+    if isinstance(weight, Tensor):
+        return weight.item() if weight.device.type == "cpu" else weight.detach()
+    return weight
 
 
 def _checked(weight: Any, source: Any) -> Denominator:

@@ -57,13 +57,14 @@ class Window:
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
         """The type of weights and totals. MPS has no float64; float32 counts are exact up to 2**24."""
         self._reference: float | None = None
+        self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
         self.discard()
 
     def discard(self) -> None:
         """Forget what has been accumulated so far."""
-        self._losses: list[Tensor] = []
+        self._losses: list[Denominator] = []
         self._contributions: list[Contribution] = []
-        self._totals: Tensor | None = None
+        self._totals: Tensor | list[float] | None = None
         self._reduction: dist.Work | None = None
 
     @property
@@ -79,16 +80,16 @@ class Window:
             contribution: its weight.
 
         Returns:
-            The scalar that backward takes as ``gradient``, of the loss's type; None for a loss that is a sum.
+            The scalar that backward takes as ``gradient``, of the loss's type; None where it is 1 (for a loss that is a sum, too).
         """
-        self._losses.append(loss.detach())
+        self._losses.append(loss.item() if self._is_on_host else loss.detach())
         self._contributions.append(contribution)
         weight = contribution.weight
         reference = self._agreed_reference(0.0 if weight is None else weight)
-        if weight is None:
+        if weight is None or (not isinstance(weight, Tensor) and weight == reference):
             return None
         if isinstance(weight, Tensor):
-            return (weight.detach() / reference).to(loss.dtype)
+            return (weight / reference).to(loss.dtype)
         return torch.full((), weight / reference, dtype=loss.dtype, device=loss.device)
 
     def skip(self) -> None:
@@ -110,8 +111,9 @@ class Window:
 
         Called once the last weight is known, before its backward: so it does not wait in line behind the gradients.
         """
-        self._totals = self._sum_up()
+        self._totals = self._sum_on_host() if self._is_on_host else self._sum_on_device()
         if self._world_size > 1:
+            self._totals = torch.as_tensor(self._totals, dtype=self.dtype)
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
 
     def close(self, gradients: Sequence[Tensor]) -> ClosedWindow:
@@ -130,12 +132,13 @@ class Window:
         if self._reduction is not None:
             self._reduction.wait()
         # the one copy to the host
-        weight, loss, micro_batches, invalid, sums, terms, spread, _ = self._totals.tolist()
+        totals = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
+        weight, loss, negative, terms, spread, micro_batches, sums, _ = totals
         self.discard()
-        if invalid:
+        if negative or not math.isfinite(weight):
             raise ValueError(
-                f"{invalid:.0f} of the window's {micro_batches:.0f} micro-batches have a weight that is negative, infinite or NaN."
-                " A weight is the denominator of a mean loss; see the `weight` argument of GradientAccumulation."
+                f"Of the weights of the window's {micro_batches:.0f} micro-batches some are negative, infinite or NaN (their sum is"
+                f" {weight:g}). A weight is the denominator of a mean loss; see the `weight` argument of GradientAccumulation."
             )
         if 0 < sums < micro_batches:
             raise ValueError(
@@ -154,43 +157,60 @@ class Window:
         disagree = terms > 0 and spread * weight / terms**2 - 1 > 1e-6
         return ClosedWindow(loss / weight, weight, int(micro_batches), do_terms_disagree=disagree)
 
-    def _sum_up(self) -> Tensor:
-        """Eight numbers of this rank, to be summed over the ranks: 64 bytes in float64."""
-        totals = torch.zeros(8, dtype=self.dtype, device=self._device)
-        if not self._contributions:
-            return totals
-        losses = torch.stack([loss.to(self._device, self.dtype) for loss in self._losses])
-        known = [contribution.weight for contribution in self._contributions if contribution.weight is not None]
-        totals[2] = len(self._contributions)
-        totals[4] = len(self._contributions) - len(known)
-        if len(known) < len(self._contributions):
-            totals[1] = losses.sum()
-            return totals
-        weights = self._tensor_of(known)
-        totals[0] = weights.sum()
-        totals[1] = torch.where(weights == 0, 0.0, losses * weights).sum()
-        totals[3] = (~torch.isfinite(weights) | (weights < 0)).sum()
-        if any(contribution.others for contribution in self._contributions):
-            others = self._denominators_of_other_terms()
-            totals[5] = others.sum()
-            totals[6] = torch.where(weights == 0, others, others**2 / weights).sum()
-        return totals
+    # Eight numbers of this rank, to be summed over the ranks, 64 bytes in float64: the sums of n, of l*n (of l, for losses that are
+    # sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a sum; one to spare.
 
-    def _denominators_of_other_terms(self) -> Tensor:
-        """One number a micro-batch that is proportional to its weight only if the denominators of all other terms are."""
-        rows = []
-        for contribution in self._contributions:
-            row = [term.denominator for term in contribution.others if term.denominator is not None]
-            # unequal factors, so that no term makes up for another
-            factors = torch.linspace(1.0, 2.0, len(row), dtype=self.dtype, device=self._device)
-            rows.append((self._tensor_of(row) * factors).sum())
-        return torch.stack(rows)
+    def _sum_on_host(self) -> list[float]:
+        weight = loss = negative = terms = spread = sums = 0.0
+        for value, contribution in zip(self._losses, self._contributions, strict=True):
+            n, l = contribution.weight, float(value)  # noqa: E741
+            if n is None:
+                loss, sums = loss + l, sums + 1
+                continue
+            n = float(n)
+            weight, negative = weight + n, negative + (n < 0)
+            loss += l * n if n != 0 else 0.0
+            if contribution.others:
+                d = sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
+                terms, spread = terms + d, spread + (d**2 / n if n != 0 else d)
+        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, 0.0]
+
+    def _sum_on_device(self) -> Tensor:
+        contributions = self._contributions
+        if not contributions:
+            return torch.zeros(8, dtype=self.dtype, device=self._device)
+        losses = self._tensor_of(self._losses)
+        weights = [contribution.weight for contribution in contributions if contribution.weight is not None]
+        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), 0.0])
+        zero = counts[2]
+        if len(weights) < len(contributions):
+            return torch.cat((torch.stack((zero, losses.sum(), zero, zero, zero)), counts))
+        n = self._tensor_of(weights)
+        terms = spread = zero
+        if any(contribution.others for contribution in contributions):
+            d = torch.stack([self._denominators_of_other_terms(contribution) for contribution in contributions])
+            terms, spread = d.sum(), torch.where(n == 0, d, d**2 / n).sum()
+        loss = torch.where(n == 0, zero, losses * n).sum()
+        return torch.cat((torch.stack((n.sum(), loss, (n < 0).sum().to(self.dtype), terms, spread)), counts))
+
+    def _denominators_of_other_terms(self, contribution: Contribution) -> Tensor:
+        pairs = _factors_and_denominators(contribution)
+        if not pairs:
+            return torch.zeros((), dtype=self.dtype, device=self._device)
+        return self._tensor_of([factor * denominator for factor, denominator in pairs]).sum()
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
+        if values and all(isinstance(value, Tensor) for value in values):
+            return torch.stack([value.detach() for value in values]).to(self._device, self.dtype)  # type: ignore[union-attr]
         if any(isinstance(value, Tensor) for value in values):
-            tensors = [value if isinstance(value, Tensor) else torch.full((), value, device=self._device) for value in values]
-            return torch.stack([tensor.detach().to(self._device, self.dtype) for tensor in tensors])
+            return torch.stack([torch.as_tensor(value, device=self._device).detach().to(self.dtype) for value in values])
         return torch.tensor(values, dtype=self.dtype, device=self._device)
+
+
+def _factors_and_denominators(contribution: Contribution) -> list[tuple[float, Denominator]]:
+    """The denominators of a loss's other terms, with unequal factors, so that in their sum no term makes up for another."""
+    denominators = [term.denominator for term in contribution.others if term.denominator is not None]
+    return [(1.0 + index / len(denominators), denominator) for index, denominator in enumerate(denominators)]
 
 
 def _power_of_two_near(mean: float) -> float:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum.graph import UnreadableLossError, read_loss
+from lightning_accum.graph import UnreadableLossError, read_loss, terms_of
 from lightning_accum.safeguards import guard_against_zero, is_contrastive, zero_loss_like
 from lightning_accum.weight import Contribution
 from lightning_accum.window import Window
@@ -136,7 +136,7 @@ def accumulate(net, loss_of, batches) -> float:
     for batch in batches:
         loss = loss_of(net, batch)
         reading = read_loss(loss)
-        guard_against_zero(loss)
+        guard_against_zero(terms_of(loss))
         assert reading.others == () or not window.micro_batches or reading.weight is not None
         loss.backward(gradient=window.add(loss, Contribution(reading.weight, reading.others)))
     closed = window.close([p.grad for p in net.parameters() if p.grad is not None])
@@ -261,13 +261,13 @@ def test_terms_of_different_counts_are_found_to_disagree() -> None:
 def test_clip_is_found_contrastive(scale: float) -> None:
     images, texts = torch.randn(6, 8, requires_grad=True), torch.randn(6, 8)
     logits, labels = images @ texts.T / scale, torch.arange(6)
-    assert is_contrastive((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2)
+    assert is_contrastive(terms_of((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2))
 
 
 def test_ten_classes_in_a_batch_of_ten_are_not_contrastive() -> None:
     logits = torch.randn(10, 10, requires_grad=True)
-    assert is_contrastive(F.cross_entropy(logits, torch.arange(10).flip(0))) is False
-    assert is_contrastive(F.cross_entropy(logits[:4], torch.arange(4))) is None
+    assert is_contrastive(terms_of(F.cross_entropy(logits, torch.arange(10).flip(0)))) is False
+    assert is_contrastive(terms_of(F.cross_entropy(logits[:4], torch.arange(4)))) is None
 
 
 def test_zero_loss_reaches_the_same_parameters_and_adds_zeros() -> None:

@@ -8,7 +8,7 @@ import torch
 from support import ddp, loader, relative_error, trainer
 
 from lightning_accum import GradientAccumulation, TokenCount
-from lightning_accum.graph import read_loss
+from lightning_accum.graph import read_loss, terms_of
 from lightning_accum.safeguards import is_contrastive
 
 transformers = pytest.importorskip("transformers")
@@ -115,4 +115,4 @@ def test_clip_is_contrastive() -> None:
         projection_dim=8,
     )
     tokens, images = torch.randint(3, 31, (4, 6)), torch.randn(4, 3, 8, 8)
-    assert is_contrastive(transformers.CLIPModel(config)(tokens, images, return_loss=True).loss)
+    assert is_contrastive(terms_of(transformers.CLIPModel(config)(tokens, images, return_loss=True).loss))
