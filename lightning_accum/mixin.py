@@ -20,7 +20,7 @@ from lightning_accum import loops
 from lightning_accum.accumulation import Accumulation, Policy
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.lr_schedule import StepWatch
-from lightning_accum.safeguards import zero_loss_like
+from lightning_accum.safeguards import batch_norm_layers, zero_loss_like
 
 
 class AccumulationMixin(Strategy):
@@ -66,6 +66,12 @@ class AccumulationMixin(Strategy):
         self.accumulation = Accumulation(self.policy, self.root_device, self.world_size, _warn)
         if callback is not None:
             callback.connect(self.accumulation)
+        if max(sizes) > 1 and (layers := batch_norm_layers(module)):
+            more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+            _warn(
+                f"BatchNorm ({', '.join(layers[:3])}{more}) normalises each micro-batch by its own statistics, and updates its running"
+                " statistics at each: with it a window differs from its full batch."
+            )
         self._watch = StepWatch(self.optimizers[0])
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self._takes_gradient = not is_overridden("backward", module)
@@ -76,6 +82,12 @@ class AccumulationMixin(Strategy):
         super().on_train_start()
         if self.accumulation is not None:
             trainer = self._trainer()
+            size = self.policy.size_at(trainer.current_epoch) or trainer.accumulate_grad_batches
+            if self.policy.tail == "drop" and trainer.num_training_batches < size:
+                raise MisconfigurationException(
+                    f"An epoch has {trainer.num_training_batches} loader batches, and a window of {size} would never be full: with"
+                    ' tail="drop" nothing would be trained. Use a smaller window, or tail="step" or "carry".'
+                )
             seen, into_window = loops.loader_batches_seen(trainer), loops.loader_batches_into_window(trainer)
             self.accumulation.restart(seen, into_window, steps=trainer.global_step, loader_batches=seen - into_window)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_accum.graph import Node, Term, kind_of
 
@@ -72,3 +72,8 @@ def is_contrastive(terms: Iterable[Term]) -> bool | None:
             if verdict:
                 return True
     return verdict
+
+
+def batch_norm_layers(module: nn.Module) -> list[str]:
+    """The names of the layers that normalise by statistics of the batch they see."""
+    return [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training]

@@ -246,6 +246,12 @@ def test_tail_drop_discards_the_gradients_and_says_so(caplog) -> None:
     assert "the gradients of 1 loader batches at the end of epoch 0 are dropped" in caplog.text
 
 
+def test_tail_drop_of_every_window_is_refused() -> None:
+    module = Scalar([x(1), x(2)])
+    with pytest.raises(MisconfigurationException, match="An epoch has 2 loader batches, and a window of 3 would never be full"):
+        trainer(callbacks=[GradientAccumulation(3, tail="drop")]).fit(module)
+
+
 def test_tail_carry_goes_on_in_the_next_epoch_and_steps_at_the_end_of_training() -> None:
     module = Scalar([x(i) for i in range(1, 8)])
     run = trainer(callbacks=[GradientAccumulation(4, tail="carry")], max_epochs=3)

@@ -215,6 +215,19 @@ def test_contrastive_loss_is_warned_of_by_name(recwarn) -> None:
     assert "The loss is contrastive" in warnings_of(Contrasts([x(1, 2, 3), x(4, 5, 6)]), recwarn)
 
 
+def test_batch_norm_is_warned_of_by_name(recwarn) -> None:
+    class Normalises(Scalar):
+        def __init__(self, batches) -> None:
+            super().__init__(batches)
+            self.layers = nn.Sequential(*(nn.BatchNorm1d(1) for _ in range(5))).double()
+
+        def loss(self, x):
+            return self.layers(self.w * x[:, None]).mean()
+
+    said = warnings_of(Normalises([x(1, 2), x(3, 4)]), recwarn)
+    assert "BatchNorm (layers.0, layers.1, layers.2 and 2 more) normalises each micro-batch by its own statistics" in said
+
+
 def test_router_term_is_warned_of_by_name(recwarn) -> None:
     class Routes(Scalar):
         def loss(self, x):
