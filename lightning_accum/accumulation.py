@@ -133,7 +133,8 @@ class Accumulation:
             weight = self.weigher(loss, self.batch).weight
         except UnreadableLossError:  # whatever the loss, nothing depends on its weight here
             weight = None
-        self.closed = ClosedWindow(loss.detach(), 1.0 if weight is None else weight, 1)
+        value = loss.item() if loss.device.type == "cpu" else loss.detach()  # Lightning waits for no device here
+        self.closed = ClosedWindow(value, 1.0 if weight is None else weight, 1)
 
     def end_micro_batch(self) -> bool:
         """Leave training_step.

@@ -16,6 +16,15 @@ from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.weight import Weight
 
+_HOOKS_OF_A_MICRO_BATCH = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
 
 class GradientAccumulation(Callback):
     """Accumulate gradients over windows of loader batches, so that each window takes the step of one batch.
@@ -112,6 +121,11 @@ class GradientAccumulation(Callback):
         self.on_train_epoch_start(trainer, pl_module)  # which Lightning leaves out where training goes on inside an epoch
         if self.policy.log and self._accumulation is not None:
             self._metrics = WindowMetrics(trainer, pl_module)
+        # Lightning calls the hooks of every callback at every micro-batch, 2 us for an empty one, and passes over what cannot be
+        # called. A hook that a subclass overrides stays.
+        for hook in _HOOKS_OF_A_MICRO_BATCH:
+            if getattr(type(self), hook) is getattr(Callback, hook):
+                setattr(self, hook, None)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -119,14 +133,11 @@ class GradientAccumulation(Callback):
         if isinstance(self.policy.window, Mapping) and size is not None:
             trainer.accumulate_grad_batches = size
 
-    # Lightning calls all hooks of all callbacks at every micro-batch, which costs 2 us for an empty one, and skips what is None.
-    on_train_batch_start = on_before_backward = on_after_backward = None  # type: ignore[assignment]
-
     # --- what one sees ----------------------------------------------------------------------------------------------
 
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        if self._metrics is not None and self._accumulation is not None and self._accumulation.is_boundary:
+    def show_window(self) -> None:
+        """Log the window that has just ended. Called by the strategy."""
+        if self._metrics is not None and self._accumulation is not None:
             self._metrics.log_window(self._accumulation)
 
     @override
@@ -148,6 +159,8 @@ class GradientAccumulation(Callback):
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        for hook in _HOOKS_OF_A_MICRO_BATCH:
+            vars(self).pop(hook, None)
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
             self._trainers_own = None

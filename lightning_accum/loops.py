@@ -145,6 +145,8 @@ class _AccumulatingFitLoop(_FitLoop):
 
 class _AccumulatingEpochLoop(_TrainingEpochLoop):
     strategy: AccumulationMixin
+    _inspected: Any = None
+    _takes_batch_idx = False
 
     @override
     def _should_accumulate(self) -> bool:
@@ -167,6 +169,20 @@ class _AccumulatingEpochLoop(_TrainingEpochLoop):
         accumulation = self.strategy.accumulation
         if accumulation is not None and accumulation.policy.tail != "carry":
             self.finish_window(is_end_of_training=False)
+
+    @override
+    def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
+        # Lightning inspects the signature of training_step again for every batch, at 20 us
+        function = getattr(self.trainer.lightning_module.training_step, "__func__", None)
+        if function is None or function is not self._inspected:
+            self._inspected = function
+            kwargs = super()._build_kwargs(kwargs, batch, batch_idx)
+            self._takes_batch_idx = "batch_idx" in kwargs
+            return kwargs
+        kwargs["batch"] = batch
+        if self._takes_batch_idx:
+            kwargs["batch_idx"] = batch_idx
+        return kwargs
 
     def finish_window(self, is_end_of_training: bool) -> None:
         """An unfinished window meets the end of its epoch, or of the training."""

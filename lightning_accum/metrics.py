@@ -28,6 +28,7 @@ class WindowMetrics:
         self._trainer = trainer
         self._module = pl_module
         self._epoch: list[tuple[Tensor | float, Tensor | float]] = []
+        self._epoch_loss = MeanMetric(sync_on_compute=False, nan_strategy="ignore").set_dtype(torch.float64)
         self._throughput = Throughput(window_size=2)  # between the ends of the last two windows
         self._started = time.perf_counter()
         self._windows = 0
@@ -54,6 +55,8 @@ class WindowMetrics:
             return
         self._last = closed
         self._epoch.append((closed.loss, closed.weight))
+        if len(self._epoch) == 100:
+            self._fold_epoch()
         steps = accumulation.clock.optimizer_steps
         metrics: dict[str, Tensor | float] = {
             "window/loss": closed.loss,
@@ -66,8 +69,12 @@ class WindowMetrics:
             metrics["window/grad_norm"] = accumulation.gradient_norm
         if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:
             metrics["window/weight_per_second"] = rate
-        dtype = accumulation.window.dtype
-        self._trainer.callback_metrics.update({name: torch.as_tensor(value, dtype=dtype) for name, value in metrics.items()})
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, Tensor)}
+        as_tensors = torch.tensor(list(numbers.values()), dtype=accumulation.window.dtype).unbind()
+        shown = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+        shown.update(zip(numbers, as_tensors, strict=True))
+        self._trainer.callback_metrics.update(shown)
+        self._trainer.logged_metrics.update(shown)
         self._in_bar = {"window/loss": closed.loss, "window/optimizer_steps": _Whole(steps)}
         if self._trainer.loggers and loops.is_logging_due(self._trainer):
             loops.log_metrics(self._trainer, {name: float(value) for name, value in metrics.items()})
@@ -81,12 +88,17 @@ class WindowMetrics:
 
     def log_epoch(self) -> None:
         """Log the epoch's loss: the mean of its windows, each with its weight."""
-        if self._epoch and not self._trainer.barebones:
-            losses, weights = (torch.tensor([float(value) for value in column]) for column in zip(*self._epoch, strict=True))
-            mean = MeanMetric(sync_on_compute=False, nan_strategy="ignore")
-            mean.update(losses, weights)
-            self._module.log("window/loss_epoch", mean.compute(), batch_size=1, sync_dist=True)
-        self._epoch = []
+        self._fold_epoch()
+        if self._epoch_loss.update_called and not self._trainer.barebones:
+            self._module.log("window/loss_epoch", self._epoch_loss.compute(), batch_size=1, sync_dist=True)
+        self._epoch_loss.reset()
+
+    def _fold_epoch(self) -> None:
+        """Take the windows into the epoch's mean: many at a time, since an update costs 60 us."""
+        if self._epoch:
+            columns = zip(*self._epoch, strict=True)
+            self._epoch_loss.update(*(torch.tensor([float(v) for v in column], dtype=torch.float64) for column in columns))
+            self._epoch = []
 
     def close(self) -> None:
         """Give the progress bar back."""

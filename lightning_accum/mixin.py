@@ -66,11 +66,12 @@ class AccumulationMixin(Strategy):
         self.accumulation = Accumulation(self.policy, self.root_device, self.world_size, _warn)
         if callback is not None:
             callback.connect(self.accumulation)
+        self._callback = callback
         if max(sizes) > 1 and (layers := batch_norm_layers(module)):
             more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
             _warn(
-                f"BatchNorm ({', '.join(layers[:3])}{more}) normalises each micro-batch by its own statistics, and updates its running"
-                " statistics at each: with it a window differs from its full batch."
+                f"BatchNorm ({', '.join(layers[:3])}{more}) normalises each micro-batch by its own statistics, and updates its"
+                " running statistics at each: with it a window differs from its full batch."
             )
         self._watch = StepWatch(self.optimizers[0])
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
@@ -184,6 +185,8 @@ class AccumulationMixin(Strategy):
         """Count the step, if it really happened."""
         assert self.accumulation is not None
         self.accumulation.after_optimizer_step(self._watch.has_stepped())
+        if self._callback is not None:
+            self._callback.show_window()
 
 
 def _already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:

@@ -172,6 +172,11 @@ class Weigher:
                 self._look_for_contrast(terms)
             guard_against_zero(terms)
             return Contribution(_on_host(reading.weight), reading.others)
+        terms = []
+        with suppress(UnreadableLossError):
+            terms = terms_of(loss)
+        if self._looks_for_contrast:
+            self._look_for_contrast(terms)
         if self._weight == "equal":
             self.criterion = "equal: a mean of the micro-batches' means"
             return Contribution(1.0)
@@ -185,8 +190,7 @@ class Weigher:
         if is_first:
             self.criterion = f"{getattr(self._weight, '__name__', self._weight)}"
             self._compare_with_graph(loss, weight)
-        with suppress(UnreadableLossError):
-            guard_against_zero(terms_of(loss))
+        guard_against_zero(terms)
         return Contribution(weight)
 
     def _describe(self, reading: Reading) -> None:

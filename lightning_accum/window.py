@@ -224,7 +224,8 @@ def _scale(gradients: Sequence[Tensor], factor: float) -> None:
     if factor == 1.0 or not gradients:
         return
     dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
-    torch._foreach_mul_(dense, factor)
+    if dense:
+        torch._foreach_mul_(dense, factor)
     for gradient in gradients:
         if gradient.layout != torch.strided:
             gradient.mul_(factor)

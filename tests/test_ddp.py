@@ -56,26 +56,31 @@ def test_one_gradient_reduction_and_one_small_all_reduce_a_window(sync: str, red
 
 # --- launchers --------------------------------------------------------------------------------------------------------
 
-SCRIPT = """
+SCRIPT = '''
+import atexit
 import sys
 from datetime import timedelta
 
-import lightning.pytorch as pl
 import torch
 from support import Scalar, trainer, x
 import lightning_accum
 
+
+class Ends(Scalar):
+    """Lightning leaves gloo's threads to the end of the interpreter, where now and then they abort it, with its own "ddp" too."""
+
+    def setup(self, stage):
+        atexit.register(lambda: torch.distributed.is_initialized() and torch.distributed.destroy_process_group())
+
+
 if __name__ == "__main__":
-    module = Scalar(by_rank=[[x(1), x(1, 2, 3)], [x(5), x(7)]])
+    module = Ends(by_rank=[[x(1), x(1, 2, 3)], [x(5), x(7)]])
     run = trainer(sys.argv[1], devices=2, accumulate_grad_batches=2)
     run.strategy._timeout = timedelta(seconds=60)
     run.fit(module)
     if run.global_rank == 0:
         print("TOTAL", module.total)
-    # Lightning leaves gloo's threads to the interpreter's end, where they sometimes abort (with its own "ddp" as well)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-"""
+'''
 
 
 def run_script(*command: str) -> str:

@@ -444,3 +444,33 @@ def test_callbacks_see_unscaled_gradients_in_fp16() -> None:
     watch = GradientsAt()
     trainer(callbacks=[GradientAccumulation(2), watch], plugins=fp16_on_cpu()).fit(Scalar([x(1), x(2, 6)]))
     assert watch.seen == [3.0]
+
+
+def test_sparse_gradients_are_scaled_too() -> None:
+    class Sparse(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(5, 1, sparse=True).double()
+            torch.nn.init.zeros_(self.table.weight)
+
+        def training_step(self, batch, batch_idx):
+            return self.table(batch).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    module = Sparse()
+    trainer(accumulate_grad_batches=2).fit(module, loader([torch.tensor([0]), torch.tensor([0, 1, 2])]))
+    assert (-module.table.weight.flatten()).tolist() == pytest.approx([2 / 4, 1 / 4, 1 / 4, 0, 0])
+
+
+def test_subclass_of_the_callback_keeps_its_hooks() -> None:
+    calls = []
+
+    class Mine(GradientAccumulation):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            calls.append(batch_idx)
+
+    trainer(callbacks=[Mine(2)]).fit(Scalar([x(1), x(2)]))
+    assert calls == [0, 1]

@@ -207,12 +207,13 @@ def warnings_of(module, recwarn, weight="auto") -> str:
     return "\n".join(str(warning.message) for warning in recwarn.list)
 
 
-def test_contrastive_loss_is_warned_of_by_name(recwarn) -> None:
+@pytest.mark.parametrize("weight", ["auto", "equal", SampleCount()])
+def test_contrastive_loss_is_warned_of_by_name(recwarn, weight) -> None:
     class Contrasts(Scalar):
         def loss(self, x):
             return F.cross_entropy(self.w * torch.outer(x, x), torch.arange(len(x)))
 
-    assert "The loss is contrastive" in warnings_of(Contrasts([x(1, 2, 3), x(4, 5, 6)]), recwarn)
+    assert "The loss is contrastive" in warnings_of(Contrasts([x(1, 2, 3), x(4, 5, 6)]), recwarn, weight)
 
 
 def test_batch_norm_is_warned_of_by_name(recwarn) -> None:
