@@ -69,11 +69,6 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
-def is_accumulating(trainer: pl.Trainer) -> bool:
-    """Whether the loader batch that is under way is inside a window, not at its boundary."""
-    return trainer.fit_loop._should_accumulate()
-
-
 def loader_batches_into_window(trainer: pl.Trainer) -> int:
     """Where in its window a run goes on that was restarted in the middle of an epoch, as Lightning counts."""
     epoch_loop = trainer.fit_loop.epoch_loop

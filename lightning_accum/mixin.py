@@ -56,6 +56,17 @@ class AccumulationMixin(Strategy):
         assert module is not None
         if not module.automatic_optimization:
             return
+        self._check_what_windows_cannot_do(trainer, module)
+        self.accumulation = Accumulation(self.policy, self.root_device, self.world_size, _warn)
+        if callback is not None:
+            callback.connect(self.accumulation)
+        self._callback = callback
+        self._watch = StepWatch(self.optimizers[0])
+        # an overridden backward may not hand its keyword arguments on: it gets the product instead
+        self._takes_gradient = not is_overridden("backward", module)
+        self._is_announced = False
+
+    def _check_what_windows_cannot_do(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         sizes = self.policy.sizes() or {trainer.accumulate_grad_batches}
         for optimizer in self.optimizers:
             if isinstance(optimizer, LBFGS) and max(sizes) > 1:
@@ -63,20 +74,12 @@ class AccumulationMixin(Strategy):
                     f"LBFGS runs its closure several times in a step, and a window of {max(sizes)} loader batches cannot be run"
                     " again: their data is gone. Use GradientAccumulation(1) or another optimizer."
                 )
-        self.accumulation = Accumulation(self.policy, self.root_device, self.world_size, _warn)
-        if callback is not None:
-            callback.connect(self.accumulation)
-        self._callback = callback
         if max(sizes) > 1 and (layers := batch_norm_layers(module)):
             more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
             _warn(
                 f"BatchNorm ({', '.join(layers[:3])}{more}) normalises each micro-batch by its own statistics, and updates its"
                 " running statistics at each: with it a window differs from its full batch."
             )
-        self._watch = StepWatch(self.optimizers[0])
-        # an overridden backward may not hand its keyword arguments on: it gets the product instead
-        self._takes_gradient = not is_overridden("backward", module)
-        self._is_announced = False
 
     @override
     def on_train_start(self) -> None:
@@ -143,7 +146,9 @@ class AccumulationMixin(Strategy):
             self.accumulation.close_plain(seen)
             return None
         closed = self.accumulation.close(seen, self._parameters())
-        return None if closed.is_empty else torch.as_tensor(closed.loss, device=self.root_device)
+        if closed.is_empty:
+            return None
+        return torch.as_tensor(closed.loss, dtype=self.accumulation.window.dtype, device=self.root_device)
 
     def run_without_batch(self) -> Tensor | None:
         """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0."""
