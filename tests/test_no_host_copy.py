@@ -1,0 +1,78 @@
+"""On an accelerator, a micro-batch copies nothing to the host.
+
+The meta device stands in for one: it has no values to copy, and raises where one is asked for.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_graph import LOSSES, Net, make
+
+from lightning_accum import TokenCount
+from lightning_accum.weight import Weigher
+from lightning_accum.window import Window
+
+META = torch.device("meta")
+# these losses ask for values themselves, have class weights on the host, or no kernel for this device
+NOT_ON_META = {
+    "selected mean", "masked mean over an item", "gaussian nll", "checkpointed activations", "checkpointed loss",
+    "class weights", "label smoothing and class weights", "multi margin",
+}  # fmt: skip
+
+
+def meta_loss(name: str) -> torch.Tensor:
+    net = Net().to(META)
+    batch = {key: value.to(META) for key, value in make(5, 1).items()}
+    if name == "tensor factor":
+        pytest.skip("its factor is on the host, and a number there")
+    return LOSSES[name](net, batch)
+
+
+def window_on_meta() -> Window:
+    window = Window(META)
+    window._reference = 4.0  # agreed on once in a training, with one copy
+    return window
+
+
+def test_the_meta_device_refuses_host_copies() -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.ones((), device=META).item()
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - NOT_ON_META))
+def test_reading_and_weighing_a_micro_batch(name: str) -> None:
+    weigher, window = Weigher("auto", warn=lambda message: None), window_on_meta()
+    weigher._looks_for_contrast = 0  # compares labels on the host, in the first micro-batches only
+    for _ in range(3):
+        loss = meta_loss(name)
+        seed = window.add(loss, weigher(loss, None))
+        loss.backward(gradient=seed)
+    window.reduce()
+    assert window._totals.shape == (8,)
+    assert window._totals.dtype == torch.float64
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        window.close([])  # the one copy of the window
+
+
+def test_explicit_weight() -> None:
+    weigher, window = Weigher(TokenCount(), warn=lambda message: None), window_on_meta()
+    weigher.criterion = "known"  # the first micro-batch is compared with its graph, on the host
+    weigher._looks_for_contrast = 0
+    loss = meta_loss("cross entropy")
+    window.add(loss, weigher(loss, {"labels": torch.zeros(2, 5, dtype=torch.long, device=META)}))
+    window.reduce()
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "masked mean", "two of the same count", "sum", "question answering"])
+def test_sums_on_a_device_equal_sums_on_the_host(name: str) -> None:
+    totals = []
+    for is_on_host in (True, False):
+        weigher, window = Weigher("auto", warn=lambda message: None), Window(torch.device("cpu"))
+        window._is_on_host = is_on_host
+        for seed, rows in enumerate((1, 3, 5, 2)):
+            loss = LOSSES[name](Net(), make(rows, seed))
+            window.add(loss, weigher(loss, None))
+        window.reduce()
+        totals.append(torch.as_tensor(window._totals, dtype=torch.float64))
+    assert torch.allclose(*totals, rtol=1e-14, atol=0)
