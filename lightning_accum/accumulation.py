@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.boundary import Boundary, Tail
-from lightning_accum.graph import UnreadableLossError
+from lightning_accum.denominator import UnreadableLossError
 from lightning_accum.lr_schedule import SchedulerCounts, StepClock
 from lightning_accum.weight import Weigher, Weight, count_samples
 from lightning_accum.window import ClosedWindow, Window
@@ -37,6 +37,14 @@ class Policy:
         if isinstance(self.window, Mapping):
             return set(self.window.values())
         return set() if self.window is None else {self.window}
+
+
+class Accumulates:
+    """What a strategy of this package is known by."""
+
+    accumulation: Accumulation | None = None
+    """The state of the running ``fit``; None outside of one, and in manual optimization."""
+    policy: Policy = Policy()
 
 
 class Accumulation:

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_accum.accumulation import Accumulation, Policy
+from lightning_accum.accumulation import Accumulates, Accumulation, Policy
 from lightning_accum.boundary import Tail
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
@@ -86,11 +86,9 @@ class GradientAccumulation(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        from lightning_accum.mixin import AccumulationMixin  # which needs this callback for its defaults
-
         if stage != "fit":
             return
-        if not isinstance(trainer.strategy, AccumulationMixin):
+        if not isinstance(trainer.strategy, Accumulates):
             raise MisconfigurationException(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 ' Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several.'

@@ -17,18 +17,15 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_accum import loops
-from lightning_accum.accumulation import Accumulation, Policy
+from lightning_accum.accumulation import Accumulates, Accumulation, Policy
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.safeguards import batch_norm_layers, zero_loss_like
 
 
-class AccumulationMixin(Strategy):
+class AccumulationMixin(Accumulates, Strategy):
     """To be put in front of a strategy of Lightning's. The methods that do nothing here are for engines with several ranks."""
 
-    accumulation: Accumulation | None = None
-    """The state of the running ``fit``; None outside of one, and in manual optimization."""
-    policy: Policy = Policy()
     world_size: int
 
     # --- setting up -------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lightning_accum.graph import Node, Term, kind_of
+from lightning_accum.denominator import Term
+from lightning_accum.nodes import Node, kind_of
 
 
 def guard_against_zero(terms: Iterable[Term]) -> None:

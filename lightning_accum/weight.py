@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.graph import Denominator, Reading, Term, UnreadableLossError, read_loss, read_terms, terms_of
+from lightning_accum.denominator import Denominator, Term, UnreadableLossError
+from lightning_accum.graph import Reading, read_loss, read_terms, terms_of
 from lightning_accum.safeguards import guard_against_zero, is_contrastive
 
 Weight: TypeAlias = Callable[[Any], Tensor]

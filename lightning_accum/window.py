@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_accum.graph import Denominator
+from lightning_accum.denominator import Denominator
 from lightning_accum.weight import Contribution
 
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum.graph import UnreadableLossError, read_loss, terms_of
+from lightning_accum.denominator import UnreadableLossError
+from lightning_accum.graph import read_loss, terms_of
 from lightning_accum.safeguards import guard_against_zero, is_contrastive, zero_loss_like
 from lightning_accum.weight import Contribution
 from lightning_accum.window import Window

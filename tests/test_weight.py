@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount
-from lightning_accum.graph import UnreadableLossError
+from lightning_accum.denominator import UnreadableLossError
 
 LABELS = torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])
 

@@ -1,0 +1,88 @@
+"""Nodes of an autograd graph: what they are called, what they keep, what is below them.
+
+The names of nodes and of their saved attributes were read in torch 2.13; ``tools/autograd/derivatives.yaml`` there is where they
+come from.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+Node: TypeAlias = Any  # torch.autograd.graph.Node: its saved attributes are not in the type stubs
+
+# One operand goes through unchanged, or with its sign turned.
+THROUGH = {
+    "Alias", "Clone", "Contiguous", "Copy", "Expand", "MaskedFill", "Neg", "Permute", "Reshape", "ReshapeAlias", "Squeeze", "T",
+    "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View", "Where",
+}  # fmt: skip
+SUMS = {"Sum", "Nansum", "Dot"}
+
+
+def kind_of(node: Node) -> str:
+    """The operation of a node: 'NllLossBackward0' -> 'NllLoss', 'torch::autograd::CopyBackwards' -> 'Copy'."""
+    kind = _KINDS.get(type(node))
+    if kind is None:
+        name: str = node.name().rpartition("::")[2]
+        kind = name.partition("Backward")[0]
+        if type(node).__name__ == name:  # not so for operations written in C++, which share one type
+            _KINDS[type(node)] = kind
+    return kind
+
+
+_KINDS: dict[type, str] = {}
+
+
+def inputs_of(node: Node) -> list[tuple[Node, int]]:
+    """The nodes of the operands that need a gradient, each with the place of the operand among its outputs."""
+    return [(child, index) for child, index in node.next_functions if child is not None]
+
+
+def constant_operand(node: Node) -> Any:
+    """The operand of a product that needs no gradient: a tensor, a number, or None if it was not saved."""
+    operand = getattr(node, "_saved_other", None)
+    return operand if operand is not None else getattr(node, "_saved_self", None)
+
+
+def reduced_dims(node: Node) -> tuple[int, ...]:
+    """The dimensions that a sum or a mean goes over."""
+    sizes = node._saved_self_sym_sizes
+    dims = getattr(node, "_saved_dim", None)
+    if not dims:
+        return tuple(range(len(sizes)))
+    # a negative dim is saved as an unsigned 64-bit number
+    return tuple((dim - 2**64 if dim >= 2**63 else dim) % len(sizes) for dim in dims)
+
+
+def reduced_numel(node: Node) -> int:
+    """The elements that go into one result of a sum or a mean."""
+    sizes = node._saved_self_sym_sizes
+    return int(math.prod(sizes[dim] for dim in reduced_dims(node)))
+
+
+_OF_PARAMETERS = {
+    "Pow", "Abs", "Sqrt", "Exp", "Log", "Neg", "Sum", "Mean", "Norm", "LinalgVectorNorm", "Add", "Sub", "Rsub", "Stack", "Cat",
+    "View", "Reshape", "ToCopy", "T", "Transpose", "Softplus", "Sigmoid", "Clone", "Clamp", "ClampMin", "Reciprocal", "Square",
+    "Select", "Squeeze", "Unsqueeze", "Expand",
+}  # fmt: skip
+
+
+def is_of_parameters_only(root: Node) -> bool:
+    """Whether every path from ``root`` ends in a parameter, through operations that take in no other tensor."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node.name().endswith("AccumulateGrad"):
+            continue
+        kind = kind_of(node)
+        inputs = inputs_of(node)
+        if kind in ("Mul", "Div"):
+            operands = [getattr(node, f"_saved_{side}", None) for side in ("self", "other")]
+            if len(inputs) < 2 and any(isinstance(t, Tensor) and t.dim() > 0 for t in operands):
+                return False
+        elif kind not in _OF_PARAMETERS:
+            return False
+        stack.extend(child for child, _ in inputs)
+    return True
