@@ -160,6 +160,8 @@ class Weigher:
             UnreadableLossError: with ``"auto"``, where the graph shows no denominator.
             TypeError, ValueError: an explicit weight returned what cannot be a weight.
         """
+        if not loss.requires_grad:
+            return Contribution(1.0)  # backward will say what is wrong
         is_first = self.criterion is None
         if self._weight == "auto":
             try:

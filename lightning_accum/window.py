@@ -76,21 +76,26 @@ class Window:
         """Take in a micro-batch before its backward.
 
         Args:
-            loss: its loss, a scalar.
+            loss: its loss, one number.
             contribution: its weight.
 
         Returns:
-            The scalar that backward takes as ``gradient``, of the loss's type; None where it is 1 (for a loss that is a sum, too).
+            What backward takes as ``gradient``, of the loss's type and shape; None where it is 1 (for a loss that is a sum, too).
+
+        Raises:
+            ValueError: the loss is more than one number.
         """
-        self._losses.append(loss.item() if self._is_on_host else loss.detach())
+        if loss.numel() != 1:
+            raise ValueError(f"training_step must return a loss of one number, but returned a tensor of shape {tuple(loss.shape)}")
+        self._losses.append(loss.item() if self._is_on_host else loss.detach().reshape(()))
         self._contributions.append(contribution)
         weight = contribution.weight
         reference = self._agreed_reference(0.0 if weight is None else weight)
         if weight is None or (not isinstance(weight, Tensor) and weight == reference):
             return None
         if isinstance(weight, Tensor):
-            return (weight / reference).to(loss.dtype)
-        return torch.full((), weight / reference, dtype=loss.dtype, device=loss.device)
+            return (weight / reference).to(loss.dtype).reshape(loss.shape)
+        return torch.full(loss.shape, weight / reference, dtype=loss.dtype, device=loss.device)
 
     def skip(self) -> None:
         """Take in a micro-batch that has no loss on this rank."""

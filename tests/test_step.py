@@ -474,3 +474,31 @@ def test_subclass_of_the_callback_keeps_its_hooks() -> None:
 
     trainer(callbacks=[Mine(2)]).fit(Scalar([x(1), x(2)]))
     assert calls == [0, 1]
+
+
+def test_loss_of_shape_one_is_a_loss() -> None:
+    class One(Scalar):
+        def loss(self, x):
+            return (self.w * x).mean().reshape(1)
+
+    module = One([x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)])
+    trainer(accumulate_grad_batches=2).fit(module)
+    assert module.gradients == pytest.approx([4.6], rel=1e-15)
+
+
+def test_loss_of_several_numbers_is_refused() -> None:
+    class Several(Scalar):
+        def loss(self, x):
+            return self.w * x
+
+    with pytest.raises((ValueError, RuntimeError), match=r"one number, but returned a tensor of shape \(2,\)"):
+        trainer(callbacks=[GradientAccumulation(2, weight="equal")]).fit(Several([x(1, 2), x(3, 4)]))
+
+
+def test_loss_without_a_gradient_gets_the_error_of_torch() -> None:
+    class Frozen(Scalar):
+        def loss(self, x):
+            return self.w.detach() * x.mean()
+
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        trainer(accumulate_grad_batches=2).fit(Frozen([x(1), x(2)]))
