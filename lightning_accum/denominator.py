@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_accum.nodes import SUMS, Node, constant_operand, inputs_of, kind_of, reduced_dims, reduced_numel
+from lightning_accum.nodes import SUMS, Node, constant_operand, inputs_of, kind_of, reduced_numel
 
 Denominator: TypeAlias = "Tensor | float"
 
@@ -23,8 +22,7 @@ class UnreadableLossError(ValueError):
         super().__init__(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(NamedTuple):
     """One summand of a loss.
 
     Attributes:
@@ -32,12 +30,16 @@ class Term:
         node: its node in the autograd graph.
         denominator: what its sum was divided by; None for a sum that was not divided, and where it cannot be read.
         is_readable: False where the node is not known.
+        factor: the constant that a mean is multiplied by.
+        divisions: the nodes of the divisions on its way to the loss.
     """
 
     criterion: str
     node: Node
     denominator: Denominator | None
     is_readable: bool = True
+    factor: float = 1.0
+    divisions: tuple[Node, ...] = ()
 
 
 NO_REDUCTION, SUM_REDUCTION = 0, 2  # at::Reduction
@@ -72,79 +74,152 @@ CRITERIA: dict[str, tuple[str, Callable[[Node], Denominator]]] = {
 }
 
 
-def criterion_of(node: Node, kind: str, factors: tuple[Any, ...]) -> Term:
-    """The term that ends in ``node``, of operation ``kind``, after being multiplied by ``factors``."""
+class Operation(NamedTuple):
+    """What happens to a criterion on its way to the loss.
+
+    Attributes:
+        kind: ``"times"``, ``"over"``, ``"count"`` (of an outer mean over other dimensions) or ``"mean of losses"``.
+        operand: a tensor, a number, or None if it was not saved.
+        node: its node.
+        number: the operand, if it is a Python number.
+    """
+
+    kind: str
+    operand: Any
+    node: Node
+    number: float | None
+
+
+def operation(kind: str, operand: Any, node: Node) -> Operation:
+    """What ``node`` does to a criterion."""
+    return Operation(kind, operand, node, _number_of(operand))
+
+
+def criterion_of(node: Node, kind: str, scale: Sequence[Operation]) -> Term:
+    """The term that ends in ``node``, of operation ``kind``, after what ``scale`` does to it."""
     if kind in CRITERIA:
         words, denominator = CRITERIA[kind]
-        if node._saved_reduction == SUM_REDUCTION:
-            return Term(f"sum of {words}", node, None)
-        return Term(words, node, denominator(node))
-    if kind == "Mean":
-        return Term("mean", node, _mean_count(node))
-    if kind in SUMS:
-        if (count := mean_over_batch(node)) is not None:
-            return Term("mean over the batch", node, count)
-        _refuse_hidden_mean(node, factors)
-        return Term("sum", node, None)
-    return Term(node.name(), node, None, is_readable=False)
+        reduction = node._saved_reduction
+        if reduction == NO_REDUCTION:
+            return Term(f"{node.name()} without a reduction", node, None, is_readable=False)
+        count = denominator(node) if reduction != SUM_REDUCTION else None
+        words = words if count is not None else f"sum of {words}"
+    elif kind == "Mean":
+        words, count = "mean", reduced_numel(node)
+    elif kind in SUMS:
+        words, count = "sum", None
+    else:
+        return Term(node.name(), node, None, is_readable=False)
+    factor = 1.0
+    for step in scale:
+        if step.number is not None and step.kind == "times":
+            factor *= step.number
+        elif step.number and step.kind == "over":
+            factor /= step.number
+    if factor == 0:
+        return Term(words, node, 0.0, factor=0.0)  # `0.0 * ...` trains nothing
+    divisions = tuple(step.node for step in scale if step.kind == "over" and step.number is None)
+    try:
+        if count is not None:
+            return Term(words, node, _times_divisors(count, scale), factor=factor, divisions=divisions)
+        divided = _divided_sum(node, scale)
+    except UnreadableLossError as unreadable:
+        return Term(unreadable.found, node, None, is_readable=False)
+    return Term(words if divided is None else f"{words} divided by a count", node, divided, divisions=divisions)
 
 
-def _refuse_hidden_mean(summed: Node, factors: tuple[Any, ...]) -> None:
-    """``loss.sum() * (1 / batch_size)`` is a mean that looks like a scaled sum. A factor of 0.5 is taken for a constant."""
-    sizes = tuple(getattr(summed, "_saved_self_sym_sizes", ()))
-    sizes_of_batch = {math.prod(sizes[:end]) for end in range(1, len(sizes) + 1)} - {0, 1, 2}
-    for factor in factors:
-        if isinstance(factor, Tensor) and not _is_number(factor):
-            raise UnreadableLossError("a sum times a tensor, which may be one over a count")
-        value = None if factor is None else float(factor)
-        if value and any(math.isclose(1 / value, size, rel_tol=1e-6) for size in sizes_of_batch):
-            raise UnreadableLossError(f"a sum over {sizes} times {value:g}, which may be one over a count")
+def _number_of(operand: Any) -> float | None:
+    """A Python number that was multiplied or divided by; None for a tensor."""
+    if isinstance(operand, Tensor):
+        return float(operand) if _is_number(operand) else None
+    return None if operand is None else float(operand)
 
 
-def _mean_count(node: Node) -> float:
-    count = reduced_numel(node)
-    below, _ = node.next_functions[0]
-    # x.mean(0).mean(): the inner mean is over the batch too
-    if below is not None and kind_of(below) == "Mean" and 0 in reduced_dims(below):
-        count *= reduced_numel(below)
+def _times_divisors(count: Denominator, scale: Sequence[Operation]) -> Denominator:
+    """``mean / mask.mean()`` is a mean over ``count * mask.mean()``; numbers are constant factors."""
+    for step in scale:
+        if step.kind == "count":
+            count = count * step.operand
+        elif step.kind == "over" and step.number is None:
+            count = count * _one_number(step.operand)
     return count
 
 
-def mean_over_batch(node: Node) -> float | None:
-    """The batch's size in ``x.mean(0).sum()``; None where the sum goes over the batch itself."""
-    below, _ = node.next_functions[0]
-    if below is not None and kind_of(below) == "Mean" and 0 in reduced_dims(below):
-        return reduced_numel(below)
+def _divided_sum(summed: Node, scale: Sequence[Operation]) -> Denominator | None:
+    """What a sum is divided by; None if by nothing."""
+    sizes = tuple(getattr(summed, "_saved_self_sym_sizes", ()))
+    if not sizes and isinstance(saved := getattr(summed, "_saved_self", None), Tensor):
+        sizes = tuple(saved.shape)
+    outer: float = math.prod(step.operand for step in scale if step.kind == "count")
+    if any(step.kind == "mean of losses" for step in scale):
+        raise UnreadableLossError("a mean of sums")
+    numbers = [step.number for step in scale if step.kind == "over" and step.number is not None]
+    tensors = [_one_number(step.operand) for step in scale if step.kind == "over" and step.number is None]
+    if tensors:
+        count = tensors[0] * (math.prod(numbers) * outer)
+        for tensor in tensors[1:]:
+            count = count * tensor
+        return _zero_where_masked(summed, count)
+    if numbers:
+        return _plausible_count(math.prod(numbers), sizes) * outer
+    for step in scale:
+        if step.kind == "times":
+            _refuse_hidden_mean(step, sizes)
     return None
 
 
-def count_of(division: Node, summed: Node) -> Denominator:
-    """The denominator of a sum divided by a count: a tensor, or a number that can be one.
+def _one_number(divisor: Any) -> Tensor:
+    if not isinstance(divisor, Tensor) or divisor.numel() != 1:
+        raise UnreadableLossError(f"a division by {divisor.numel() if isinstance(divisor, Tensor) else 'unknown'} numbers")
+    return divisor.detach().reshape(())
 
-    ``denominator.clamp(min=1)`` hides that nothing was counted; the mask under the sum still shows it.
-    """
-    denominator = division._saved_other
-    if not isinstance(denominator, Tensor) or _is_number(denominator):
-        return _plausible_count(float(denominator), summed)
-    if denominator.numel() != 1:
-        raise UnreadableLossError(f"a sum divided by {denominator.numel()} numbers")
+
+def _zero_where_masked(summed: Node, count: Tensor) -> Tensor:
+    """``mask.sum().clamp(min=1)`` hides that nothing was counted; the mask under the sum still shows it."""
     below = summed.next_functions[0][0]
     while below is not None and kind_of(below) == "Mul" and len(inputs := inputs_of(below)) == 1:
         mask = constant_operand(below)
         if isinstance(mask, Tensor) and mask.dim() > 0:
-            return torch.where(mask.any(), denominator, torch.zeros_like(denominator))
+            return torch.where(mask.any(), count, torch.zeros_like(count))
         below = inputs[0][0]
-    return denominator
+    return count
 
 
-def _plausible_count(number: float, summed: Node) -> float:
-    sizes = getattr(summed, "_saved_self_sym_sizes", None)
-    if number != int(number) or number < 0 or (sizes is not None and number > math.prod(sizes)):
+def _plausible_count(number: float, sizes: tuple[int, ...]) -> float:
+    """A number that a sum over ``sizes`` is divided by, if it can be its count."""
+    if number < 1 or (sizes and number > math.prod(sizes)):
         raise UnreadableLossError(f"a sum divided by the number {number:g}, which cannot be a count of its {sizes} elements")
     return number
 
 
+def _refuse_hidden_mean(step: Operation, sizes: tuple[int, ...]) -> None:
+    """``loss.sum() * (1 / batch_size)`` is a mean that looks like a scaled sum. A factor of 0.5 is taken for a constant."""
+    value = step.number
+    if value is None and isinstance(step.operand, Tensor):
+        raise UnreadableLossError("a sum times a tensor, which may be one over a count")
+    sizes_of_batch = {math.prod(sizes[:end]) for end in range(1, len(sizes) + 1)} - {0, 1, 2}
+    if value and any(math.isclose(1 / value, size, rel_tol=1e-6) for size in sizes_of_batch):
+        raise UnreadableLossError(f"a sum over {sizes} times {value:g}, which may be one over a count")
+
+
+def refuse_normalised(weights: Any, is_mean: bool) -> None:
+    """``(loss * w / w.sum()).sum()`` with the division on the weights' side is a weighted mean that looks like a sum.
+
+    Raises:
+        UnreadableLossError: the weights add up to 1 (in a mean: have the mean 1), and are not all the same.
+    """
+    if not isinstance(weights, Tensor) or weights.dim() == 0 or not weights.is_floating_point() or weights.numel() < 2:
+        return
+    total = weights.double().mean() if is_mean else weights.double().sum()
+    if abs(float(total) - 1) < 1e-4 and bool((weights != weights.flatten()[0]).any()):
+        raise UnreadableLossError("a sum with weights that were normalised over the batch")
+
+
 def _is_number(tensor: Tensor) -> bool:
     """Whether a saved operand was a Python number: unlike a tensor, it takes part in no type promotion."""
-    narrow = torch.float16 if tensor.is_floating_point() else torch.int8
-    return tensor.dim() == 0 and torch.result_type(tensor, torch.zeros((), dtype=narrow)) != tensor.dtype
+    if tensor.dim() != 0:
+        return False
+    return torch.result_type(tensor, _NARROW_FLOAT if tensor.is_floating_point() else _NARROW_INTEGER) != tensor.dtype
+
+
+_NARROW_FLOAT, _NARROW_INTEGER = torch.zeros((), dtype=torch.float16), torch.zeros((), dtype=torch.int8)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -20,13 +19,24 @@ from lightning_accum.denominator import (
     CRITERIA,
     NO_REDUCTION,
     Denominator,
+    Operation,
     Term,
     UnreadableLossError,
-    count_of,
     criterion_of,
-    mean_over_batch,
+    operation,
+    refuse_normalised,
 )
-from lightning_accum.nodes import SUMS, THROUGH, Node, constant_operand, inputs_of, is_of_parameters_only, kind_of, reduced_dims
+from lightning_accum.nodes import (
+    SUMS,
+    THROUGH,
+    Node,
+    constant_operand,
+    inputs_of,
+    is_of_parameters_only,
+    kind_of,
+    reduced_dims,
+    reduced_numel,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,10 @@ def read_terms(terms: Sequence[Term]) -> Reading:
             raise UnreadableLossError(main.criterion)
         return Reading(main.criterion, main.denominator)
 
+    trained = [term for term in terms if not _is_nothing(term)] or list(terms)[:1]
+    if len(trained) == 1:
+        return read_terms(trained)
+    terms = trained
     varying = [term for term in terms if not is_of_parameters_only(term.node)]
     main = _main_term(varying or terms)
     if main.denominator is not None:
@@ -95,61 +109,71 @@ def _main_term(terms: Sequence[Term]) -> Term:
     return (cross_entropies or means or readable)[0]
 
 
-def terms_of(loss: Tensor) -> list[Term]:
-    """The summands of a loss, left to right."""
+def _is_nothing(term: Term) -> bool:
+    """``0.0 * unused.sum()``"""
+    return not isinstance(term.denominator, Tensor) and term.denominator == 0 and term.factor == 0
+
+
+def terms_of(loss: Tensor, may_wait: bool = False) -> list[Term]:
+    """The summands of a loss, left to right.
+
+    Args:
+        loss: one number, with its graph.
+        may_wait: whether tensors may be looked into, which waits for their device.
+    """
     root = loss.grad_fn
     if root is None:
         return []
     kind = kind_of(root)
-    return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, loss.output_nr))
+    return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, loss.output_nr, may_wait))
 
 
-def _walk(root: Node, output_index: int) -> Iterator[Term]:
-    """Walk from the loss down to its criteria, left to right."""
-    stack: list[tuple[Node, int, tuple[Any, ...]]] = [(root, output_index, ())]
+def _walk(root: Node, output_index: int, may_wait: bool) -> Iterator[Term]:
+    """Walk from the loss down to its criteria, taking along what multiplies and divides them on the way."""
+    stack: list[tuple[Node, int, tuple[Operation, ...]]] = [(root, output_index, ())]
 
-    def descend(pairs: list[tuple[Node, int]], factors: tuple[Any, ...]) -> None:
-        stack.extend((node, index, factors) for node, index in reversed(pairs))
+    def descend(pairs: list[tuple[Node, int]], scale: tuple[Operation, ...]) -> None:
+        stack.extend((node, index, scale) for node, index in reversed(pairs))
 
     while stack:
-        node, index, factors = stack.pop()
+        node, index, scale = stack.pop()
         kind = kind_of(node)
         if kind in CRITERIA:
-            yield criterion_of(node, kind, factors)
+            yield criterion_of(node, kind, scale)
         elif kind == "_DDPSink":  # every tensor that DistributedDataParallel returns goes in and out at the same place
-            descend([node.next_functions[index]], factors)
+            descend([node.next_functions[index]], scale)
         elif kind in ("Add", "Sub", "Rsub") or kind in THROUGH:
-            descend(inputs_of(node), factors)
+            descend(inputs_of(node), scale)
         elif kind == "Mul":
             inputs = inputs_of(node)
             if len(inputs) == 1:
-                descend(inputs, (*factors, constant_operand(node)))
+                descend(inputs, (*scale, operation("times", constant_operand(node), node)))
             elif len(losses := [pair for pair in inputs if not is_of_parameters_only(pair[0])]) == 1:
-                descend(losses, factors)
+                descend(losses, scale)
             else:
                 yield Term(f"{node.name()} (a product of losses)", node, None, is_readable=False)
         elif kind == "Div":
             if node.next_functions[0][0] is None or len(inputs_of(node)) != 1:
                 yield Term(f"{node.name()} (a quotient of losses)", node, None, is_readable=False)
-            elif (summed := _sum_below(node)) is not None:
-                yield Term("sum divided by a count", node, count_of(node, summed))
             else:
-                descend(inputs_of(node), factors)
-        elif kind in ("Mean", *SUMS) and (scalars := _stacked_scalars(node)):
-            descend(scalars, factors)
+                descend(inputs_of(node), (*scale, operation("over", node._saved_other, node)))
+        elif kind in ("Mean", *SUMS):
+            if scalars := _stacked_scalars(node):
+                is_mean = kind == "Mean" and len(scalars) > 1
+                descend(scalars, (*scale, operation("mean of losses", len(scalars), node)) if is_mean else scale)
+                continue
+            try:
+                inner, below = _reduction_below(node, may_wait)
+            except UnreadableLossError as unreadable:
+                yield Term(unreadable.found, node, None, is_readable=False)
+                continue
+            if inner is None:
+                yield criterion_of(node, kind, (*scale, *below))
+            else:
+                outer = (operation("count", reduced_numel(node), node),) if kind == "Mean" else ()
+                stack.append((inner, 0, (*scale, *outer, *below)))
         else:
-            yield criterion_of(node, kind, factors)
-
-
-def _sum_below(division: Node) -> Node | None:
-    """The sum that is divided; None if what is divided is a criterion by itself, and the division a constant factor."""
-    node = division.next_functions[0][0]
-    while (kind := kind_of(node)) in THROUGH or kind == "Mul":
-        inputs = inputs_of(node)
-        if len(inputs) != 1:
-            return None
-        node = inputs[0][0]
-    return node if kind in SUMS and not _stacked_scalars(node) and not mean_over_batch(node) else None
+            yield criterion_of(node, kind, scale)
 
 
 def _stacked_scalars(node: Node) -> list[tuple[Node, int]]:
@@ -161,7 +185,8 @@ def _stacked_scalars(node: Node) -> list[tuple[Node, int]]:
     if kind_of(below) == "Mul" and len(inputs_of(below)) == 1:
         below, index = inputs_of(below)[0]
     if kind_of(below) in ("Stack", "Cat") and len(sizes) == 1 and len(below.next_functions) == sizes[0]:
-        return inputs_of(below)
+        losses = inputs_of(below)
+        return losses if all(_is_whole_loss(loss) for loss, _ in losses) else []
     return [(below, index)] if math.prod(sizes) == 1 and _is_whole_loss(below) else []
 
 
@@ -169,8 +194,69 @@ def _is_whole_loss(node: Node) -> bool:
     """Whether ``node`` is a loss already, reduced over all its dimensions, and not the loss of a single sample."""
     while ((kind := kind_of(node)) in THROUGH or kind in ("Mul", "Div")) and len(inputs_of(node)) == 1:
         node = inputs_of(node)[0][0]
+    if kind in ("Add", "Sub"):
+        return all(_is_whole_loss(child) for child, _ in inputs_of(node))
     if kind in CRITERIA:
         return bool(node._saved_reduction != NO_REDUCTION)
     if kind in ("Mean", *SUMS) and (sizes := getattr(node, "_saved_self_sym_sizes", None)) is not None:
         return len(reduced_dims(node)) == len(sizes)
     return False
+
+
+_NONLINEAR = {
+    "Abs", "Clamp", "ClampMax", "ClampMin", "Exp", "Expm1", "Log", "Log1P", "Log2", "Pow", "Reciprocal", "Relu", "Rsqrt",
+    "Sigmoid", "Softplus", "Sqrt", "Square", "Tanh",
+}  # fmt: skip
+_STATISTICS = {"Var", "Std", "VarMean", "StdMean", "Logsumexp", "Logcumsumexp", "Cumsum", "Topk", "Sort"}
+
+
+def _reduction_below(outer: Node, may_wait: bool) -> tuple[Node | None, list[Operation]]:
+    """Look for a reduction over the batch (dimension 0) below a sum or a mean, elementwise operations down.
+
+    Returns:
+        That reduction (None if there is none, as it should be), and what multiplies and divides on the way there.
+
+    Raises:
+        UnreadableLossError: between the two is no linear way, so that no weight makes micro-batches equal to the batch.
+    """
+    scale: list[Operation] = []
+    is_linear, node = True, outer.next_functions[0][0]
+    for _ in range(40):
+        kind = "" if node is None else kind_of(node)
+        if kind in ("Mean", *SUMS) and 0 in reduced_dims(node):
+            if not is_linear:
+                raise UnreadableLossError(f"{outer.name()} of a function of {node.name()} over the batch")
+            is_divided = any(step.kind == "over" for step in scale)
+            if kind in SUMS and kind_of(outer) == "Mean" and not is_divided:
+                raise UnreadableLossError(f"{outer.name()} of a sum over dimension 0")
+            return node, scale
+        if kind in CRITERIA and node._saved_reduction != NO_REDUCTION:
+            raise UnreadableLossError(f"{outer.name()} of {node.name()}")
+        if kind in _STATISTICS:
+            raise UnreadableLossError(f"{outer.name()} of {node.name()}")
+        inputs = [] if node is None else inputs_of(node)
+        is_scaled = len(inputs) == 1 and (kind == "Mul" or (kind == "Div" and node.next_functions[0][0] is not None))
+        if is_scaled and is_linear:
+            operand = node._saved_other if kind == "Div" else constant_operand(node)
+            if kind == "Mul" and may_wait:
+                refuse_normalised(operand, is_mean=kind_of(outer) == "Mean")
+            step = operation("times" if kind == "Mul" else "over", operand, node)
+            # a zero here may stand beside what is not scaled: x - 0 * w
+            if step.number != 0 and (kind == "Div" or not (isinstance(operand, Tensor) and operand.dim() > 0)):
+                scale.append(step)
+        elif kind in _NONLINEAR or kind == "Div":
+            is_linear = False
+        elif kind in ("Stack", "Cat") and inputs and all(_is_whole_loss(child) for child, _ in inputs):
+            raise UnreadableLossError(f"{outer.name()} of losses that were put together by {node.name()}")
+        elif kind == "Mul" and len(inputs) == 2 and any(_is_over_batch(child) for child, _ in inputs):
+            raise UnreadableLossError(f"{outer.name()} of a product of reductions over the batch")
+        elif not (kind in THROUGH or kind in ("Add", "Sub", "Rsub", "Mul", "Mean", *SUMS)):
+            break
+        if len(inputs) != 1:
+            break
+        node = inputs[0][0]
+    return None, [step for step in scale if not (isinstance(step.operand, Tensor) and step.operand.dim() > 0)]
+
+
+def _is_over_batch(node: Node) -> bool:
+    return kind_of(node) in ("Mean", *SUMS) and 0 in reduced_dims(node)

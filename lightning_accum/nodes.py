@@ -48,7 +48,9 @@ def constant_operand(node: Node) -> Any:
 
 def reduced_dims(node: Node) -> tuple[int, ...]:
     """The dimensions that a sum or a mean goes over."""
-    sizes = node._saved_self_sym_sizes
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    if sizes is None:  # a dot product, or a sum that leaves nan out
+        return (0,)
     dims = getattr(node, "_saved_dim", None)
     if not dims:
         return tuple(range(len(sizes)))
@@ -71,9 +73,12 @@ _OF_PARAMETERS = {
 
 def is_of_parameters_only(root: Node) -> bool:
     """Whether every path from ``root`` ends in a parameter, through operations that take in no other tensor."""
-    stack = [root]
+    stack, seen = [root], set()
     while stack:
         node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         if node.name().endswith("AccumulateGrad"):
             continue
         kind = kind_of(node)
@@ -82,7 +87,7 @@ def is_of_parameters_only(root: Node) -> bool:
             operands = [getattr(node, f"_saved_{side}", None) for side in ("self", "other")]
             if len(inputs) < 2 and any(isinstance(t, Tensor) and t.dim() > 0 for t in operands):
                 return False
-        elif kind not in _OF_PARAMETERS:
-            return False
+        elif kind not in _OF_PARAMETERS or (kind in ("Add", "Sub", "Rsub") and len(inputs) < 2):
+            return False  # what is added without a gradient is not saved, and may be the batch
         stack.extend(child for child, _ in inputs)
     return True

@@ -17,11 +17,11 @@ def guard_against_zero(terms: Iterable[Term]) -> None:
     Its backward computes ``gradient / 0``, which is NaN even for the gradient 0 of a micro-batch without weight. A hook on the
     division replaces that by zeros. The built-in criteria need none: they write zeros where nothing was counted.
     """
-    for term in terms:
-        denominator = getattr(term.node, "_saved_other", None)
-        if kind_of(term.node) != "Div" or not isinstance(denominator, Tensor):
+    for division in (division for term in terms for division in term.divisions):
+        denominator = division._saved_other
+        if not isinstance(denominator, Tensor):
             continue
-        if denominator.device.type == "cpu" and denominator.item() != 0:
+        if denominator.device.type == "cpu" and bool((denominator != 0).all()):
             continue  # on the host the comparison is free, elsewhere it would wait for the device
 
         def zero_where_empty(
@@ -29,14 +29,16 @@ def guard_against_zero(terms: Iterable[Term]) -> None:
         ) -> tuple[Tensor | None, ...]:
             return tuple(g if g is None else torch.where(denominator == 0, torch.zeros_like(g), g) for g in gradients)
 
-        term.node.register_hook(zero_where_empty)
+        division.register_hook(zero_where_empty)
 
 
 def zero_loss_like(loss: Tensor) -> Tensor:
     """A loss of 0 that depends on the same parameters as ``loss``, and gives each a gradient of zeros."""
+    if loss.grad_fn is None:
+        return loss * 0.0
     seen: set[Node] = set()
     parameters: list[Tensor] = []
-    stack: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
+    stack: list[Node] = [loss.grad_fn]
     while stack:
         node = stack.pop()
         if node in seen:

@@ -125,11 +125,11 @@ class Contribution:
 
     Attributes:
         weight: what its mean loss was divided by; None if the loss is a sum, so that it is added as it is.
-        others: terms of the loss that may need another weight.
+        others: the denominators of other terms of the loss. No terms: their nodes would keep the graph alive.
     """
 
     weight: Denominator | None
-    others: tuple[Term, ...] = ()
+    others: tuple[Denominator, ...] = ()
 
 
 class Weigher:
@@ -144,6 +144,8 @@ class Weigher:
         self._weight = weight
         self._warn = warn
         self._looks_for_contrast = 3  # micro-batches more: one of a single sample shows nothing
+        self._factors: list[float] | None = None
+        self._is_warned_of_factor = False
         self.criterion: str | None = None
         """What the weight was found to be, in words; None before the first micro-batch."""
         self.unweighed_terms: tuple[str, ...] = ()
@@ -160,12 +162,12 @@ class Weigher:
             UnreadableLossError: with ``"auto"``, where the graph shows no denominator.
             TypeError, ValueError: an explicit weight returned what cannot be a weight.
         """
-        if not loss.requires_grad:
-            return Contribution(1.0)  # backward will say what is wrong
+        if loss.grad_fn is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
+            return Contribution(0.0 if loss.requires_grad else 1.0)
         is_first = self.criterion is None
         if self._weight == "auto":
             try:
-                terms = terms_of(loss)
+                terms = terms_of(loss, may_wait=self._looks_for_contrast > 0)
                 reading = read_terms(terms)
             except UnreadableLossError as unreadable:
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
@@ -174,7 +176,9 @@ class Weigher:
             if self._looks_for_contrast:
                 self._look_for_contrast(terms)
             guard_against_zero(terms)
-            return Contribution(_on_host(reading.weight), reading.others)
+            self._compare_factor(terms)
+            others = tuple(term.denominator for term in reading.others if term.denominator is not None)
+            return Contribution(_on_host(reading.weight), others)
         terms = []
         with suppress(UnreadableLossError):
             terms = terms_of(loss)
@@ -207,6 +211,18 @@ class Weigher:
                 f"The loss has terms that are no plain mean over the same count as its {reading.criterion}:"
                 f" {', '.join(self.unweighed_terms)}. They take the weight of the {reading.criterion}; for them a window may"
                 " differ from its full batch."
+            )
+
+    def _compare_factor(self, terms: Sequence[Term]) -> None:
+        """A factor of a mean that changes with the batch, ``loss.mean() * len(batch)``, is not the constant it is taken for."""
+        factors = [term.factor for term in terms]
+        if self._factors is None:
+            self._factors = factors
+        elif not self._is_warned_of_factor and len(factors) == len(self._factors) and factors != self._factors:
+            self._is_warned_of_factor = True
+            self._warn(
+                f"A factor of the loss changes from micro-batch to micro-batch (it was {self._factors}, now it is {factors}). It is"
+                " taken for a constant: if it goes with the batch, a window differs from its full batch. Use an explicit weight."
             )
 
     def _look_for_contrast(self, terms: Sequence[Term]) -> None:

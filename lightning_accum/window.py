@@ -214,8 +214,8 @@ class Window:
 
 def _factors_and_denominators(contribution: Contribution) -> list[tuple[float, Denominator]]:
     """The denominators of a loss's other terms, with unequal factors, so that in their sum no term makes up for another."""
-    denominators = [term.denominator for term in contribution.others if term.denominator is not None]
-    return [(1.0 + index / len(denominators), denominator) for index, denominator in enumerate(denominators)]
+    number = len(contribution.others)
+    return [(1.0 + index / number, denominator) for index, denominator in enumerate(contribution.others)]
 
 
 def _power_of_two_near(mean: float) -> float:

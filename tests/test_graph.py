@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accum.denominator import UnreadableLossError
-from lightning_accum.graph import read_loss, terms_of
+from lightning_accum.graph import read_loss, read_terms, terms_of
 from lightning_accum.safeguards import guard_against_zero, is_contrastive, zero_loss_like
 from lightning_accum.weight import Contribution
 from lightning_accum.window import Window
@@ -124,11 +124,31 @@ LOSSES = {
     "minus": lambda net, b: 1 - ce(net, b),
     "checkpointed activations": lambda net, b: F.cross_entropy(checkpoint(net.logits, b["x"], use_reentrant=False), b["target"]),
     "checkpointed loss": lambda net, b: checkpoint(lambda: ce(net, b), use_reentrant=False),
+    "criterion's sum over a count": lambda net, b: ce(net, b, reduction="sum") / b["mask"].sum(),
+    "criterion's sum over the batch size": lambda net, b: bce(net, b, reduction="sum") / len(b["x"]),
+    "sum divided twice": lambda net, b: log_softmax(net, b).square().sum() / 3 / len(b["x"]),
+    "sums of a variational autoencoder over the batch size": lambda net, b: (
+        (bce(net, b, reduction="sum") + log_softmax(net, b).square().sum()) / len(b["x"])
+    ),
+    "label smoothing by hand": lambda net, b: (
+        (0.9 * ce(net, b, reduction="sum") - 0.1 * (log_softmax(net, b) * b["mask"][:, None]).sum()) / b["mask"].sum()
+    ),
+    "divided before the sum": lambda net, b: (each(net, b) / len(b["x"])).sum(),
+    "divided by the mask before the sum": lambda net, b: (each(net, b) * b["mask"] / b["mask"].sum()).sum(),
+    "mean over the batch, then a weighted sum": lambda net, b: (CLASS_WEIGHTS * log_softmax(net, b).mean(0)).sum(),
+    "mean over the batch, cast, then a sum": lambda net, b: (-log_softmax(net, b).mean(0)).to(D).sum(),
+    "mean over the batch, viewed, then a mean": lambda net, b: log_softmax(net, b).mean(0).view(-1).mean(),
+    "sum over the batch divided, then a mean": lambda net, b: (log_softmax(net, b).sum(0) / len(b["x"])).mean(),
+    "mean over the mask's mean": lambda net, b: (each(net, b) * b["mask"]).mean() / b["mask"].to(D).mean(),
     "sum": lambda net, b: ce(net, b, reduction="sum"),
     "sum of squares": lambda net, b: 0.5 * each(net, b).sum(),
     "sums, as of a variational autoencoder": lambda net, b: bce(net, b, reduction="sum") + log_softmax(net, b).square().sum(),
 }
 SIZES = (1, 3, 5, 2)
+
+
+def contribution_of(reading) -> Contribution:
+    return Contribution(reading.weight, tuple(t.denominator for t in reading.others if t.denominator is not None))
 
 
 def accumulate(net, loss_of, batches) -> float:
@@ -139,7 +159,7 @@ def accumulate(net, loss_of, batches) -> float:
         reading = read_loss(loss)
         guard_against_zero(terms_of(loss))
         assert reading.others == () or not window.micro_batches or reading.weight is not None
-        loss.backward(gradient=window.add(loss, Contribution(reading.weight, reading.others)))
+        loss.backward(gradient=window.add(loss, contribution_of(reading)))
     closed = window.close([p.grad for p in net.parameters() if p.grad is not None])
     assert not closed.do_terms_disagree
     return closed.loss
@@ -219,12 +239,19 @@ class Hidden(torch.autograd.Function):
         (lambda t: t.square().sum() / 100.5, "cannot be a count"),
         (lambda t: torch.linalg.vector_norm(t), "LinalgVectorNormBackward"),
         (lambda t: t.flatten()[0], "SelectBackward"),
+        (lambda t: (t * torch.softmax(torch.randn(2, 3).flatten(), 0).view(2, 3)).sum(), "normalised over the batch"),
+        (lambda t: t.mean(0).square().sum(), "of a function of MeanBackward1 over the batch"),
+        (lambda t: t.sum(0).mean(), "of a sum over dimension 0"),
+        (lambda t: torch.relu(1 - t.var(0).sqrt()).mean(), "MeanBackward0 of VarBackward0"),
+        (lambda t: (t.mean(0) * t.square().mean(0)).sum(), "product of reductions over the batch"),
+        (lambda t: torch.stack([t.mean(), t.square().mean()]).view(2, 1).mean(), "put together by StackBackward0"),
+        (lambda t: torch.stack([t.sum(), t.square().sum()]).mean(), "a mean of sums"),
     ],
 )
 def test_what_hides_its_denominator_is_refused_and_named(loss, found: str) -> None:
     t = torch.randn(2, 3, requires_grad=True) * 2
     with pytest.raises(UnreadableLossError, match=found):
-        read_loss(loss(t))
+        read_terms(terms_of(loss(t), may_wait=True))
 
 
 def test_compiled_loss_is_refused() -> None:
@@ -238,7 +265,7 @@ def test_router_term_takes_the_weight_of_the_cross_entropy_and_is_named() -> Non
     router = log_softmax(net, batch).exp()
     reading = read_loss(ce(net, batch) + 0.01 * (router.mean(0) * router.square().mean(0)).sum())
     assert reading.criterion == "cross entropy"
-    assert [term.criterion for term in reading.others] == ["sum"]
+    assert [term.criterion for term in reading.others] == ["SumBackward0 of a product of reductions over the batch"]
 
 
 def test_penalty_beside_a_sum_is_named_since_it_would_be_added_in_every_micro_batch() -> None:
@@ -254,7 +281,7 @@ def test_terms_of_different_counts_are_found_to_disagree() -> None:
         batch = make(rows, seed)
         loss = ce(net, batch) + each(net, batch).mean()
         reading = read_loss(loss)
-        window.add(loss, Contribution(reading.weight, reading.others))
+        window.add(loss, contribution_of(reading))
     assert window.close([]).do_terms_disagree
 
 

@@ -17,7 +17,7 @@ META = torch.device("meta")
 # these losses ask for values themselves, have class weights on the host, or no kernel for this device
 NOT_ON_META = {
     "selected mean", "masked mean over an item", "gaussian nll", "checkpointed activations", "checkpointed loss",
-    "class weights", "label smoothing and class weights", "multi margin",
+    "class weights", "label smoothing and class weights", "multi margin", "mean over the batch, then a weighted sum",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
@@ -299,3 +300,55 @@ def test_device_weights_are_checked_when_the_window_ends() -> None:
 
 def test_loader_keeps_the_order_of_its_batches() -> None:
     assert [batch.tolist() for batch in loader(UNEVEN[:1])] == [[1.0]]
+
+
+def test_factor_that_goes_with_the_batch_is_warned_of(recwarn) -> None:
+    class Scales(Scalar):
+        def loss(self, x):
+            return (self.w * x).mean() * len(x)
+
+    assert "A factor of the loss changes" in warnings_of(Scales(UNEVEN), recwarn)
+
+
+def test_no_graph_is_kept_until_the_window_ends() -> None:
+    alive = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t):
+            alive.append(weakref.ref(ctx))
+            return t * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    class TwoTerms(Scalar):
+        def loss(self, x):
+            assert sum(reference() is not None for reference in alive) == 0
+            kept = Keeps.apply(self.w * x)
+            return F.mse_loss(kept, x) + F.l1_loss(kept, x)
+
+    fit(TwoTerms([x(1), x(2), x(3), x(4)]), window=4)
+    assert len(alive) == 4
+
+
+@pytest.mark.parametrize(
+    "nothing", [lambda module, x: (module.w * x).sum() * 0.0, lambda module, x: torch.zeros((), requires_grad=True)]
+)
+def test_loss_of_nothing_has_no_weight(nothing) -> None:
+    class Idle(Scalar):
+        def loss(self, x):
+            return nothing(self, x) if x[0] < 0 else (self.w * x).mean()
+
+    module = Idle([x(1), x(-1), x(2, 6)])
+    fit(module, window=3)
+    assert module.gradients == pytest.approx([3.0], rel=1e-15)
+
+
+def test_zero_times_what_is_unused_is_no_term(recwarn) -> None:
+    class Touches(Scalar):
+        def loss(self, x):
+            return (self.w * x).mean() + 0.0 * (self.w * x.flip(0)).exp().sum()
+
+    assert "no plain mean" not in warnings_of(Touches(UNEVEN), recwarn)
