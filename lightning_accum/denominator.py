@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.nodes import SUMS, Node, constant_operand, inputs_of, kind_of, reduced_numel
+from lightning_accum.nodes import SUMS, Node, constant_operand, inputs_of, kind_of, reduced_dims, reduced_numel
 
 Denominator: TypeAlias = "Tensor | float"
 
@@ -102,6 +102,9 @@ def criterion_of(node: Node, kind: str, scale: Sequence[Operation]) -> Term:
         reduction = node._saved_reduction
         if reduction == NO_REDUCTION:
             return Term(f"{node.name()} without a reduction", node, None, is_readable=False)
+        below = node.next_functions[0][0]
+        if below is not None and kind_of(below) == "Mean" and 0 in reduced_dims(below):
+            return Term(f"{node.name()} of {below.name()} over the batch", node, None, is_readable=False)
         count = denominator(node) if reduction != SUM_REDUCTION else None
         words = words if count is not None else f"sum of {words}"
     elif kind == "Mean":

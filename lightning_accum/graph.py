@@ -220,6 +220,8 @@ def _reduction_below(outer: Node, may_wait: bool) -> tuple[Node | None, list[Ope
         UnreadableLossError: between the two is no linear way, so that no weight makes micro-batches equal to the batch.
     """
     scale: list[Operation] = []
+    if may_wait and kind_of(outer) == "Dot":
+        refuse_normalised(outer._saved_tensor if outer._saved_tensor is not None else outer._saved_self, is_mean=False)
     is_linear, node = True, outer.next_functions[0][0]
     for _ in range(40):
         kind = "" if node is None else kind_of(node)
@@ -248,8 +250,10 @@ def _reduction_below(outer: Node, may_wait: bool) -> tuple[Node | None, list[Ope
             is_linear = False
         elif kind in ("Stack", "Cat") and inputs and all(_is_whole_loss(child) for child, _ in inputs):
             raise UnreadableLossError(f"{outer.name()} of losses that were put together by {node.name()}")
-        elif kind == "Mul" and len(inputs) == 2 and any(_is_over_batch(child) for child, _ in inputs):
-            raise UnreadableLossError(f"{outer.name()} of a product of reductions over the batch")
+        elif kind in ("Add", "Sub", "Mul") and len(inputs) == 2:
+            if any(_hides_a_reduction(child) for child, _ in inputs):
+                raise UnreadableLossError(f"{outer.name()} of what is combined with a reduction over the batch by {node.name()}")
+            break
         elif not (kind in THROUGH or kind in ("Add", "Sub", "Rsub", "Mul", "Mean", *SUMS)):
             break
         if len(inputs) != 1:
@@ -258,5 +262,18 @@ def _reduction_below(outer: Node, may_wait: bool) -> tuple[Node | None, list[Ope
     return None, [step for step in scale if not (isinstance(step.operand, Tensor) and step.operand.dim() > 0)]
 
 
-def _is_over_batch(node: Node) -> bool:
-    return kind_of(node) in ("Mean", *SUMS) and 0 in reduced_dims(node)
+def _hides_a_reduction(root: Node) -> bool:
+    """Whether a loss, losses put together, or a reduction over the batch is found a few elementwise operations down."""
+    stack = [root]
+    for _ in range(12):
+        if not stack:
+            return False
+        node = stack.pop()
+        kind = kind_of(node)
+        if _is_whole_loss(node) or (kind in ("Mean", *SUMS) and 0 in reduced_dims(node)):
+            return not is_of_parameters_only(node)
+        if kind in ("Stack", "Cat"):
+            return all(_is_whole_loss(child) for child, _ in inputs_of(node))
+        if kind in THROUGH or kind in ("Add", "Sub", "Rsub", "Mul", "Div"):
+            stack.extend(child for child, _ in inputs_of(node))
+    return False

@@ -243,13 +243,17 @@ class Hidden(torch.autograd.Function):
         (lambda t: t.mean(0).square().sum(), "of a function of MeanBackward1 over the batch"),
         (lambda t: t.sum(0).mean(), "of a sum over dimension 0"),
         (lambda t: torch.relu(1 - t.var(0).sqrt()).mean(), "MeanBackward0 of VarBackward0"),
-        (lambda t: (t.mean(0) * t.square().mean(0)).sum(), "product of reductions over the batch"),
+        (lambda t: (t.mean(0) * t.square().mean(0)).sum(), "combined with a reduction over the batch"),
+        (lambda t: (t.mean() + t.square()).sum(), "combined with a reduction over the batch"),
+        (lambda t: (torch.stack([t.mean(), t.square().mean()]) * t.flatten()[:2] + t[0, :2]).sum(), "combined with a reduction"),
+        (lambda t: F.mse_loss(t.mean(0), torch.ones(3)), "MseLossBackward0 of MeanBackward1 over the batch"),
+        (lambda t: torch.dot(t.flatten(), torch.softmax(torch.arange(6.0), 0)), "normalised over the batch"),
         (lambda t: torch.stack([t.mean(), t.square().mean()]).view(2, 1).mean(), "put together by StackBackward0"),
         (lambda t: torch.stack([t.sum(), t.square().sum()]).mean(), "a mean of sums"),
     ],
 )
 def test_what_hides_its_denominator_is_refused_and_named(loss, found: str) -> None:
-    t = torch.randn(2, 3, requires_grad=True) * 2
+    t = torch.randn(2, 4) @ torch.randn(4, 3, requires_grad=True)
     with pytest.raises(UnreadableLossError, match=found):
         read_terms(terms_of(loss(t), may_wait=True))
 
@@ -265,7 +269,9 @@ def test_router_term_takes_the_weight_of_the_cross_entropy_and_is_named() -> Non
     router = log_softmax(net, batch).exp()
     reading = read_loss(ce(net, batch) + 0.01 * (router.mean(0) * router.square().mean(0)).sum())
     assert reading.criterion == "cross entropy"
-    assert [term.criterion for term in reading.others] == ["SumBackward0 of a product of reductions over the batch"]
+    assert [term.criterion for term in reading.others] == [
+        "SumBackward0 of what is combined with a reduction over the batch by MulBackward0"
+    ]
 
 
 def test_penalty_beside_a_sum_is_named_since_it_would_be_added_in_every_micro_batch() -> None:
