@@ -43,9 +43,9 @@ class GradientAccumulation(Callback):
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means.
-        tail: what the end of an epoch, or an early stop, does to an unfinished window. ``"step"``: an optimizer step on what is there, exactly.
-            ``"drop"``: its gradients are dropped. ``"carry"``: the window goes on in the next epoch; the last one of the
-            training steps.
+        tail: what the end of an epoch, or an early stop, does to an unfinished window. ``"step"``: an optimizer step on what is
+            there, exactly. ``"drop"``: its gradients are dropped. ``"carry"``: the window goes on in the next epoch; the last one
+            of the training steps.
         scheduler_counts: a scheduler with ``interval="step"`` steps once every ``frequency`` ``"optimizer_steps"`` that really
             happened; or once every ``frequency`` of the ``"micro_batches"`` (loader batches) that these took, for a schedule
             that was written for training without accumulation.
