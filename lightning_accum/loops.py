@@ -212,6 +212,7 @@ class _AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @property
     def optimization(self) -> _WindowOptimization:
+        """The loop of automatic optimization, by its own type."""
         return cast("_WindowOptimization", self.automatic_optimization)
 
     def _visit_skipped_batch(self) -> None:

@@ -7,6 +7,7 @@ come from.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -38,6 +39,17 @@ _KINDS: dict[type, str] = {}
 def inputs_of(node: Node) -> list[tuple[Node, int]]:
     """The nodes of the operands that need a gradient, each with the place of the operand among its outputs."""
     return [(child, index) for child, index in node.next_functions if child is not None]
+
+
+def nodes_below(root: Node) -> Iterator[Node]:
+    """``root`` and all nodes below it, each once."""
+    stack, seen = [root], {root}
+    while stack:
+        node = stack.pop()
+        yield node
+        children = [child for child, _ in inputs_of(node) if child not in seen]
+        seen.update(children)
+        stack.extend(children)
 
 
 def constant_operand(node: Node) -> Any:
@@ -73,12 +85,7 @@ _OF_PARAMETERS = {
 
 def is_of_parameters_only(root: Node) -> bool:
     """Whether every path from ``root`` ends in a parameter, through operations that take in no other tensor."""
-    stack, seen = [root], set()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_below(root):
         if node.name().endswith("AccumulateGrad"):
             continue
         kind = kind_of(node)
@@ -89,5 +96,4 @@ def is_of_parameters_only(root: Node) -> bool:
                 return False
         elif kind not in _OF_PARAMETERS or (kind in ("Add", "Sub", "Rsub") and len(inputs) < 2):
             return False  # what is added without a gradient is not saved, and may be the batch
-        stack.extend(child for child, _ in inputs)
     return True

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accum.denominator import Term
-from lightning_accum.nodes import Node, kind_of
+from lightning_accum.nodes import kind_of, nodes_below
 
 
 def guard_against_zero(terms: Iterable[Term]) -> None:
@@ -36,18 +36,7 @@ def zero_loss_like(loss: Tensor) -> Tensor:
     """A loss of 0 that depends on the same parameters as ``loss``, and gives each a gradient of zeros."""
     if loss.grad_fn is None:
         return loss * 0.0
-    seen: set[Node] = set()
-    parameters: list[Tensor] = []
-    stack: list[Node] = [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name().endswith("AccumulateGrad"):
-            parameters.append(node.variable)
-        stack.extend(child for child, _ in node.next_functions if child is not None)
-    return zero_loss_of(parameters)
+    return zero_loss_of(node.variable for node in nodes_below(loss.grad_fn) if node.name().endswith("AccumulateGrad"))
 
 
 def zero_loss_of(parameters: Iterable[Tensor]) -> Tensor:
