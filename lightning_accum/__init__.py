@@ -1,6 +1,7 @@
 """Gradient accumulation for PyTorch Lightning that is right: one window, one batch."""
 
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.micro_batch import Tokens
 from lightning_accum.strategies import AccumulationStrategy, DDPAccumulationStrategy
 from lightning_accum.weight import SampleCount, TokenCount
 
@@ -12,4 +13,5 @@ __all__ = [
     "GradientAccumulation",
     "SampleCount",
     "TokenCount",
+    "Tokens",
 ]

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_accum.boundary import Boundary, Tail
-from lightning_accum.denominator import UnreadableLossError
+from lightning_accum.denominator import Denominator, UnreadableLossError
 from lightning_accum.lr_schedule import SchedulerCounts, StepClock
+from lightning_accum.plan import MicroBatchSize, Plan, Split
+from lightning_accum.splitting import Splitting
 from lightning_accum.weight import Weigher, Weight, count_samples
 from lightning_accum.window import ClosedWindow, Window
 
@@ -25,6 +28,9 @@ class Policy:
     tail: Tail = "step"
     scheduler_counts: SchedulerCounts = "optimizer_steps"
     log: bool = True
+    micro_batch: MicroBatchSize | None = None
+    split: Split | None = None
+    trim_padding: bool | str = True
 
     def size_at(self, epoch: int) -> int | None:
         """Loader batches in a window that begins in ``epoch``; None where the Trainer says."""
@@ -55,10 +61,19 @@ class Accumulation:
         device: the device of this rank.
         world_size: ranks whose gradients are averaged by their reduction.
         warn: takes a warning to be seen once, on rank zero.
+        splitting: how loader batches are split; None where each is a micro-batch.
     """
 
-    def __init__(self, policy: Policy, device: torch.device, world_size: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        device: torch.device,
+        world_size: int,
+        warn: Callable[[str], None],
+        splitting: Splitting | None = None,
+    ) -> None:
         self.policy = policy
+        self.splitting = splitting
         self.world_size = world_size
         self.boundary = Boundary(policy.tail)
         self.window = Window(device, world_size)
@@ -80,6 +95,8 @@ class Accumulation:
         """The micro-batch in training_step is the last of its window."""
         self.batch: Any = None
         """The micro-batch that is in training_step."""
+        self.weight: Denominator | None = 0.0
+        """Its weight, once it has a loss: None for a sum."""
         self.is_weightless = False
         """The micro-batch is known on the host to have no weight."""
         self._has_loss = False
@@ -102,19 +119,26 @@ class Accumulation:
                 f"The checkpoint was taken inside a window, after {into_window} of its loader batches, and does not hold their"
                 " gradients: the first optimizer step is made on the rest of the window."
             )
-        state = {"optimizer_steps": steps, "total_weight": 0.0}
+        state: dict[str, Any] = {"optimizer_steps": steps, "total_weight": 0.0}
         state["scheduler_time"] = steps if self.policy.scheduler_counts == "optimizer_steps" else loader_batches
         state.update(self.resumed_state)
         self.clock.optimizer_steps = int(state["optimizer_steps"])
         self.clock.time = int(state["scheduler_time"])
         self.clock.hold()
         self.total_weight = float(state["total_weight"])
+        if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
+            self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
 
     # --- one loader batch -----------------------------------------------------------------------------------------
 
+    @property
+    def plan(self) -> Plan | None:
+        """How the loader batch in hand is split; None where it is a micro-batch."""
+        return None if self.splitting is None else self.splitting.plan
+
     def is_plain(self) -> bool:
         """One micro-batch is the whole window: there is nothing to weigh, and everything is left to Lightning."""
-        return self.world_size == 1 and self.boundary.size == 1
+        return self.world_size == 1 and self.boundary.size == 1 and self.plan is None
 
     def begin_backward(self, loss: Tensor) -> Tensor | None:
         """Take in the loss of a micro-batch.
@@ -130,6 +154,7 @@ class Accumulation:
             self._note_plain(loss)
             return None
         contribution = self.weigher(loss, self.batch)
+        self.weight = contribution.weight
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         seed = self.window.add(loss, contribution)
         if self.is_boundary:
@@ -151,6 +176,8 @@ class Accumulation:
             Whether the micro-batch had a loss.
         """
         had_loss, self._has_loss, self.batch = self._has_loss, False, None
+        if not had_loss:
+            self.weight = 0.0
         if not had_loss and not self.is_plain():
             self.window.skip()
             if self.is_boundary:
@@ -164,7 +191,11 @@ class Accumulation:
     def close(self, seen: int, parameters: Iterable[Tensor]) -> ClosedWindow:
         """End the window with loader batch number ``seen``: its gradients become the full batch's."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self.splitting is not None and self.splitting.sizes is not None:
+            self.window.flag = self.splitting.sizes.has_changed
         self.closed = self.window.close(gradients)
+        if self.closed.is_flagged:
+            self._agree_on_sizes()
         self._end(seen)
         if self.closed.is_empty:
             self._warn_once(
@@ -180,6 +211,16 @@ class Accumulation:
                 " batch."
             )
         return self.closed
+
+    def _agree_on_sizes(self) -> None:
+        """A rank found another size of micro-batch: all take the smallest that any rank has found."""
+        assert self.splitting is not None
+        assert self.splitting.sizes is not None
+        sizes = self.splitting.sizes.as_tensor().to(self.window.device, self.window.dtype)
+        if self.world_size > 1:
+            dist.all_reduce(sizes, dist.ReduceOp.MIN)
+        self.splitting.sizes.agree(sizes)
+        self.window.flag = False
 
     def close_plain(self, seen: int) -> None:
         """End a window that was left to Lightning."""
@@ -224,6 +265,8 @@ class Accumulation:
         if samples is not None:
             total = samples * loader_batches * self.world_size
             parts[0] += f", {total} samples with loader batches like the first ({samples})"
+        if self.splitting is not None:
+            parts.append(f"each runs {self.splitting.describe()}")
         parts.append(f"weight: {self.weigher.criterion}")
         if self.weigher.unweighed_terms:
             parts.append(f"the same weight for: {', '.join(self.weigher.unweighed_terms)}")
@@ -231,8 +274,11 @@ class Accumulation:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on counting."""
-        return {
+        state: dict[str, Any] = {
             "optimizer_steps": self.clock.optimizer_steps,
             "scheduler_time": self.clock.time,
             "total_weight": float(self.total_weight),
         }
+        if self.splitting is not None and self.splitting.sizes is not None:
+            state["micro_batch_sizes"] = self.splitting.sizes.state_dict()
+        return state

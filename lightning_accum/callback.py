@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ from lightning_accum.accumulation import Accumulates, Accumulation, Policy
 from lightning_accum.boundary import Tail
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
+from lightning_accum.micro_batch import Tokens
+from lightning_accum.plan import MicroBatchSize, Split
 from lightning_accum.weight import Weight
 
 _HOOKS_OF_A_MICRO_BATCH = (
@@ -27,7 +30,11 @@ _HOOKS_OF_A_MICRO_BATCH = (
 
 
 class GradientAccumulation(Callback):
-    """Accumulate gradients over windows of loader batches, so that each window takes the step of one batch.
+    """Accumulate gradients over windows, so that each window takes the step of one batch.
+
+    There are two ways, and they can be combined. ``window`` takes several loader batches together. ``micro_batch`` splits each
+    loader batch: the loader yields the batch that is wanted, and the package runs as much of it at a time as fits. A batch index,
+    a validation interval, the progress bar and schedulers then count optimizer steps by themselves.
 
     Needs one of this package's strategies: ``Trainer(strategy="accum")`` on one device, ``"accum_ddp"`` on several. They work
     without this callback too, with its defaults.
@@ -40,6 +47,10 @@ class GradientAccumulation(Callback):
     Args:
         window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the epoch (from 0) in which n
             begins to hold; None for the Trainer's ``accumulate_grad_batches``.
+        micro_batch: the size of a micro-batch, into several of which each loader batch is split: a number of samples;
+            :class:`Tokens`, padding included; ``"auto"``, as large as memory allows, found by trying; None for the loader's batch
+            as it is. ``training_step`` runs once for each, and what it logs and returns is put together to what the batch would
+            have logged and returned.
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means.
@@ -49,6 +60,12 @@ class GradientAccumulation(Callback):
         scheduler_counts: a scheduler with ``interval="step"`` steps once every ``frequency`` ``"optimizer_steps"`` that really
             happened; or once every ``frequency`` of the ``"micro_batches"`` (loader batches) that these took, for a schedule
             that was written for training without accumulation.
+        trim_padding: whether to sort the rows of a split batch by length and to trim each micro-batch to its longest row.
+            Lengths are read from an attention mask, or from labels of -100 at the end of rows whose inputs repeat one value; or
+            from the mask or the lengths under a key that is given here instead of True. It is tried on two rows first, without
+            dropout, and left out where the loss depends on padding.
+        split: a function ``split(batch, size)`` that returns the micro-batches as a list, for batches that are no nested
+            containers of tensors with one entry a sample.
         log: whether to log the metrics above and to show the first in the progress bar.
 
     Raises:
@@ -58,25 +75,31 @@ class GradientAccumulation(Callback):
     Example:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(accelerator="cpu", strategy="accum", callbacks=[GradientAccumulation(8)], logger=False)
+        >>> split = GradientAccumulation(micro_batch=Tokens(8_192))
+        >>> trainer = Trainer(accelerator="cpu", strategy="accum", callbacks=[split], logger=False)
     """
 
     def __init__(
         self,
         window: int | Mapping[int, int] | None = None,
         *,
+        micro_batch: MicroBatchSize | None = None,
         weight: Weight | Literal["auto", "equal"] = "auto",
         tail: Tail = "step",
         scheduler_counts: SchedulerCounts = "optimizer_steps",
+        trim_padding: bool | str = True,
+        split: Split | None = None,
         log: bool = True,
     ) -> None:
         _check_window(window)
+        _check_micro_batch(micro_batch, trim_padding, split)
         if not (callable(weight) or weight in ("auto", "equal")):
             raise MisconfigurationException(f'weight={weight!r}: expected "auto", "equal" or a callable of the batch')
         if tail not in ("step", "drop", "carry"):
             raise MisconfigurationException(f'tail={tail!r}: expected "step", "drop" or "carry"')
         if scheduler_counts not in ("optimizer_steps", "micro_batches"):
             raise MisconfigurationException(f'scheduler_counts={scheduler_counts!r}: expected "optimizer_steps" or "micro_batches"')
-        self.policy = Policy(window, weight, tail, scheduler_counts, log)
+        self.policy = Policy(window, weight, tail, scheduler_counts, log, micro_batch, split, trim_padding)
         self._accumulation: Accumulation | None = None
         self._state: dict[str, Any] = {}
         self._trainers_own: int | None = None
@@ -93,6 +116,8 @@ class GradientAccumulation(Callback):
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 ' Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several.'
             )
+        if self.policy.micro_batch is not None:
+            _check_module(self.policy, pl_module)
         size = self.policy.size_at(trainer.current_epoch)
         if size is None:
             return
@@ -186,3 +211,31 @@ def _check_window(window: Any) -> None:
 
 def _is_natural(number: Any, least: int) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
+    if not (micro_batch is None or micro_batch == "auto" or isinstance(micro_batch, Tokens) or _is_natural(micro_batch, 1)):
+        raise MisconfigurationException(
+            f'micro_batch={micro_batch!r}: expected a number of samples from 1, Tokens(...), "auto" or None'
+        )
+    if not isinstance(trim_padding, (bool, str)):
+        raise MisconfigurationException(
+            f"trim_padding={trim_padding!r}: expected True, False, or the key of a mask or of lengths in the batch"
+        )
+    if split is not None and not callable(split):
+        raise MisconfigurationException(f"split={split!r}: expected a function of a batch and a size")
+    if split is not None and micro_batch is None:
+        raise MisconfigurationException("split= cuts a batch into micro-batches, but says not how large: set micro_batch= too")
+
+
+def _check_module(policy: Policy, module: pl.LightningModule) -> None:
+    name, setting = type(module).__name__, f"GradientAccumulation(micro_batch={policy.micro_batch!r})"
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{setting} runs training_step and backward for each micro-batch, but {name} has automatic_optimization=False and"
+            " does so by itself."
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise MisconfigurationException(
+            f"{setting} splits the batches of the loader, but the training_step of {name} draws them by itself (`dataloader_iter`)."
+        )

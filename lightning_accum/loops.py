@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
@@ -23,17 +23,24 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_accum.batch_log import BatchLog
+from lightning_accum.batch_run import BatchRun
 from lightning_accum.boundary import count_windows
+from lightning_accum.gradient_norm import noting_gradient_norm
+from lightning_accum.trimming import difference_by_padding
 
 if TYPE_CHECKING:
-    from lightning_accum.accumulation import Accumulation
     from lightning_accum.mixin import AccumulationMixin
 
 
@@ -44,6 +51,8 @@ def install(trainer: pl.Trainer) -> None:
     _specialise(fit_loop, _AccumulatingFitLoop)
     _specialise(fit_loop.epoch_loop, _AccumulatingEpochLoop)
     _specialise(fit_loop.epoch_loop.automatic_optimization, _WindowOptimization)
+    _specialise(fit_loop.epoch_loop._results, _BatchResults)
+    cast("_BatchResults", fit_loop.epoch_loop._results).metrics_of_module = None
     for loop in (fit_loop.epoch_loop, fit_loop.epoch_loop.automatic_optimization):
         cast("_AccumulatingEpochLoop | _WindowOptimization", loop).strategy = cast("AccumulationMixin", trainer.strategy)
 
@@ -87,25 +96,6 @@ def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
     """Give metrics to the Trainer's loggers, at the step that its own metrics get."""
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-@contextmanager
-def _noting_gradient_norm(trainer: pl.Trainer, accumulation: Accumulation) -> Iterator[None]:
-    """Keep the norm that clipping computes anyway: Lightning's precision plugin throws it away."""
-    plugin = trainer.precision_plugin
-    accumulation.gradient_norm = None
-
-    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        accumulation.gradient_norm = torch.nn.utils.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
-
-    if type(plugin).clip_grad_by_norm is not Precision.clip_grad_by_norm:
-        yield  # a plugin with a clipping of its own
-        return
-    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del plugin.clip_grad_by_norm
 
 
 class _CountingTrainer(pl.Trainer):
@@ -273,11 +263,37 @@ class _WindowOptimization(_AutomaticOptimization):
             accumulation.window.discard()
         accumulation.is_boundary = not epoch_loop._should_accumulate()
         accumulation.batch = next(iter(kwargs.values()), None)
+        if accumulation.splitting is not None:
+            accumulation.splitting.begin(accumulation.batch, partial(self._difference_by_padding, kwargs))
         return _WindowClosure(
             self._make_step_fn(kwargs),
             self._make_backward_fn(optimizer),
             self._make_zero_grad_fn(batch_idx, optimizer),
             strategy=self.strategy,
+            kwargs=kwargs,
+        )
+
+    def _difference_by_padding(self, kwargs: OrderedDict[str, Any], padded: Any, trimmed: Any) -> str | None:
+        trainer, accumulation = self.trainer, self.strategy.accumulation
+        assert accumulation is not None
+        assert accumulation.splitting is not None
+        precision = trainer.precision_plugin
+
+        def training_step(batch: Any) -> Any:
+            # in full precision, where rounding is the least; a module's loss hardly changes by what it sees of padding
+            context = nullcontext() if isinstance(precision, MixedPrecision) else precision.train_step_context()
+            with torch.enable_grad(), context, collecting_logs(trainer):
+                arguments = {**kwargs, next(iter(kwargs)): batch}
+                return call._call_lightning_module_hook(trainer, "training_step", *arguments.values())
+
+        weigh = accumulation.policy.weight
+        return difference_by_padding(
+            padded,
+            trimmed,
+            trainer.lightning_module,
+            accumulation.splitting.keeper,
+            training_step,
+            weigh if callable(weigh) else None if weigh == "auto" else lambda batch: 1.0,
         )
 
     @override
@@ -289,6 +305,8 @@ class _WindowOptimization(_AutomaticOptimization):
             return None
 
         def zero_grad_fn() -> None:
+            if not accumulation.is_zero_grad_due:  # a micro-batch of the same batch
+                return
             accumulation.is_zero_grad_due = False
             self._on_before_zero_grad(optimizer)
             self._optimizer_zero_grad(batch_idx, optimizer)
@@ -314,7 +332,7 @@ class _WindowOptimization(_AutomaticOptimization):
         if strategy.accumulation is None:
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return
-        with _noting_gradient_norm(self.trainer, strategy.accumulation):
+        with noting_gradient_norm(self.trainer, strategy.accumulation):
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
         strategy.after_optimizer_step()
         closed = strategy.accumulation.closed
@@ -327,9 +345,10 @@ class _WindowOptimization(_AutomaticOptimization):
 class _WindowClosure(Closure):
     """Lightning's closure (training_step, zero_grad, backward), and at a boundary the end of the window."""
 
-    def __init__(self, *functions: Any, strategy: AccumulationMixin) -> None:
+    def __init__(self, *functions: Any, strategy: AccumulationMixin, kwargs: OrderedDict[str, Any]) -> None:
         super().__init__(*functions)
         self._strategy = strategy
+        self._kwargs = kwargs
         self._runs = 0
 
     @override
@@ -342,6 +361,135 @@ class _WindowClosure(Closure):
                 "The optimizer calls its closure more than once in a step, as LBFGS does. A window of several loader batches"
                 " cannot be run again: their data is gone. Use a window of 1, or another optimizer."
             )
+        if accumulation.plan is not None:
+            return self._run_micro_batches()
         self._result = self.closure(*args, **kwargs)
         window_loss = self._strategy.end_micro_batch()
         return self._result.loss if accumulation.is_plain() else window_loss
+
+    def _run_micro_batches(self) -> Tensor | None:
+        trainer = self._strategy.trainer()
+        batch_name, *others = self._kwargs
+        training_step, backward = self._strategy.training_step, self._strategy.backward_without_hooks
+        others = [self._kwargs[name] for name in others]
+
+        def run_with_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+            self._kwargs[batch_name] = batch
+            result = self.closure()
+            return result.loss, result.extra
+
+        def run_without_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+            output = training_step(batch, *others)
+            loss, extra = (output, _NOTHING) if isinstance(output, Tensor) else _loss_and_extra(output)
+            if self._zero_grad_fn is not None:
+                self._zero_grad_fn()
+            if loss is not None:
+                backward(loss)
+            return loss, extra
+
+        if self._strategy.is_heard is None:
+            self._strategy.is_heard = _is_micro_batch_heard(trainer)
+        run_micro_batch = run_with_hooks if self._strategy.is_heard or self._backward_fn is None else run_without_hooks
+        run = BatchRun(self._strategy, run_micro_batch, partial(collecting_logs, trainer), partial(show_logs, trainer))
+        with _current_hook(trainer.lightning_module, "training_step"), torch.enable_grad():
+            loss, extra, window_loss = run()
+        self._result = ClosureResult(None, extra=extra)
+        self._result.loss = loss
+        return window_loss
+
+
+_NOTHING: dict[str, Any] = {}
+
+
+def _loss_and_extra(output: Any) -> tuple[Tensor | None, dict[str, Any]]:
+    result = ClosureResult.from_training_step_output(output)
+    return (output["loss"] if isinstance(output, Mapping) else None), result.extra
+
+
+def _is_micro_batch_heard(trainer: pl.Trainer) -> bool:
+    """Whether anything would notice that training_step and backward of a micro-batch run without Lightning's calls around them.
+
+    They take several times as long as the rest of a small micro-batch: two profiler scopes, four hooks of every callback.
+    """
+    hooks, strategy, precision = ("on_before_backward", "on_after_backward"), trainer.strategy, type(trainer.precision_plugin)
+    return not (
+        type(trainer.profiler) is PassThroughProfiler  # type: ignore[attr-defined]  # set by a connector
+        and all(_is_inherited(type(callback), pl.Callback, hooks) for callback in callbacks_of(trainer))
+        and _is_inherited(type(trainer.lightning_module), pl.LightningModule, (*hooks, "backward"))
+        and _is_inherited(precision, Precision, ("pre_backward", "backward", "post_backward"))
+        and _is_inherited(type(strategy), Strategy, ("pre_backward", "post_backward", "post_training_step"))
+    )
+
+
+def _is_inherited(type_: type, base: type, names: tuple[str, ...]) -> bool:
+    return all(getattr(type_, name, None) is getattr(base, name, None) for name in names)
+
+
+@contextmanager
+def _current_hook(module: pl.LightningModule, name: str) -> Iterator[None]:
+    """The hook that ``module.log`` is called in."""
+    attributes = vars(module)  # of a Module, setting one takes microseconds
+    before = module._current_fx_name
+    attributes["_current_fx_name"] = name
+    try:
+        yield
+    finally:
+        attributes["_current_fx_name"] = before
+
+
+# --- what is logged in the micro-batches of a batch -------------------------------------------------------------------
+
+
+class _BatchResults(_ResultCollection):
+    """Keeps what is logged in a micro-batch apart until its batch ends."""
+
+    batch_log: BatchLog | None = None
+    metrics_of_module: list[Metric] | None = None
+    _is_batch_size_given = False
+
+    @override
+    def log(self, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+        self._is_batch_size_given = batch_size is not None
+        super().log(*args, batch_size=batch_size, **kwargs)
+
+    @override
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        if self.batch_log is None:
+            super().update_metrics(key, value, batch_size)
+        else:
+            self.batch_log.collect(key, value, batch_size, self._is_batch_size_given)
+
+
+@contextmanager
+def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
+    """Collect what the module logs, and log nothing yet."""
+    module, results = trainer.lightning_module, cast("_BatchResults", trainer.fit_loop.epoch_loop._results)
+    shown = {id(metric.value) for metric in results.values() if not metric.is_tensor and metric.meta.on_step}
+    if results.metrics_of_module is None:
+        results.metrics_of_module = [child for child in module.modules() if isinstance(child, Metric)]
+    log = BatchLog(metric for metric in results.metrics_of_module if id(metric) in shown or not metric.update_called)
+    modules_own = module.log
+
+    def look_and_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        log.look_at(value)
+        modules_own(name, value, *args, **kwargs)
+
+    attributes = vars(module)
+    had_log = attributes.get("log")
+    results.batch_log = log
+    attributes["log"] = look_and_log
+    try:
+        yield log
+    finally:
+        results.batch_log = None
+        del attributes["log"]
+        if had_log is not None:
+            attributes["log"] = had_log
+        log.close(lambda key: results[key].meta.on_step)
+
+
+def show_logs(trainer: pl.Trainer, log: BatchLog) -> None:
+    """Log what was collected, as the whole batch would have."""
+    results = trainer.fit_loop.epoch_loop._results
+    for key, value, batch_size in log.merged(lambda key: results[key].meta.reduce_fx):
+        results.update_metrics(key, value, batch_size)

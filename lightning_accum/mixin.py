@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,12 +23,17 @@ from lightning_accum.accumulation import Accumulates, Accumulation, Policy
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.safeguards import batch_norm_layers, zero_loss_like
+from lightning_accum.splitting import Splitting
+
+_log = logging.getLogger("lightning.pytorch.accumulation")
 
 
 class AccumulationMixin(Accumulates, Strategy):
     """To be put in front of a strategy of Lightning's. The methods that do nothing here are for engines with several ranks."""
 
     world_size: int
+    is_heard: bool | None = None
+    """Whether anything listens to the hooks around the backward of a micro-batch; None where it is not known yet."""
 
     # --- setting up -------------------------------------------------------------------------------------------------
 
@@ -54,7 +61,7 @@ class AccumulationMixin(Accumulates, Strategy):
         if not module.automatic_optimization:
             return
         self._check_what_windows_cannot_do(trainer, module)
-        self.accumulation = Accumulation(self.policy, self.root_device, self.world_size, _warn)
+        self.accumulation = Accumulation(self.policy, self.root_device, self.world_size, _warn, self._splitting(module))
         if callback is not None:
             callback.connect(self.accumulation)
         self._callback = callback
@@ -62,6 +69,13 @@ class AccumulationMixin(Accumulates, Strategy):
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self._takes_gradient = not is_overridden("backward", module)
         self._is_announced = False
+        self.is_heard = None
+
+    def _splitting(self, module: pl.LightningModule) -> Splitting | None:
+        policy = self.policy
+        if policy.micro_batch is None:
+            return None
+        return Splitting(policy.micro_batch, policy.trim_padding, policy.split, module, self.root_device, _warn, _log.info)
 
     def _check_what_windows_cannot_do(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         sizes = self.policy.sizes() or {trainer.accumulate_grad_batches}
@@ -71,7 +85,7 @@ class AccumulationMixin(Accumulates, Strategy):
                     f"LBFGS runs its closure several times in a step, and a window of {max(sizes)} loader batches cannot be run"
                     " again: their data is gone. Use GradientAccumulation(1) or another optimizer."
                 )
-        if max(sizes) > 1 and (layers := batch_norm_layers(module)):
+        if (max(sizes) > 1 or self.policy.micro_batch is not None) and (layers := batch_norm_layers(module)):
             more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
             _warn(
                 f"BatchNorm ({', '.join(layers[:3])}{more}) normalises each micro-batch by its own statistics, and updates its"
@@ -82,7 +96,7 @@ class AccumulationMixin(Accumulates, Strategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.accumulation is not None:
-            trainer = self._trainer()
+            trainer = self.trainer()
             size = self.policy.size_at(trainer.current_epoch) or trainer.accumulate_grad_batches
             if self.policy.tail == "drop" and trainer.num_training_batches < size:
                 raise MisconfigurationException(
@@ -99,7 +113,8 @@ class AccumulationMixin(Accumulates, Strategy):
             self.accumulation = None
         super().teardown()
 
-    def _trainer(self) -> pl.Trainer:
+    def trainer(self) -> pl.Trainer:
+        """The Trainer of the module."""
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
@@ -110,22 +125,42 @@ class AccumulationMixin(Accumulates, Strategy):
     # --- one micro-batch --------------------------------------------------------------------------------------------
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        splitting = None if self.accumulation is None else self.accumulation.splitting
+        if splitting is not None and batch is not None and self.root_device.type != "cpu" and self.trainer().training:
+            splitting.planner.look_at(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.accumulation is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        batch = self.accumulation.batch
-        seed = self.accumulation.begin_backward(closure_loss)
-        if not self._is_announced:
+        loss, seed = self._weigh(closure_loss)
+        if seed is not None:
+            kwargs["gradient"] = seed
+        return super().backward(loss, optimizer, *args, **kwargs)
+
+    def backward_without_hooks(self, loss: Tensor) -> None:
+        """As :meth:`backward`, where nobody listens."""
+        loss, seed = self._weigh(loss)
+        torch.autograd.backward(loss, seed)
+
+    def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Take in the loss of a micro-batch. Returns what to call backward on, and with which gradient (None for 1)."""
+        accumulation = self.accumulation
+        assert accumulation is not None
+        if self._is_announced:
+            seed = accumulation.begin_backward(loss)
+        else:
             self._is_announced = True
-            rank_zero_info(self.accumulation.describe(batch, self._trainer().accumulate_grad_batches))
+            batch = accumulation.batch if accumulation.plan is None else accumulation.plan.batch
+            seed = accumulation.begin_backward(loss)
+            rank_zero_info(accumulation.describe(batch, self.trainer().accumulate_grad_batches))
         if seed is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self.accumulation.is_weightless and self._can_replace_loss():
-            # its loss may be NaN, and NaN * 0 is NaN: zeros are added instead
-            return super().backward(zero_loss_like(closure_loss), optimizer, *args, **kwargs)
-        if self._takes_gradient:
-            return super().backward(closure_loss, optimizer, *args, gradient=seed, **kwargs)
-        return super().backward(closure_loss * seed, optimizer, *args, **kwargs)
+            return loss, None
+        if accumulation.is_weightless and self._can_replace_loss():
+            return zero_loss_like(loss), None  # its loss may be NaN, and NaN * 0 is NaN: zeros are added instead
+        return (loss, seed) if self._takes_gradient else (loss * seed, None)
 
     def end_micro_batch(self) -> Tensor | None:
         """Leave training_step; at a boundary, end the window.
@@ -136,13 +171,23 @@ class AccumulationMixin(Accumulates, Strategy):
         assert self.accumulation is not None
         if not self.accumulation.end_micro_batch():
             self._backward_without_loss()
-        if not self.accumulation.is_boundary:
-            return None
-        seen = loops.loader_batches_seen(self._trainer())
+        return self._end_window() if self.accumulation.is_boundary else None
+
+    def end_retried_batch(self) -> Tensor | None:
+        """An attempt at the last batch of a window has succeeded: only now the gradients are reduced, and the window ends."""
+        assert self.accumulation is not None
+        self.accumulation.is_boundary = True
+        self._forward_without_batch()
+        self._backward_without_loss()
+        return self._end_window()
+
+    def _end_window(self) -> Tensor | None:
+        assert self.accumulation is not None
+        seen = loops.loader_batches_seen(self.trainer())
         if self.accumulation.is_plain():
             self.accumulation.close_plain(seen)
             return None
-        closed = self.accumulation.close(seen, self._parameters())
+        closed = self.accumulation.close(seen, self.parameters())
         if closed.is_empty:
             return None
         return torch.as_tensor(closed.loss, dtype=self.accumulation.window.dtype, device=self.root_device)
@@ -151,6 +196,10 @@ class AccumulationMixin(Accumulates, Strategy):
         """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0."""
         self._forward_without_batch()
         return self.end_micro_batch()
+
+    def blocked(self) -> AbstractContextManager[None]:
+        """A micro-batch that is not the last of its window: its gradients are not reduced."""
+        return nullcontext()
 
     def _can_replace_loss(self) -> bool:
         return True
@@ -161,7 +210,8 @@ class AccumulationMixin(Accumulates, Strategy):
     def _backward_without_loss(self) -> None:
         """Take part in the other ranks' backward, adding nothing."""
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the module and of the optimizers."""
         assert self.lightning_module is not None
         parameters = dict.fromkeys(self.lightning_module.parameters())
         for optimizer in self.optimizers:

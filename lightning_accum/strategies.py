@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.micro_batch import Tokens
 from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.sync import DDPSync, SyncPolicy
 
@@ -106,7 +107,30 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         if self.accumulation is None:
             return
         assert isinstance(self.model, DistributedDataParallel)
+        self._check_what_ranks_cannot_split(self.model)
         self._sync = DDPSync(self.model, self._sync_policy)
+
+    def _check_what_ranks_cannot_split(self, ddp: DistributedDataParallel) -> None:
+        """Where ranks may come to different numbers of micro-batches, nothing in them may wait for another rank."""
+        size = self.policy.micro_batch
+        if not isinstance(size, Tokens) and size != "auto":
+            return
+        if self._sync_policy == "micro_batch":
+            raise MisconfigurationException(
+                f"GradientAccumulation(micro_batch={size!r}) may split the batches of the ranks into different numbers of micro-"
+                'batches, so they cannot reduce at each: use DDPAccumulationStrategy(sync="window").'
+            )
+        if ddp.static_graph and size == "auto":
+            raise MisconfigurationException(
+                "DDPAccumulationStrategy(static_graph=True) records the first forward and backward, which"
+                ' GradientAccumulation(micro_batch="auto") may have to repeat. Leave static_graph out, or give a size.'
+            )
+        names = [name for name, layer in ddp.module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+        if names:
+            raise MisconfigurationException(
+                f"SyncBatchNorm ({names[0]}) waits for all ranks in every micro-batch, but GradientAccumulation(micro_batch="
+                f"{size!r}) may come to different numbers of them on the ranks. Give a number of samples."
+            )
 
     @override
     @contextmanager
@@ -119,17 +143,25 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
                 yield
 
     @override
+    def blocked(self) -> AbstractContextManager[None]:
+        return self.block_backward_sync()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.accumulation is None or self._sync is None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
+            if self._is_retried():  # it may fail on this rank alone, so the others must not wait for it in there
+                return self.lightning_module.training_step(*args, **kwargs)
             return self._sync.forward(self.lightning_module.training_step, *args, **kwargs)
 
     @override
     def _forward_without_batch(self) -> None:
         assert self.accumulation is not None
         assert self._sync is not None
+        if self._is_retried() and not self.accumulation.is_boundary:
+            return
         with nullcontext() if self.accumulation.is_boundary else self._sync.blocked():
             self._sync.forward_without_batch()
 
@@ -138,16 +170,19 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         assert self._sync is not None
         self._sync.backward_without_loss()
 
-    @override
-    def _can_replace_loss(self) -> bool:
-        return self._sync is None or not self._sync.is_recording_graph()
+    def _is_retried(self) -> bool:
+        """Reduction waits for the end of the window, in a forward and backward of its own."""
+        return self.policy.micro_batch == "auto"
 
     @override
-    def end_micro_batch(self) -> Tensor | None:
-        loss = super().end_micro_batch()
-        if self._sync is not None and self.accumulation is not None and self.accumulation.is_boundary:
+    def _can_replace_loss(self) -> bool:
+        return self._is_retried() or self._sync is None or not self._sync.is_recording_graph()
+
+    @override
+    def _end_window(self) -> Tensor | None:
+        if self._sync is not None:
             self._sync.note_used_parameters()
-        return loss
+        return super()._end_window()
 
     @override
     def teardown(self) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -119,8 +119,7 @@ def _look_up(batch: Any, key: str | int) -> Any:
 # --- from a loss and its batch to a contribution ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(NamedTuple):
     """What one micro-batch brings into its window.
 
     Attributes:
@@ -177,6 +176,8 @@ class Weigher:
                 self._look_for_contrast(terms)
             guard_against_zero(terms)
             self._compare_factor(terms)
+            if not reading.others:
+                return Contribution(_on_host(reading.weight))
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             return Contribution(_on_host(reading.weight), others)
         terms = []

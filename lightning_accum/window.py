@@ -29,6 +29,7 @@ class ClosedWindow:
         micro_batches: micro-batches with a loss.
         is_empty: nothing had any weight, so there is no gradient to step on.
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
+        is_flagged: a rank had raised its :attr:`Window.flag`.
     """
 
     loss: Tensor | float
@@ -36,6 +37,7 @@ class ClosedWindow:
     micro_batches: int
     is_empty: bool = False
     do_terms_disagree: bool = False
+    is_flagged: bool = False
 
 
 class Window:
@@ -51,11 +53,13 @@ class Window:
     """
 
     def __init__(self, device: torch.device, world_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
-        self._device = device
+        self.device = device
         self._world_size = world_size
         self._group = group
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
         """The type of weights and totals. MPS has no float64; float32 counts are exact up to 2**24."""
+        self.flag = False
+        """Something that all ranks are to know of when the window ends; it travels with the weights."""
         self._reference: float | None = None
         self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
         self.discard()
@@ -96,6 +100,10 @@ class Window:
         if isinstance(weight, Tensor):
             return (weight / reference).to(loss.dtype).reshape(loss.shape)
         return torch.full(loss.shape, weight / reference, dtype=loss.dtype, device=loss.device)
+
+    def rewind(self, micro_batches: int) -> None:
+        """Forget all but the first ``micro_batches`` with a loss."""
+        del self._losses[micro_batches:], self._contributions[micro_batches:]
 
     def skip(self) -> None:
         """Take in a micro-batch that has no loss on this rank."""
@@ -138,7 +146,7 @@ class Window:
             self._reduction.wait()
         # the one copy to the host
         totals = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
-        weight, loss, negative, terms, spread, micro_batches, sums, _ = totals
+        weight, loss, negative, terms, spread, micro_batches, sums, flags = totals
         self.discard()
         if negative or not math.isfinite(weight):
             raise ValueError(
@@ -152,18 +160,18 @@ class Window:
             )
         if sums:
             _scale(gradients, float(self._world_size))
-            return ClosedWindow(loss, micro_batches, int(micro_batches))
+            return ClosedWindow(loss, micro_batches, int(micro_batches), is_flagged=flags > 0)
         if weight == 0:
-            return ClosedWindow(math.nan, 0.0, int(micro_batches), is_empty=True)
+            return ClosedWindow(math.nan, 0.0, int(micro_batches), is_empty=True, is_flagged=flags > 0)
         assert self._reference is not None
         _scale(gradients, self._world_size * self._reference / weight)
         self._reference = _power_of_two_near(weight / micro_batches)
         # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n
         disagree = terms > 0 and spread * weight / terms**2 - 1 > 1e-6
-        return ClosedWindow(loss / weight, weight, int(micro_batches), do_terms_disagree=disagree)
+        return ClosedWindow(loss / weight, weight, int(micro_batches), do_terms_disagree=disagree, is_flagged=flags > 0)
 
     # Eight numbers of this rank, to be summed over the ranks, 64 bytes in float64: the sums of n, of l*n (of l, for losses that are
-    # sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a sum; one to spare.
+    # sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a sum; the flag.
 
     def _sum_on_host(self) -> list[float]:
         weight = loss = negative = terms = spread = sums = 0.0
@@ -178,16 +186,16 @@ class Window:
             if contribution.others:
                 d = sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
                 terms, spread = terms + d, spread + (d**2 / n if n != 0 else d)
-        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, 0.0]
+        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, float(self.flag)]
 
     def _sum_on_device(self) -> Tensor:
         contributions = self._contributions
         if not contributions:
-            return torch.zeros(8, dtype=self.dtype, device=self._device)
+            return self._tensor_of([0.0] * 7 + [float(self.flag)])
         losses = self._tensor_of(self._losses)
         weights = [contribution.weight for contribution in contributions if contribution.weight is not None]
-        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), 0.0])
-        zero = counts[2]
+        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), float(self.flag)])
+        zero = torch.zeros_like(counts[0])
         if len(weights) < len(contributions):
             return torch.cat((torch.stack((zero, losses.sum(), zero, zero, zero)), counts))
         n = self._tensor_of(weights)
@@ -201,15 +209,15 @@ class Window:
     def _denominators_of_other_terms(self, contribution: Contribution) -> Tensor:
         pairs = _factors_and_denominators(contribution)
         if not pairs:
-            return torch.zeros((), dtype=self.dtype, device=self._device)
+            return torch.zeros((), dtype=self.dtype, device=self.device)
         return self._tensor_of([factor * denominator for factor, denominator in pairs]).sum()
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
         if values and all(isinstance(value, Tensor) for value in values):
-            return torch.stack([value.detach() for value in values]).to(self._device, self.dtype)  # type: ignore[union-attr]
+            return torch.stack([value.detach() for value in values]).to(self.device, self.dtype)  # type: ignore[union-attr]
         if any(isinstance(value, Tensor) for value in values):
-            return torch.stack([torch.as_tensor(value, device=self._device).detach().to(self.dtype) for value in values])
-        return torch.tensor(values, dtype=self.dtype, device=self._device)
+            return torch.stack([torch.as_tensor(value, device=self.device).detach().to(self.dtype) for value in values])
+        return torch.tensor(values, dtype=self.dtype, device=self.device)
 
 
 def _factors_and_denominators(contribution: Contribution) -> list[tuple[float, Denominator]]:

@@ -1,0 +1,207 @@
+"""What a module logs while its batch runs in micro-batches, put together to what the whole batch would have logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+from lightning_accum.denominator import Denominator, UnreadableLossError
+from lightning_accum.graph import read_loss
+
+_FOLDS: dict[Callable[..., Any], Callable[[Tensor], Tensor]] = {
+    torch.max: lambda values: values.amax(0),
+    max: lambda values: values.amax(0),
+    torch.min: lambda values: values.amin(0),
+    min: lambda values: values.amin(0),
+    torch.sum: lambda values: values.sum(0),
+    sum: lambda values: values.sum(0),
+}
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One name, over the micro-batches."""
+
+    values: list[Tensor] = field(default_factory=list)
+    weights: list[Denominator | None] = field(default_factory=list)
+    micro_batches: list[int] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    is_batch_size_given: bool = False
+    is_sum: bool = False
+    metric: Metric | None = None
+
+
+class BatchLog:
+    """Collects what is logged in each micro-batch of a batch.
+
+    A mean is weighted: a value with a graph by its own denominator, another by the ``batch_size`` that it was logged with, and
+    by the weight of the loss where none was given. ``reduce_fx`` sum, min and max are applied as they are. A
+    :class:`torchmetrics.Metric` that shows its value of the step shows that of the whole batch.
+
+    Args:
+        metrics: the metrics of the module.
+    """
+
+    def __init__(self, metrics: Iterable[Metric] = ()) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._weights: list[Denominator | None] = []
+        self._rows: list[int] = []
+        self._of_value: tuple[Denominator | None, bool] = (None, False)
+        self._of_batch = {id(metric): _MetricOfBatch(metric) for metric in metrics}
+
+    # --- during a micro-batch ---------------------------------------------------------------------------------------
+
+    def look_at(self, value: Any) -> None:
+        """See a value before it is cut off from its graph: what it was divided by may be read there."""
+        self._of_value = (None, False)
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            with suppress(UnreadableLossError):
+                weight = read_loss(value).weight
+                self._of_value = (weight, weight is None)
+
+    def collect(self, key: str, value: Tensor | Metric, batch_size: int, is_batch_size_given: bool) -> None:
+        """Take in one logged value."""
+        entry = self._entries.setdefault(key, _Entry())
+        weight, is_sum = self._of_value
+        self._of_value = (None, False)
+        if isinstance(value, Metric):
+            entry.metric = value
+            cached: Any = value._forward_cache
+            value = cached if isinstance(cached, Tensor) else torch.zeros(())
+        elif weight is None and is_batch_size_given:
+            weight = batch_size
+        entry.values.append(value)
+        entry.weights.append(weight)
+        entry.micro_batches.append(len(self._weights))
+        entry.batch_sizes.append(batch_size)
+        entry.is_batch_size_given |= is_batch_size_given
+        entry.is_sum |= is_sum
+
+    def end_micro_batch(self, weight: Denominator | None, rows: int) -> None:
+        """A micro-batch has ended.
+
+        Args:
+            weight: what its loss was divided by; None for a sum; 0 without a loss.
+            rows: its samples.
+        """
+        self._weights.append(weight)
+        self._rows.append(rows)
+
+    # --- at the end of the batch ------------------------------------------------------------------------------------
+
+    def merged(self, reduce_fx: Callable[[str], Callable[..., Any]]) -> Iterable[tuple[str, Tensor | Metric, int]]:
+        """What the whole batch logs.
+
+        Args:
+            reduce_fx: tells how the values of a name are reduced.
+
+        Yields:
+            Name, value and the number of samples, in the order of logging.
+        """
+        for key, entry in self._entries.items():
+            total = sum(entry.batch_sizes) if entry.is_batch_size_given else entry.batch_sizes[0]
+            if entry.metric is None:
+                yield key, self._fold(entry, reduce_fx(key)), total
+            else:
+                of_batch = self._of_batch.get(id(entry.metric))
+                of_step = None if of_batch is None else of_batch.value
+                cached: Any = self._fold(entry, torch.mean) if of_step is None else of_step
+                entry.metric._forward_cache = cached
+                yield key, entry.metric, total
+
+    def close(self, is_shown: Callable[[str], bool]) -> None:
+        """Give the metrics of the module back what they held before the batch.
+
+        Args:
+            is_shown: tells whether a name shows its value of the step.
+        """
+        for key, entry in self._entries.items():
+            if entry.metric is not None and id(entry.metric) in self._of_batch and is_shown(key):
+                self._of_batch[id(entry.metric)].compute()
+        for of_batch in self._of_batch.values():
+            of_batch.close()
+
+    def _fold(self, entry: _Entry, reduce_fx: Callable[..., Any]) -> Tensor:
+        values = torch.stack([value.to(entry.values[0].device) for value in entry.values])
+        if reduce_fx in _FOLDS:
+            return _FOLDS[reduce_fx](values)
+        if entry.is_sum:
+            return values.sum(0)
+        weights: list[Denominator] = []
+        for own, index in zip(entry.weights, entry.micro_batches, strict=True):
+            of_loss = self._weights[index] if index < len(self._weights) else 0.0
+            rows = self._rows[index] if index < len(self._rows) else 0
+            weights.append(own if own is not None else of_loss if of_loss is not None else rows)
+        return weighted_mean(values, weights)
+
+
+def weighted_mean(values: Tensor, weights: Sequence[Denominator]) -> Tensor:
+    """The mean of ``values`` (along dimension 0), each with its weight; values without weight may be NaN.
+
+    Example:
+        >>> weighted_mean(torch.tensor([1.0, 4.0, float("nan")]), [1.0, 2.0, 0.0])
+        tensor(3.)
+    """
+    exact = torch.float32 if values.device.type == "mps" else torch.float64
+    if any(isinstance(weight, Tensor) for weight in weights):
+        weight = torch.stack([torch.as_tensor(weight, device=values.device).detach().to(exact) for weight in weights])
+    else:
+        weight = torch.tensor(weights, dtype=exact, device=values.device)
+    weight = weight.reshape(-1, *[1] * (values.dim() - 1))
+    total = weight.sum(0)
+    weight = torch.where(total == 0, torch.ones_like(weight), weight)
+    parts = torch.where(weight == 0, torch.zeros_like(weight), values.to(exact) * weight)
+    return (parts.sum(0) / weight.sum(0)).to(values.dtype if values.is_floating_point() else torch.get_default_dtype())
+
+
+class _MetricOfBatch:
+    """A metric that holds the batch alone until it is closed, and everything again from then on."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._before: dict[str, Any] | None = None
+        self._updates_before = metric.update_count
+        self._holds_batch_alone = not metric.update_called
+        self.value: Tensor | None = None
+        """Its value for the batch, on this rank; None where it cannot be told."""
+        if metric.update_called and _can_merge(metric):
+            self._before = {name: list(s) if isinstance(s, list) else s for name, s in metric.metric_state.items()}
+            metric.reset()
+            self._holds_batch_alone = True
+
+    def compute(self) -> None:
+        if not self._holds_batch_alone or not self._metric.update_called:
+            return
+        metric, to_sync = self._metric, self._metric._to_sync
+        metric._to_sync = False  # as `forward` does: the value of a step is that of its rank
+        try:
+            value = metric.compute()
+        finally:
+            metric._to_sync, metric._computed = to_sync, None
+        self.value = value if isinstance(value, Tensor) else None
+
+    def close(self) -> None:
+        metric = self._metric
+        if self._before is None:
+            return
+        if metric.update_called:
+            metric.merge_state(self._before)
+        else:
+            for name, state in self._before.items():
+                setattr(metric, name, state)
+        metric._update_count += self._updates_before
+        metric._computed = None
+
+
+def _can_merge(metric: Metric) -> bool:
+    """Whether what it holds can be put together from two parts, by torchmetrics itself."""
+    folds = {dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min}
+    is_mergeable = metric.full_state_update is False and not metric.dist_sync_on_step
+    return is_mergeable and bool(metric.metric_state) and all(fold in folds for fold in metric._reductions.values())

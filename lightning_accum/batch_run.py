@@ -1,0 +1,88 @@
+"""One loader batch, run as micro-batches: what Lightning sees of it is what it would have seen of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_accum.batch_log import BatchLog
+from lightning_accum.outputs import Outputs
+from lightning_accum.plan import Plan
+
+if TYPE_CHECKING:
+    from lightning_accum.mixin import AccumulationMixin
+
+RunMicroBatch = Callable[[Any], tuple[Tensor | None, dict[str, Any]]]
+"""training_step, zero_grad where it is due, and backward. Takes the micro-batch; returns its loss and what else it returned."""
+
+
+class BatchRun:
+    """Runs the micro-batches of a plan.
+
+    Args:
+        strategy: whose accumulation has planned the batch.
+        run_micro_batch: runs one.
+        collecting: makes a log that takes in what is logged as long as its context lasts.
+        show: logs what was collected.
+    """
+
+    def __init__(
+        self,
+        strategy: AccumulationMixin,
+        run_micro_batch: RunMicroBatch,
+        collecting: Callable[[], AbstractContextManager[BatchLog]],
+        show: Callable[[BatchLog], None],
+    ) -> None:
+        assert strategy.accumulation is not None
+        self._strategy = strategy
+        self._accumulation = strategy.accumulation
+        self._run_micro_batch = run_micro_batch
+        self._collecting = collecting
+        self._show = show
+        self._ends_window = self._accumulation.is_boundary
+
+    def __call__(self) -> tuple[Tensor | None, dict[str, Any], Tensor | None]:
+        """Run the batch.
+
+        Returns:
+            Its loss, what else was returned, and the loss of the window if it ends one.
+        """
+        accumulation, strategy = self._accumulation, self._strategy
+        splitting = accumulation.splitting
+        assert splitting is not None
+        begun, is_zero_grad_due = accumulation.window.micro_batches, accumulation.is_zero_grad_due
+
+        def discard() -> None:
+            accumulation.window.rewind(begun)
+            if is_zero_grad_due and not accumulation.is_zero_grad_due:
+                for parameter in strategy.parameters():
+                    parameter.grad = None
+
+        accumulated = None if is_zero_grad_due else strategy.parameters()
+        outputs, order, log, window_loss = splitting.run(self._attempt, discard, accumulated)
+        self._show(log)
+        if self._ends_window and splitting.is_retried:
+            window_loss = strategy.end_retried_batch()
+        return outputs.loss(), outputs.extra(order), window_loss
+
+    def _attempt(self, plan: Plan) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
+        accumulation, strategy = self._accumulation, self._strategy
+        assert accumulation.splitting is not None
+        ends_window = self._ends_window and not accumulation.splitting.is_retried
+        outputs, last, window_loss = Outputs(), len(plan.pieces) - 1, None
+        run_micro_batch = self._run_micro_batch
+        with self._collecting() as log:
+            for index, micro_batch in enumerate(plan):
+                accumulation.batch = micro_batch
+                accumulation.is_boundary = ends_window and index == last
+                with nullcontext() if accumulation.is_boundary else strategy.blocked():
+                    loss, extra = run_micro_batch(micro_batch)
+                    window_loss = strategy.end_micro_batch()
+                weight, rows = accumulation.weight, plan.pieces[index].count
+                outputs.add(loss, extra, weight, rows)
+                log.end_micro_batch(weight, rows)
+                del loss, extra, micro_batch  # before the next forward
+        return outputs, plan.order, log, window_loss

@@ -1,0 +1,277 @@
+"""Which rows of a loader batch make a micro-batch: sorted by length, trimmed to the longest of them, packed to a size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from lightning_accum.memory import MicroBatchSizes
+from lightning_accum.micro_batch import Layout, Tokens, UnsplittableBatchError
+from lightning_accum.padding import Spans, read_spans
+
+MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
+Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
+"""Cuts a batch into micro-batches of so many samples (or tokens, for a size in :class:`Tokens`)."""
+Proof: TypeAlias = Callable[[Any, Any], str | None]
+"""Takes a few rows with all of their padding and the same without some of it. Returns None where the module's loss for both is
+the same, else what was seen."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One micro-batch of a plan.
+
+    Attributes:
+        rows: which rows of the batch.
+        count: how many.
+        columns: which columns are kept, by the size of the dimension that has them.
+        cost: elements in a row.
+    """
+
+    rows: slice | list[int]
+    count: int
+    cost: int
+    columns: Mapping[int, slice] = field(default_factory=dict)
+
+
+@dataclass
+class Plan:
+    """A batch as micro-batches, each made when it is asked for.
+
+    Attributes:
+        batch: the whole batch.
+        pieces: what each micro-batch is made of.
+        make: makes one.
+        order: the rows of the batch in the order of the micro-batches; None where they keep theirs.
+        current: the micro-batch that was asked for last.
+    """
+
+    batch: Any
+    pieces: Sequence[Piece]
+    make: Callable[[Piece], Any]
+    order: list[int] | None = None
+    current: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """The batch is one micro-batch, as it came."""
+        return len(self.pieces) == 1 and not self.pieces[0].columns
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches, one at a time."""
+        for index, piece in enumerate(self.pieces):
+            self.current = index
+            yield self.batch if self.is_whole else self.make(piece)
+
+
+class Planner:
+    """Plans every batch of a training.
+
+    Args:
+        size: of a micro-batch: samples, padded tokens, or ``"auto"``.
+        sizes: with ``"auto"``, what was found to fit.
+        trim: whether to trim padding; or a key of the batch that tells lengths, see :func:`read_spans`.
+        split: cuts batches that :class:`Layout` cannot.
+        warn: takes a warning that should be seen once.
+    """
+
+    def __init__(
+        self,
+        size: MicroBatchSize,
+        sizes: MicroBatchSizes | None = None,
+        trim: bool | str = True,
+        split: Split | None = None,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        self._size = size
+        self._sizes = sizes
+        self._trim = trim
+        self._split = split
+        self._warn = warn
+        self._may_trim: dict[Literal["left", "right"], bool] = {}
+        self._kinds: Mapping[str, str] | None = None
+        self._seen: tuple[Any, dict[int, Spans]] | None = None
+        self._warned_of_long_rows = False
+        self._even_pieces: tuple[tuple[int, int, int], list[Piece]] | None = None
+        self.description = ""
+        """What was understood of the first batch, in words."""
+
+    def look_at(self, batch: Any) -> None:
+        """See a batch that is still on the host, where its lengths can be read without waiting for a device."""
+        if self._trim and self._split is None:
+            layout = Layout.read(batch, self._kinds)
+            self._seen = (_shapes(layout), self._read_spans(layout))
+
+    def plan(self, batch: Any, proof: Proof) -> Plan:
+        """Plan one batch.
+
+        Args:
+            batch: as ``training_step`` would get it.
+            proof: asked once for either side on which rows are padded, before they are trimmed there.
+
+        Raises:
+            UnsplittableBatchError: there are no rows to be found in it, or no columns for :class:`Tokens`.
+            LengthsNotFoundError: the key for lengths is not in the batch.
+        """
+        seen, self._seen = self._seen, None
+        if self._split is not None:
+            return self._plan_by_function(batch, self._split)
+        layout = Layout.read(batch, self._kinds)
+        self._kinds = layout.kinds
+        spans: dict[int, Spans] = {}
+        if self._trim and not self._fits(layout):
+            spans = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
+            spans = self._proven(layout, spans, proof)
+        pieces, order = self._pieces(layout, spans)
+        if not self.description:
+            self.description = self._describe(layout, bool(spans))
+        return Plan(batch, pieces, lambda piece: layout.take(piece.rows, piece.columns), order)
+
+    def _fits(self, layout: Layout) -> bool:
+        """The whole batch is no larger than a micro-batch may be, padding included."""
+        if isinstance(self._size, Tokens):
+            return layout.size * _columns(layout) <= self._size.count
+        return isinstance(self._size, int) and layout.size <= self._size
+
+    def _read_spans(self, layout: Layout) -> dict[int, Spans]:
+        return read_spans(layout.tensors, self._trim if isinstance(self._trim, str) else None)
+
+    # --- trimming is proven on the module before it is done ---------------------------------------------------------
+
+    def _proven(self, layout: Layout, spans: dict[int, Spans], proof: Proof) -> dict[int, Spans]:
+        """The spans without the padding that the loss was found to depend on."""
+        if any(span.is_padded_right for span in spans.values()) and "right" not in self._may_trim:
+            self._may_trim["right"] = self._prove("right", layout, spans, proof)
+        if any(span.is_padded_left for span in spans.values()) and "left" not in self._may_trim:
+            self._may_trim["left"] = self._prove("left", layout, spans, proof)
+        left, right = self._may_trim.get("left", True), self._may_trim.get("right", True)
+        kept = [span.keep_padding(left=not left, right=not right) for span in spans.values()]
+        return {span.length: span for span in kept if span.is_padded_left or span.is_padded_right}
+
+    def _prove(self, side: Literal["left", "right"], layout: Layout, spans: dict[int, Spans], proof: Proof) -> bool:
+        one_side = [span.keep_padding(left=side == "right", right=side == "left") for span in spans.values()]
+        rows = sorted(range(layout.size), key=lambda row: sum(span.width((row,)) for span in one_side))[:2]
+        padded, trimmed = layout.take(rows), layout.take(rows, _kept_columns(rows, one_side))
+        found = proof(padded, trimmed)
+        if found is not None:
+            self._warn(
+                f"Padding on the {side} of rows is not trimmed: the loss of this module depends on it ({found}). Pass"
+                " GradientAccumulation(trim_padding=False) to say so yourself."
+            )
+        return found is None
+
+    # --- packing ----------------------------------------------------------------------------------------------------
+
+    def _pieces(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[Piece], list[int] | None]:
+        if layout.size == 0:
+            return [Piece(slice(None), 0, 1)], None
+        elements = max(1, sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size)
+        if not spans:
+            size = self._rows_allowed(layout.size, _columns(layout) if isinstance(self._size, Tokens) else 0, elements)
+            key = (layout.size, size, elements)
+            if self._even_pieces is None or self._even_pieces[0] != key:
+                starts = range(0, layout.size, size)
+                pieces = [Piece(slice(s, s + size), min(size, layout.size - s), elements) for s in starts]
+                self._even_pieces = (key, pieces)
+            return self._even_pieces[1], None
+        widest = max(spans)
+        longest_first = sorted(range(layout.size), key=lambda row: -max(span.width((row,)) for span in spans.values()))
+        pieces = []
+        while (first := sum(piece.count for piece in pieces)) < layout.size:
+            rest = longest_first[first:]
+            width = max(span.width(rest[:1]) for span in spans.values())
+            cost = max(1, elements * width // widest)
+            allowed = min(self._rows_allowed(len(rest), width, cost), len(rest))
+            rows = rest[: self._rows_within(allowed, rest, spans.values())]
+            pieces.append(Piece(rows, len(rows), cost, _kept_columns(rows, spans.values())))
+        return pieces, longest_first
+
+    def _rows_allowed(self, rows: int, width: int, cost: int) -> int:
+        """How many rows a micro-batch may have, where its longest has ``width`` columns and ``cost`` elements."""
+        if isinstance(self._size, Tokens):
+            if width > self._size.count and not self._warned_of_long_rows:
+                self._warned_of_long_rows = True
+                self._warn(
+                    f"A row of {width} tokens is longer than micro_batch={self._size}. It is a micro-batch of its own: leaving it"
+                    " out would change the result."
+                )
+            return max(1, self._size.count // width)
+        if isinstance(self._size, int):
+            return self._size
+        assert self._sizes is not None
+        return self._sizes.size_for(cost, rows)
+
+    def _rows_within(self, allowed: int, rows: Sequence[int], spans: Iterable[Spans]) -> int:
+        """How many of the first ``rows`` keep to the tokens allowed: padded left and right, they need more columns than any has."""
+        if not isinstance(self._size, Tokens):
+            return allowed
+        extents = [_Extent(span, rows[0]) for span in spans]
+        for count in range(1, allowed):
+            for extent in extents:
+                extent.add(rows[count])
+            if max(extent.width for extent in extents) * (count + 1) > self._size.count:
+                return count
+        return allowed
+
+    def _plan_by_function(self, batch: Any, split: Split) -> Plan:
+        size = self._size.count if isinstance(self._size, Tokens) else self._size
+        if size == "auto":
+            assert self._sizes is not None
+            size = self._sizes.size_for(1, len(split(batch, 1)))
+        assert isinstance(size, int)
+        micro_batches = split(batch, size)
+        if not isinstance(micro_batches, Sequence) or not micro_batches:
+            raise UnsplittableBatchError(f"split={split} must return the micro-batches as a list, but returned {micro_batches!r}")
+        self.description = self.description or f"cut by {getattr(split, '__name__', split)}"
+        pieces = [Piece([index], size, 1) for index in range(len(micro_batches))]
+
+        def make(piece: Piece) -> Any:
+            assert isinstance(piece.rows, list)
+            return micro_batches[piece.rows[0]]
+
+        return Plan(batch, pieces, make)
+
+    def _describe(self, layout: Layout, is_sorted: bool) -> str:
+        parts = ["longest rows first, trimmed to the longest of each"] if is_sorted else []
+        if layout.shared_tensors:
+            shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
+            parts.append(f"all of them share {shared}")
+        return ", ".join(parts)
+
+
+class _Extent:
+    """The columns that a growing set of rows needs."""
+
+    def __init__(self, span: Spans, row: int) -> None:
+        self._span = span
+        self._start, self._stop = span.starts[row], span.stops[row]
+
+    def add(self, row: int) -> None:
+        self._start = min(self._start, self._span.starts[row])
+        self._stop = max(self._stop, self._span.stops[row])
+
+    @property
+    def width(self) -> int:
+        return self._stop - self._start
+
+
+def _kept_columns(rows: Sequence[int], spans: Iterable[Spans]) -> dict[int, slice]:
+    kept = {span.length: span.columns(rows) for span in spans}
+    return {size: columns for size, columns in kept.items() if columns != slice(0, size)}
+
+
+def _columns(layout: Layout) -> int:
+    """Columns of a row, padding included: of the first whole numbers that have rows and columns, else of the first tensor."""
+    tensors = [tensor for tensor in layout.tensors.values() if tensor.dim() > 1]
+    whole = [tensor for tensor in tensors if not tensor.is_floating_point()]
+    if not tensors:
+        raise UnsplittableBatchError(
+            "A micro-batch in Tokens needs rows with columns, but no tensor of the batch has two dimensions. Use a number of"
+            " samples: GradientAccumulation(micro_batch=8)."
+        )
+    return (whole or tensors)[0].shape[1]
+
+
+def _shapes(layout: Layout) -> list[tuple[str, Any]]:
+    return [(path, tensor.shape) for path, tensor in layout.tensors.items()]

@@ -1,0 +1,347 @@
+"""What one attempt at a batch may change, kept as it was before, so that a failed attempt leaves nothing behind."""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+_Kept: TypeAlias = tuple[Callable[[Any, Any], Any], Any, Any]
+"""A function that puts back, the object it puts into, and what that object held."""
+_Owner: TypeAlias = tuple[nn.Module, str]
+"""A module and one of its attributes."""
+
+_MOST_ELEMENTS = 2**24
+"""Tensors and arrays in attributes that have more are taken for data, not for state: they are not copied."""
+
+
+class Keeper:
+    """Takes snapshots of all that running a batch through a module may change.
+
+    Kept are: random state (torch on the CPU and on ``device``, Python, numpy); buffers; gradients; whether each module is in
+    training mode; and the attributes of modules that are not torch's own, metrics among them: references to everything, the
+    values of tensors and arrays of up to 2**24 elements, of random generators, and of lists, dicts, sets and deques, two levels
+    deep. Each value goes back into the object that held it. Modules, buffers and attributes that are new are removed.
+
+    Not copied but watched, as far as torch counts changes: parameters, larger tensors, and tensors in a list, tuple, set or
+    deque. `Snapshot.restore` raises where one was changed in place. Nobody looks inside other objects, inside modules that
+    are not registered, or at attributes of torch's own layers.
+
+    Args:
+        module: the module, with everything below it. Modules that are added or replaced later are found.
+        device: where the module runs.
+
+    Example:
+        >>> module = nn.BatchNorm1d(1, momentum=1.0)
+        >>> snapshot = Keeper(module, torch.device("cpu")).take()
+        >>> _ = module(torch.tensor([[2.0], [4.0]]))
+        >>> module.running_mean
+        tensor([3.])
+        >>> snapshot.restore()
+        >>> module.running_mean
+        tensor([0.])
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module = module
+        self.device = device
+        self._copies = _Copies([])
+        self._last: Callable[[], Snapshot | None] = lambda: None
+        self._walk()
+
+    @torch.no_grad()
+    def take(self, gradients_of: Iterable[Tensor] | None = None) -> Snapshot:
+        """Keep everything as it is now.
+
+        Args:
+            gradients_of: parameters whose gradients the attempt adds to. One that is None so far costs no memory.
+        """
+        if self._ids_of_children() != self._child_ids:
+            self._walk()
+        snapshot = Snapshot(self.module)
+        snapshot.keep_random_state(self.device)
+        snapshot.kept.append((_put_back_modes, self._modules, [module.training for module in self._modules]))
+        snapshot.kept += [(_put_back_names, held, dict(held)) for held in self._holders if held]
+        snapshot.kept.append((_clear, [held for held in self._holders if not held], None))
+        buffers = [buffer for held in self._buffers_of if held for buffer in held.values() if buffer is not None]
+        if self._last() is None and self._copies.are_of(buffers):
+            self._copies.update()
+        else:
+            self._copies = _Copies(buffers)
+        snapshot.kept.append((_put_back_tensors, self._copies.originals, self._copies.values))
+        for module in self._with_attributes:
+            snapshot.keep_attributes(module)
+        snapshot.watch([parameter for held in self._parameters_of for parameter in held.values() if parameter is not None])
+        for parameter in gradients_of or ():
+            gradient = parameter.grad
+            snapshot.kept.append((_put_back_gradient, parameter, None if gradient is None else (gradient, gradient.clone())))
+        self._last = weakref.ref(snapshot)
+        return snapshot
+
+    def _walk(self) -> None:
+        self._modules = list(self.module.modules())
+        self._children_of = [module._modules for module in self._modules if isinstance(module._modules, dict)]
+        self._child_ids = self._ids_of_children()
+        self._with_attributes = [module for module in self._modules if not _is_of_torch(type(module))]
+        self._parameters_of = [module._parameters for module in self._modules if module._parameters]
+        # a scripted module makes a new dict at each access, of the same tensors
+        self._buffers_of = [
+            module._buffers if isinstance(module._buffers, dict) else dict(module.named_buffers(recurse=False))
+            for module in self._modules
+        ]
+        self._holders: list[dict[str, Any]] = [*self._children_of, *self._buffers_of]
+
+    def _ids_of_children(self) -> list[int]:
+        # not the modules themselves: metrics redefine ==
+        return [id(child) for children in self._children_of for child in children.values()]
+
+
+class Snapshot:
+    """How everything was when `Keeper.take` made it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.kept: list[_Kept] = []
+        self.watched: list[tuple[Sequence[Tensor], list[int], _Owner | None]] = []
+        """Tensors, how many changes each had seen, and the attribute that they are in; None for parameters."""
+        self._module = module
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, as often as needed.
+
+        Raises:
+            RuntimeError: a tensor that is watched was changed in place.
+        """
+        for tensors, versions, owner in self.watched:
+            for tensor, now, before in zip(tensors, _versions(tensors), versions, strict=True):
+                if now != before and not self._is_copied(tensor):
+                    raise RuntimeError(
+                        f'training_step changed {self._name(tensor, owner)} in place; micro_batch="auto" cannot take that back when'
+                        " memory runs out; use a fixed micro_batch."
+                    )
+        for put_back, target, saved in self.kept:
+            put_back(target, saved)
+
+    def keep_random_state(self, device: torch.device) -> None:
+        """Keep the state of the global random generators."""
+        self.kept.append((_call, torch.set_rng_state, torch.get_rng_state()))
+        self.kept.append((_call, random.setstate, random.getstate()))
+        if (numpy := sys.modules.get("numpy")) is not None:
+            self.kept.append((_call, numpy.random.set_state, numpy.random.get_state(legacy=False)))
+        if device.type in ("cuda", "xpu"):
+            backend = getattr(torch, device.type)
+            self.kept.append((_call, partial(backend.set_rng_state, device=device), backend.get_rng_state(device)))
+        elif device.type == "mps":
+            self.kept.append((_call, torch.mps.set_rng_state, torch.mps.get_rng_state()))
+
+    def keep_attributes(self, module: nn.Module) -> None:
+        """Keep what the module's attributes refer to, and the values of those that can be changed in place."""
+        attributes = vars(module)
+        self.kept.append((_put_back_names, attributes, dict(attributes)))
+        for name in _names_of_state(tuple(attributes)):
+            value = attributes[name]
+            if (kind := _KINDS[type(value)]) is not None:
+                self._keep(value, kind, (module, name))
+
+    def watch(self, tensors: Sequence[Tensor], owner: _Owner | None = None) -> None:
+        """See to it that tensors are not changed in place."""
+        self.watched.append((tensors, _versions(tensors), owner))
+
+    def _keep(self, value: Any, kind: _Kind, owner: _Owner, depth: int = 0) -> None:
+        if kind.copy is None or (kind is _TENSOR and value.numel() > _MOST_ELEMENTS):
+            self.watch([value], owner)
+            return
+        self.kept.append((kind.put_back, value, kind.copy(value)))
+        if kind.contents is None or depth == 2 or all(_KINDS[type_] is None for type_ in set(map(type, kind.contents(value)))):
+            return
+        # a dict has a few tensors by name; a list grows, and copies of all that are in it would cost more each time
+        is_copied = depth == 0 and isinstance(value, dict)
+        if not is_copied:
+            self.watch([item for item in kind.contents(value) if _KINDS[type(item)] is _TENSOR], owner)
+        for item in kind.contents(value):
+            if (inner := _KINDS[type(item)]) is not None and (is_copied or inner is not _TENSOR):
+                self._keep(item, inner, owner, depth + 1)
+
+    def _is_copied(self, tensor: Tensor) -> bool:
+        return any(
+            any(tensor is original for original in target) if put_back is _put_back_tensors else tensor is target
+            for put_back, target, _ in self.kept
+            if put_back in (_put_back_tensors, _put_back_tensor)
+        )
+
+    def _name(self, tensor: Tensor, owner: _Owner | None) -> str:
+        if owner is None:
+            return f"the parameter '{next((name for name, p in self._module.named_parameters() if p is tensor), '?')}'"
+        path = next((name for name, module in self._module.named_modules() if module is owner[0]), "")
+        return f"a tensor in '{path}{'.' if path else ''}{owner[1]}'"
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # made in inference mode: it counts no changes, and cannot be changed in place outside of that
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+class _Copies:
+    """Copies of tensors in memory that is used again: many buffers take few kernels, and none is allocated."""
+
+    def __init__(self, originals: list[Tensor]) -> None:
+        self.originals = originals
+        self.values = [tensor.clone() for tensor in originals]
+        self._key = [(id(tensor), tensor.shape) for tensor in originals]
+        self._groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+        for original, value in zip(originals, self.values, strict=True):
+            is_plain = type(original) is Tensor and original.layout is torch.strided
+            group = self._groups.setdefault((original.dtype, original.device) if is_plain else id(original), ([], []))
+            group[0].append(value)
+            group[1].append(original)
+
+    def are_of(self, tensors: list[Tensor]) -> bool:
+        return self._key == [(id(tensor), tensor.shape) for tensor in tensors]
+
+    def update(self) -> None:
+        for values, originals in self._groups.values():
+            if len(values) > 1:
+                torch._foreach_copy_(values, originals)
+            else:
+                values[0].copy_(originals[0])
+
+
+class _Kind(NamedTuple):
+    """What to do with objects of a type that can be changed in place."""
+
+    copy: Callable[[Any], Any] | None
+    """None: watch it instead."""
+    put_back: Callable[[Any, Any], Any]
+    contents: Callable[[Any], Iterable[Any]] | None = None
+
+
+class _Kinds(dict[type, "_Kind | None"]):
+    """The kind of each type that was met; None where a reference is all there is to keep."""
+
+    def __missing__(self, type_: type) -> _Kind | None:
+        self[type_] = next((kind for base, kind in _known_types() if issubclass(type_, base)), None)
+        return self[type_]
+
+
+def _call(function: Callable[[Any], None], value: Any) -> None:
+    function(value)
+
+
+def _put_back_nothing(target: Any, saved: Any) -> None:
+    pass
+
+
+def _put_back_modes(modules: list[nn.Module], saved: list[bool]) -> None:
+    for module, mode in zip(modules, saved, strict=True):
+        module.training = mode
+
+
+def _put_back_names(names: dict[str, Any], saved: dict[str, Any]) -> None:
+    for name in names.keys() - saved.keys():
+        del names[name]
+    names.update(saved)
+
+
+def _clear(holders: list[dict[str, Any]], saved: None) -> None:
+    for names in holders:
+        names.clear()
+
+
+def _put_back_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    base = OrderedDict if isinstance(target, OrderedDict) else dict  # Counter.update adds, others forbid it
+    base.clear(target)
+    base.update(target, saved)
+
+
+def _refill(target: Any, saved: Any, add: Callable[[Any, Any], None]) -> None:
+    target.clear()
+    add(target, saved)
+
+
+def _put_back_tensors(targets: list[Tensor], saved: list[Tensor]) -> None:
+    for tensor, value in zip(targets, saved, strict=True):
+        _put_back_tensor(tensor, value)
+
+
+def _put_back_tensor(tensor: Tensor, saved: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        tensor.copy_(saved)
+    elif tensor.shape != saved.shape:
+        tensor.data = saved.clone()
+    # what is expanded cannot be written to, by the attempt neither
+    elif all(stride > 0 or size == 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        tensor.data.copy_(saved)  # .data: no change in the eyes of a graph from before that needs the tensor
+
+
+def _put_back_gradient(parameter: Tensor, saved: tuple[Tensor, Tensor] | None) -> None:
+    if saved is None:
+        parameter.grad = None
+        return
+    gradient, value = saved
+    target = gradient if parameter.grad is None else parameter.grad  # DDP may have put a view of its bucket there meanwhile
+    if target.layout is value.layout is torch.strided and target.shape == value.shape:
+        target.data.copy_(value)
+        parameter.grad = target
+    else:
+        parameter.grad = value.clone()
+
+
+def _copy_array(array: Any) -> Any:
+    return array.copy() if array.flags.writeable and array.size <= _MOST_ELEMENTS else None
+
+
+def _put_back_array(array: Any, saved: Any) -> None:
+    if saved is not None:
+        array[...] = saved
+
+
+_TENSOR = _Kind(Tensor.clone, _put_back_tensor)
+_TYPES: tuple[tuple[type, _Kind | None], ...] = (
+    (nn.Parameter, _Kind(None, _put_back_nothing)),
+    (Tensor, _TENSOR),
+    (dict, _Kind(dict, _put_back_dict, dict.values)),
+    (list, _Kind(list, partial(_refill, add=list.extend), iter)),
+    (tuple, _Kind(tuple, _put_back_nothing, iter)),
+    (set, _Kind(set, partial(_refill, add=set.update), iter)),
+    (deque, _Kind(list, partial(_refill, add=deque.extend), iter)),
+    (bytearray, _Kind(bytes, partial(_refill, add=bytearray.extend))),
+    (torch.Generator, _Kind(torch.Generator.get_state, torch.Generator.set_state)),
+    (random.SystemRandom, None),
+    (random.Random, _Kind(random.Random.getstate, random.Random.setstate)),
+)
+
+
+def _known_types() -> Iterable[tuple[type, _Kind | None]]:
+    yield from _TYPES
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield numpy.memmap, None
+        yield numpy.ndarray, _Kind(_copy_array, _put_back_array)
+        yield numpy.random.RandomState, _Kind(numpy.random.RandomState.get_state, numpy.random.RandomState.set_state)
+        yield (
+            numpy.random.Generator,
+            _Kind(lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
+        )
+
+
+_KINDS = _Kinds()
+_NO_STATE = frozenset(vars(nn.Module()))
+"""Parameters, buffers and children are looked at elsewhere; the rest are hooks."""
+
+
+@lru_cache
+def _names_of_state(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in _NO_STATE)
+
+
+def _is_of_torch(type_: type) -> bool:
+    # with all its bases, as wrappers make classes of their own that derive from the user's
+    return all(base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc") for base in type_.__mro__)

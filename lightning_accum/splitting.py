@@ -1,0 +1,106 @@
+"""A loader batch runs as micro-batches; out of memory, it is as if it had not run, and it runs again in smaller ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_accum.memory import MicroBatchSizes, free, has_room_to_double, is_out_of_memory
+from lightning_accum.micro_batch import Tokens
+from lightning_accum.plan import MicroBatchSize, Plan, Planner, Proof, Split
+from lightning_accum.snapshot import Keeper
+
+T = TypeVar("T")
+
+
+class Splitting:
+    """How the loader batches of a training are split.
+
+    Args:
+        size: of a micro-batch.
+        trim: whether to trim padding, or the key that tells lengths.
+        split: cuts batches that cannot be read.
+        module: what runs them.
+        device: where.
+        warn: takes a warning that should be seen once.
+        say: takes a line for the log of this rank.
+    """
+
+    def __init__(
+        self,
+        size: MicroBatchSize,
+        trim: bool | str,
+        split: Split | None,
+        module: nn.Module,
+        device: torch.device,
+        warn: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.size = size
+        self.is_retried = size == "auto"
+        """An attempt at a batch may fail, so nothing of it may be irrevocable."""
+        self.sizes = MicroBatchSizes(may_grow=lambda _: has_room_to_double(device)) if self.is_retried else None
+        self.planner = Planner(size, self.sizes, trim, split, warn)
+        self.plan: Plan | None = None
+        """The batch in hand; None where it runs as it is."""
+        self.keeper = Keeper(module, device)
+        self._device = device
+        self._say = say
+        self._proof: Proof = lambda padded, trimmed: None
+
+    def begin(self, batch: Any, proof: Proof) -> Plan | None:
+        """Plan a batch. Returns None where it runs as it is."""
+        self._proof = proof
+        plan = self.planner.plan(batch, proof)
+        self.plan = plan if self.is_retried or not plan.is_whole else None
+        return self.plan
+
+    def run(self, attempt: Callable[[Plan], T], discard: Callable[[], None], accumulated: Iterable[nn.Parameter] | None) -> T:
+        """Run the batch in hand, as often as it takes.
+
+        Args:
+            attempt: runs a plan.
+            discard: undoes what an attempt did to the window and to the gradients.
+            accumulated: parameters whose gradients hold earlier batches of the window; None where there are none.
+
+        Raises:
+            torch.OutOfMemoryError: with ``"auto"``, where a micro-batch of one sample does not fit.
+        """
+        assert self.plan is not None
+        if self.sizes is None:
+            return attempt(self.plan)
+        snapshot = self.keeper.take(accumulated)
+        while True:
+            try:
+                result = attempt(self.plan)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                seen = str(error).strip().partition("\n")[0]
+            else:
+                self.sizes.end_batch(self.plan.pieces)
+                return result
+            # out of the handler: its traceback held on to what the attempt had allocated
+            discard()
+            snapshot.restore()
+            free(self._device)
+            piece = self.plan.pieces[self.plan.current]
+            rows = self.sizes.halve(piece.cost, piece.count)
+            self._say(
+                f'GradientAccumulation(micro_batch="auto"): {piece.count} samples of {piece.cost} elements do not fit into memory'
+                f" ({seen}). The batch runs again in micro-batches of {rows}."
+            )
+            self.plan = self.planner.plan(self.plan.batch, self._proof)
+
+    def describe(self) -> str:
+        """What is done to a loader batch, in words."""
+        if isinstance(self.size, Tokens):
+            size = f"in micro-batches of up to {self.size.count} tokens, padding included"
+        elif self.size == "auto":
+            size = "in micro-batches as large as memory allows"
+        else:
+            size = f"in micro-batches of {self.size}"
+        return ", ".join(part for part in (size, self.planner.description) if part)
