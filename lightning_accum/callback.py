@@ -41,7 +41,8 @@ class GradientAccumulation(Callback):
 
     It logs once an optimizer step: ``window/loss`` (what the full batch would have printed), ``window/weight`` and
     ``window/total_weight`` (tokens, for a language model), ``window/micro_batches``, ``window/optimizer_steps``,
-    ``window/weight_per_second``, ``window/grad_norm`` where the Trainer clips by norm, and ``window/loss_epoch`` at the end of
+    ``window/weight_per_second``, ``window/grad_norm`` where the Trainer clips by norm, ``window/micro_batch_size`` where it is
+    found by trying, and ``window/loss_epoch`` at the end of
     an epoch.
 
     Args:

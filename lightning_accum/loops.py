@@ -464,7 +464,8 @@ class _BatchResults(_ResultCollection):
 def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
     """Collect what the module logs, and log nothing yet."""
     module, results = trainer.lightning_module, cast("_BatchResults", trainer.fit_loop.epoch_loop._results)
-    shown = {id(metric.value) for metric in results.values() if not metric.is_tensor and metric.meta.on_step}
+    # without a value yet where its first batch is under way
+    shown = {id(getattr(item, "value", None)) for item in results.values() if not item.is_tensor and item.meta.on_step}
     if results.metrics_of_module is None:
         results.metrics_of_module = [child for child in module.modules() if isinstance(child, Metric)]
     log = BatchLog(metric for metric in results.metrics_of_module if id(metric) in shown or not metric.update_called)

@@ -65,6 +65,8 @@ class WindowMetrics:
             "window/micro_batches": closed.micro_batches,
             "window/optimizer_steps": steps,
         }
+        if accumulation.splitting is not None and accumulation.splitting.largest is not None:
+            metrics["window/micro_batch_size"] = accumulation.splitting.largest
         if accumulation.gradient_norm is not None:
             metrics["window/grad_norm"] = accumulation.gradient_norm
         if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:

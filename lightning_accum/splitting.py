@@ -46,6 +46,8 @@ class Splitting:
         self.planner = Planner(size, self.sizes, trim, split, warn)
         self.plan: Plan | None = None
         """The batch in hand; None where it runs as it is."""
+        self.largest: int | None = None
+        """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
         self.keeper = Keeper(module, device)
         self._device = device
         self._say = say
@@ -82,6 +84,7 @@ class Splitting:
                 seen = str(error).strip().partition("\n")[0]
             else:
                 self.sizes.end_batch(self.plan.pieces)
+                self.largest = max(piece.count for piece in self.plan.pieces)
                 return result
             # out of the handler: its traceback held on to what the attempt had allocated
             discard()
