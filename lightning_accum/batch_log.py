@@ -36,6 +36,7 @@ class _Entry:
     is_batch_size_given: bool = False
     is_sum: bool = False
     metric: Metric | None = None
+    metric_of_value: Metric | None = None
 
 
 class BatchLog:
@@ -47,32 +48,41 @@ class BatchLog:
 
     Args:
         metrics: the metrics of the module.
+        shown: what :attr:`shown` was after the batch before.
     """
 
-    def __init__(self, metrics: Iterable[Metric] = ()) -> None:
+    def __init__(self, metrics: Sequence[Metric] = (), shown: set[int] | None = None) -> None:
+        self.shown = set() if shown is None else shown
+        """The metrics, by their id, whose value of the step is shown: found out in the first batch, kept by the caller."""
+        self._metrics = metrics
         self._entries: dict[str, _Entry] = {}
         self._weights: list[Denominator | None] = []
         self._rows: list[int] = []
-        self._of_value: tuple[Denominator | None, bool] = (None, False)
-        self._of_batch = {id(metric): _MetricOfBatch(metric) for metric in metrics}
+        self._of_value: tuple[Denominator | None, bool, Metric | None] = (None, False, None)
+        of_batch = (metric for metric in metrics if id(metric) in self.shown or not metric.update_called)
+        self._of_batch = {id(metric): _MetricOfBatch(metric) for metric in of_batch}
 
     # --- during a micro-batch ---------------------------------------------------------------------------------------
 
     def look_at(self, value: Any) -> None:
         """See a value before it is cut off from its graph: what it was divided by may be read there."""
-        self._of_value = (None, False)
-        if isinstance(value, Tensor) and value.grad_fn is not None:
+        self._of_value = (None, False, None)
+        if not isinstance(value, Tensor):
+            return
+        if value.grad_fn is not None:
             with suppress(UnreadableLossError):
                 weight = read_loss(value).weight
-                self._of_value = (weight, weight is None)
+                self._of_value = (weight, weight is None, None)
+        else:  # `self.log("accuracy", self.accuracy(logits, target))`
+            self._of_value = (None, False, next((m for m in self._metrics if vars(m).get("_forward_cache") is value), None))
 
     def collect(self, key: str, value: Tensor | Metric, batch_size: int, is_batch_size_given: bool) -> None:
         """Take in one logged value."""
         entry = self._entries.setdefault(key, _Entry())
-        weight, is_sum = self._of_value
-        self._of_value = (None, False)
+        weight, is_sum, entry.metric_of_value = self._of_value
+        self._of_value = (None, False, None)
         if isinstance(value, Metric):
-            entry.metric = value
+            entry.metric = entry.metric_of_value = value
             cached: Any = value._forward_cache
             value = cached if isinstance(cached, Tensor) else torch.zeros(())
         elif weight is None and is_batch_size_given:
@@ -107,11 +117,11 @@ class BatchLog:
         """
         for key, entry in self._entries.items():
             total = sum(entry.batch_sizes) if entry.is_batch_size_given else entry.batch_sizes[0]
+            of_batch = self._of_batch.get(id(entry.metric_of_value))
+            of_step = None if of_batch is None else of_batch.value
             if entry.metric is None:
-                yield key, self._fold(entry, reduce_fx(key)), total
+                yield key, self._fold(entry, reduce_fx(key)) if of_step is None else of_step, total
             else:
-                of_batch = self._of_batch.get(id(entry.metric))
-                of_step = None if of_batch is None else of_batch.value
                 cached: Any = self._fold(entry, torch.mean) if of_step is None else of_step
                 entry.metric._forward_cache = cached
                 yield key, entry.metric, total
@@ -123,8 +133,11 @@ class BatchLog:
             is_shown: tells whether a name shows its value of the step.
         """
         for key, entry in self._entries.items():
-            if entry.metric is not None and id(entry.metric) in self._of_batch and is_shown(key):
-                self._of_batch[id(entry.metric)].compute()
+            metric = entry.metric_of_value
+            if metric is not None and (entry.metric is None or is_shown(key)):
+                self.shown.add(id(metric))
+                if id(metric) in self._of_batch:
+                    self._of_batch[id(metric)].compute()
         for of_batch in self._of_batch.values():
             of_batch.close()
 
@@ -191,17 +204,27 @@ class _MetricOfBatch:
         metric = self._metric
         if self._before is None:
             return
-        if metric.update_called:
-            metric.merge_state(self._before)
-        else:
-            for name, state in self._before.items():
-                setattr(metric, name, state)
+        for name, before in self._before.items():
+            now = getattr(metric, name)
+            setattr(metric, name, _MERGES[metric._reductions[name]](before, now) if metric.update_called else before)
         metric._update_count += self._updates_before
         metric._computed = None
 
 
+def _concatenate(before: Any, now: Any) -> Any:
+    return [*before, *now] if isinstance(before, list) else torch.cat((before, now))
+
+
+# what a metric says of its states for the sake of several ranks holds for parts of a batch too
+_MERGES: dict[Any, Callable[[Any, Any], Any]] = {
+    dim_zero_sum: lambda before, now: before + now,
+    dim_zero_max: torch.maximum,
+    dim_zero_min: torch.minimum,
+    dim_zero_cat: _concatenate,
+}
+
+
 def _can_merge(metric: Metric) -> bool:
-    """Whether what it holds can be put together from two parts, by torchmetrics itself."""
-    folds = {dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min}
-    is_mergeable = metric.full_state_update is False and not metric.dist_sync_on_step
-    return is_mergeable and bool(metric.metric_state) and all(fold in folds for fold in metric._reductions.values())
+    """Whether what it holds can be put together from two parts."""
+    states = metric.metric_state
+    return bool(states) and not metric.dist_sync_on_step and all(metric._reductions[name] in _MERGES for name in states)

@@ -445,6 +445,7 @@ class _BatchResults(_ResultCollection):
 
     batch_log: BatchLog | None = None
     metrics_of_module: list[Metric] | None = None
+    shown: set[int]
     _is_batch_size_given = False
 
     @override
@@ -464,11 +465,10 @@ class _BatchResults(_ResultCollection):
 def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
     """Collect what the module logs, and log nothing yet."""
     module, results = trainer.lightning_module, cast("_BatchResults", trainer.fit_loop.epoch_loop._results)
-    # without a value yet where its first batch is under way
-    shown = {id(getattr(item, "value", None)) for item in results.values() if not item.is_tensor and item.meta.on_step}
     if results.metrics_of_module is None:
         results.metrics_of_module = [child for child in module.modules() if isinstance(child, Metric)]
-    log = BatchLog(metric for metric in results.metrics_of_module if id(metric) in shown or not metric.update_called)
+        results.shown = set()
+    log = BatchLog(results.metrics_of_module, results.shown)
     modules_own = module.log
 
     def look_and_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -75,7 +75,8 @@ class AccumulationMixin(Accumulates, Strategy):
         policy = self.policy
         if policy.micro_batch is None:
             return None
-        return Splitting(policy.micro_batch, policy.trim_padding, policy.split, module, self.root_device, _warn, _log.info)
+        trim, device, has_ranks = policy.trim_padding, self.root_device, self.world_size > 1
+        return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, _warn, _log.info)
 
     def _check_what_windows_cannot_do(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         sizes = self.policy.sizes() or {trainer.accumulate_grad_batches}

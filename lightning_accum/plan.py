@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from lightning_accum.batch_parts import UnsplittableBatchError
 from lightning_accum.memory import MicroBatchSizes
-from lightning_accum.micro_batch import Layout, Tokens, UnsplittableBatchError
+from lightning_accum.micro_batch import Layout, Tokens
 from lightning_accum.padding import Spans, read_spans
 
 MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]

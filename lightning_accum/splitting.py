@@ -25,6 +25,8 @@ class Splitting:
         split: cuts batches that cannot be read.
         module: what runs them.
         device: where.
+        has_ranks: there are other ranks. What is logged in a split batch is reduced over them at its end, so for batches that are
+            not split it has to be at their end too.
         warn: takes a warning that should be seen once.
         say: takes a line for the log of this rank.
     """
@@ -36,6 +38,7 @@ class Splitting:
         split: Split | None,
         module: nn.Module,
         device: torch.device,
+        has_ranks: bool,
         warn: Callable[[str], None],
         say: Callable[[str], None],
     ) -> None:
@@ -50,6 +53,7 @@ class Splitting:
         """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
         self.keeper = Keeper(module, device)
         self._device = device
+        self._may_be_whole = not (has_ranks or self.is_retried)
         self._say = say
         self._proof: Proof = lambda padded, trimmed: None
 
@@ -57,7 +61,7 @@ class Splitting:
         """Plan a batch. Returns None where it runs as it is."""
         self._proof = proof
         plan = self.planner.plan(batch, proof)
-        self.plan = plan if self.is_retried or not plan.is_whole else None
+        self.plan = None if plan.is_whole and self._may_be_whole else plan
         return self.plan
 
     def run(self, attempt: Callable[[Plan], T], discard: Callable[[], None], accumulated: Iterable[nn.Parameter] | None) -> T:

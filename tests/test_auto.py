@@ -142,8 +142,8 @@ def test_randomness_statistics_and_counts_are_as_if_the_size_had_been_known(wher
     for most, size in [(2, "auto"), (8, 2)]:
         module = Changeable(most, where)
         pl.seed_everything(5, verbose=False)
+        run = trainer(callbacks=[GradientAccumulation(micro_batch=size)])
         with pytest.warns(UserWarning, match="BatchNorm"):
-            run = trainer(callbacks=[GradientAccumulation(micro_batch=size)])
             run.fit(module, loader(batches))
         runs.append((module, dict(run.callback_metrics)))
     (found, found_metrics), (wanted, wanted_metrics) = runs
@@ -271,6 +271,6 @@ def test_what_ranks_cannot_share_is_refused_before_training() -> None:
         ]:
             with pytest.raises(Exception, match=message):
                 trainer(strategy, devices=2, callbacks=[GradientAccumulation(micro_batch=size)]).fit(module, loader(BATCHES))
+    run = trainer(ddp(static_graph=True), devices=2, callbacks=[GradientAccumulation(micro_batch="auto")])
     with pytest.raises(Exception, match="static_graph"):
-        run = trainer(ddp(static_graph=True), devices=2, callbacks=[GradientAccumulation(micro_batch="auto")])
         run.fit(Language(), loader(BATCHES))

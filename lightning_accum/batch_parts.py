@@ -1,0 +1,260 @@
+"""What a batch is made of, and how many rows it has.
+
+The batch becomes a tree of parts. Every size that could be the number of rows is tried: the one that leaves the fewest tensors
+unsplit is taken, and two that do equally well are an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import UserDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, range, slice})
+
+
+class UnsplittableBatchError(ValueError):
+    """A batch does not show how it is made of rows."""
+
+    @classmethod
+    def because(cls, found: str) -> UnsplittableBatchError:
+        """The error, with the way out."""
+        return cls(
+            f"The batch cannot be split into micro-batches: {found}. Say how to split it: GradientAccumulation(split=...) takes a"
+            " function split(batch, size) that returns the micro-batches as a list."
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A part of a batch. Strings, numbers and the like are none: all micro-batches share them.
+
+    Attributes:
+        key: where it is in the part around it: a key, an index, or the name of an attribute.
+        size: of dimension 0, or how many entries a list has that may be rows, for its entries are alike.
+        is_of_records: a list of mappings that have keys in common, or of dataclass objects.
+        problem: why it cannot be split.
+        kind: what it is if the batch has the rows that were found: a tensor, rows, a container, or shared.
+        leaves: the tensors, arrays and unsplittable objects inside.
+    """
+
+    path: str
+    value: Any
+    key: Any = None
+    is_attribute: bool = False
+    size: int | None = None
+    is_list: bool = False
+    is_of_records: bool = False
+    problem: str = ""
+    kind: str = "shared"
+    parts: list[Part] = field(default_factory=list)
+    leaves: list[Part] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        name = f"{self.path} is a {type(self.value).__name__}"
+        if self.is_list:
+            return f"{name} of {self.size} entries"
+        has_shape = self.size is not None or (isinstance(self.value, Tensor) and not self.value.is_nested)
+        return f"{name} of shape {tuple(self.value.shape)}" if has_shape else name
+
+
+def read_parts(batch: Any, known: Mapping[str, str]) -> tuple[Part, int, list[Part]]:
+    """Find out what a batch is made of.
+
+    Args:
+        batch: tensors and NumPy arrays in mappings, lists, tuples and dataclasses, nested in any way.
+        known: what parts of earlier batches were, by path. It holds where this batch could be read in two ways.
+
+    Returns:
+        The batch as a part, the number of rows, and the parts outside rows, all with their kind.
+
+    Raises:
+        UnsplittableBatchError: no size, or more than one, fits.
+    """
+    root = _parse(batch)
+    size = _find_size(root, known)
+    reached = list(_reach(root, size, known))
+    if any(part.is_of_records and kind == "rows" for part, kind in reached):  # then other lists are one a sample too
+        reached = list(_reach(root, size, {**_tensor_lists(root, size), **known}))
+    for part, kind in reached:
+        part.kind = kind
+        if kind == "container" and part.is_of_records and part.size == size > 1 and part.path not in known:
+            raise UnsplittableBatchError.because(f"{part}, and its tensors have {size} rows too: either could be the samples")
+    return root, size, [part for part, _ in reached]
+
+
+def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = False) -> Part:
+    part = Part(path or "batch", value, key, is_attribute)
+    if isinstance(value, Tensor):
+        if value.is_nested or value.layout is not torch.strided:
+            part.problem = "nested" if value.is_nested else f"of the layout {value.layout}"
+        elif value.dim():
+            part.size = value.shape[0]
+    elif isinstance(value, PackedSequence):
+        part.problem = "packed, so that its rows are interleaved"
+    elif isinstance(value, Mapping):
+        part.parts = _parse_all(value.items(), path) + _parse_all(_attributes(value), path, are_attributes=True)
+    elif isinstance(value, (list, tuple)):
+        types = set(map(type, value)) - {type(None)}
+        if not types <= _PLAIN:
+            part.parts = _parse_all(enumerate(value), path)
+        entries = [entry for entry in value if entry is not None] if len(types) == 1 else []
+        part.is_of_records = bool(entries) and _are_records(entries)
+        are_alike = part.is_of_records or types <= _PLAIN or (bool(entries and path) and not isinstance(entries[0], Mapping))
+        if are_alike and not hasattr(value, "_fields") and not hasattr(value, "n_fields"):  # the entries of named tuples are fields
+            part.is_list, part.size = True, len(value)
+    elif _is_record(value):
+        part.parts = _parse_all(_attributes(value), path, are_attributes=True)
+    elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
+        part.size = value.shape[0] if value.ndim else None
+    elif isinstance(value, Iterator):
+        part.problem = "an iterator, which can be read only once"
+    elif not isinstance(value, type) and (hasattr(value, "to") or _holds_tensors(value, depth=4)):
+        part.problem = "of a class that is not known here, and holds tensors"
+    is_leaf = part.problem or (part.size is not None and not part.is_list)
+    part.leaves = [part] if is_leaf else [leaf for inner in part.parts for leaf in inner.leaves]
+    return part
+
+
+def _parse_all(entries: Iterable[tuple[Any, Any]], path: str, are_attributes: bool = False) -> list[Part]:
+    parts = []
+    for key, value in entries:
+        if type(value) not in _PLAIN:
+            is_name = isinstance(key, str) and key.isidentifier()
+            step = (f".{key}" if path else key) if is_name else f"[{key!r}]"
+            parts.append(_parse(value, path + step, key, are_attributes))
+    return parts
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _are_records(entries: Sequence[Any]) -> bool:
+    if isinstance(entries[0], Mapping):
+        return bool(set(entries[0]).intersection(*entries))
+    return _is_record(entries[0])
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """The attributes of a dataclass object, and those of a mapping that are not its entries by another name."""
+    found = dict(getattr(value, "__dict__", {}))
+    if not isinstance(value, Mapping):
+        names = (name.name for name in dataclasses.fields(value))  # slots too
+        return list({**{name: getattr(value, name) for name in names if hasattr(value, name)}, **found}.items())
+    if not isinstance(value, (dict, UserDict)):  # nothing is known of where such a mapping keeps its entries
+        return []
+    storage = "data" if isinstance(value, UserDict) else None
+    return [(name, attribute) for name, attribute in found.items() if name not in value and name != storage]
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor) or depth == 0 or isinstance(value, (str, bytes, range)):
+        return isinstance(value, Tensor)
+    inside = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, Collection):
+        inside += value.values() if isinstance(value, Mapping) else value
+    return any(_holds_tensors(entry, depth - 1) for entry in inside if type(entry) not in _PLAIN)
+
+
+# --- how many rows it has, and what each part is ----------------------------------------------------------------------
+
+
+def _find_size(root: Part, known: Mapping[str, str]) -> int:
+    """The size that leaves the fewest tensors unsplit."""
+    witnesses: dict[int, Part] = {}
+    is_shown = False
+    for part in _walk(root, known):
+        earlier = known.get(part.path)
+        if part.size is not None and earlier not in ("container", "shared"):
+            shows_rows = not part.is_list or part.is_of_records or earlier == "rows"
+            is_shown |= shows_rows
+            if shows_rows or not part.parts:  # a list of texts shows no rows, but casts doubt on sizes other than its own
+                witnesses.setdefault(part.size, part)
+    if not is_shown:
+        problems = [f"{leaf}, {leaf.problem}" for leaf in root.leaves if leaf.problem]
+        raise UnsplittableBatchError.because(problems[0] if problems else f"no tensor has rows ({_listed(_walk(root, known))})")
+    if len(witnesses) > 1:
+        witnesses.pop(0, None)
+    if len(witnesses) > 1:
+        unsplit = {size: _count_unsplit(root, size, known) for size in witnesses}
+        fewest = min(unsplit.values())
+        witnesses = {size: part for size, part in witnesses.items() if unsplit[size] == fewest}
+    if len(witnesses) > 1:
+        sizes = " and ".join(f"{size} in {part.path}" for size, part in witnesses.items())
+        raise UnsplittableBatchError.because(f"dimension 0 is {sizes} ({_listed(witnesses.values())})")
+    return next(iter(witnesses))
+
+
+def _walk(part: Part, known: Mapping[str, str]) -> Iterator[Part]:
+    yield part
+    if known.get(part.path) != "rows":
+        for inner in part.parts:
+            yield from _walk(inner, known)
+
+
+def _tensor_lists(root: Part, size: int) -> dict[str, str]:
+    """The lists of ``size`` tensors, as rows: three images of three channels each, next to three records."""
+    lists = [part for part in _walk(root, {}) if part.is_list and part.size == size]
+    return {part.path: "rows" for part in lists if all(isinstance(inner.value, Tensor) for inner in part.parts)}
+
+
+def _listed(parts: Iterable[Part]) -> str:
+    return ", ".join(str(part) for part in islice(parts, 8))
+
+
+def _count_unsplit(root: Part, size: int, known: Mapping[str, str]) -> tuple[int, int]:
+    """How many tensors would be shared if there were ``size`` rows; then how many numbers that each belong to one record."""
+    tensors = numbers = 0
+    for part, kind in _reach(root, size, known):
+        earlier = known.get(part.path)
+        if kind == "shared" and earlier != "shared":
+            tensors += len(part.leaves) or earlier == "rows"
+        elif kind == "container" and part.is_of_records:
+            numbers += _count_numbers(part)
+    return tensors, numbers
+
+
+def _count_numbers(part: Part) -> int:
+    """The numbers in a list of records: a label of ``{"image": ..., "label": 3}`` shows that a record is one sample."""
+    values = [
+        v for entry in part.value for v in (entry.values() if isinstance(entry, Mapping) else dict(_attributes(entry)).values())
+    ]
+    return sum(isinstance(v, Number) or (isinstance(v, Tensor) and not v.is_nested and v.dim() == 0) for v in values)
+
+
+def _reach(part: Part, size: int, known: Mapping[str, str]) -> Iterator[tuple[Part, str]]:
+    """All parts outside rows, each with its kind if there are ``size`` rows."""
+    kind = _kind(part, size, known.get(part.path))
+    yield part, kind
+    if kind == "container":
+        for inner in part.parts:
+            yield from _reach(inner, size, known)
+
+
+def _kind(part: Part, size: int, earlier: str | None) -> str:
+    if part.is_list:
+        if earlier == "rows" or (part.size == size and earlier not in ("container", "shared") and _is_rows(part, size)):
+            return "rows" if part.size == size else "shared"
+    elif part.size == size and earlier != "shared":
+        return "tensor"
+    return "container" if part.parts else "shared"
+
+
+def _is_rows(part: Part, size: int) -> bool:
+    """Whether a list of ``size`` entries has one a sample, rather than parts that have ``size`` rows each."""
+    fitting = sum(leaf.size == size for leaf in part.leaves)
+    if part.is_of_records:
+        return size == 1 or fitting < len(part.leaves) or not fitting or _count_numbers(part) > 0
+    if part.parts and all(inner.is_list and inner.size == size for inner in part.parts):
+        return False
+    return not fitting or 2 * fitting < len(part.leaves)
