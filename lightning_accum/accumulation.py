@@ -140,6 +140,10 @@ class Accumulation:
         """One micro-batch is the whole window: there is nothing to weigh, and everything is left to Lightning."""
         return self.world_size == 1 and self.boundary.size == 1 and self.plan is None
 
+    def begin_micro_batch(self, batch: Any) -> None:
+        """Enter training_step."""
+        self.batch, self._has_loss = batch, False
+
     def begin_backward(self, loss: Tensor) -> Tensor | None:
         """Take in the loss of a micro-batch.
 
@@ -158,7 +162,7 @@ class Accumulation:
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         seed = self.window.add(loss, contribution)
         if self.is_boundary:
-            self.window.reduce()
+            self.reduce()
         return seed
 
     def _note_plain(self, loss: Tensor) -> None:
@@ -181,18 +185,22 @@ class Accumulation:
         if not had_loss and not self.is_plain():
             self.window.skip()
             if self.is_boundary:
-                self.window.reduce()
+                self.reduce()
         if not had_loss:
             self.closed = None
         return had_loss
+
+    def reduce(self) -> None:
+        """Start to sum the weights over the ranks: on all of them before the last reduction of gradients."""
+        if self.splitting is not None and self.splitting.sizes is not None:
+            self.window.flag = self.splitting.sizes.has_changed
+        self.window.reduce()
 
     # --- the end of a window --------------------------------------------------------------------------------------
 
     def close(self, seen: int, parameters: Iterable[Tensor]) -> ClosedWindow:
         """End the window with loader batch number ``seen``: its gradients become the full batch's."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self.splitting is not None and self.splitting.sizes is not None:
-            self.window.flag = self.splitting.sizes.has_changed
         self.closed = self.window.close(gradients)
         if self.closed.is_flagged:
             self._agree_on_sizes()

@@ -56,8 +56,10 @@ class BatchLog:
         """The metrics, by their id, whose value of the step is shown: found out in the first batch, kept by the caller."""
         self._metrics = metrics
         self._entries: dict[str, _Entry] = {}
-        self._weights: list[Denominator | None] = []
-        self._rows: list[int] = []
+        self.micro_batch = 0
+        """The micro-batch under way."""
+        self._weights: Sequence[Denominator | None] = ()
+        self._rows: Sequence[int] = ()
         self._of_value: tuple[Denominator | None, bool, Metric | None] = (None, False, None)
         of_batch = (metric for metric in metrics if id(metric) in self.shown or not metric.update_called)
         self._of_batch = {id(metric): _MetricOfBatch(metric) for metric in of_batch}
@@ -89,22 +91,21 @@ class BatchLog:
             weight = batch_size
         entry.values.append(value)
         entry.weights.append(weight)
-        entry.micro_batches.append(len(self._weights))
+        entry.micro_batches.append(self.micro_batch)
         entry.batch_sizes.append(batch_size)
         entry.is_batch_size_given |= is_batch_size_given
         entry.is_sum |= is_sum
 
-    def end_micro_batch(self, weight: Denominator | None, rows: int) -> None:
-        """A micro-batch has ended.
+    # --- at the end of the batch ------------------------------------------------------------------------------------
+
+    def weigh(self, weights: Sequence[Denominator | None], rows: Sequence[int]) -> None:
+        """All micro-batches have ended.
 
         Args:
-            weight: what its loss was divided by; None for a sum; 0 without a loss.
-            rows: its samples.
+            weights: what the loss of each was divided by; None for a sum, 0 without a loss.
+            rows: the samples of each.
         """
-        self._weights.append(weight)
-        self._rows.append(rows)
-
-    # --- at the end of the batch ------------------------------------------------------------------------------------
+        self._weights, self._rows = weights, rows
 
     def merged(self, reduce_fx: Callable[[str], Callable[..., Any]]) -> Iterable[tuple[str, Tensor | Metric, int]]:
         """What the whole batch logs.
@@ -149,9 +150,8 @@ class BatchLog:
             return values.sum(0)
         weights: list[Denominator] = []
         for own, index in zip(entry.weights, entry.micro_batches, strict=True):
-            of_loss = self._weights[index] if index < len(self._weights) else 0.0
-            rows = self._rows[index] if index < len(self._rows) else 0
-            weights.append(own if own is not None else of_loss if of_loss is not None else rows)
+            of_loss = self._weights[index]
+            weights.append(own if own is not None else of_loss if of_loss is not None else self._rows[index])
         return weighted_mean(values, weights)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -72,17 +72,23 @@ class BatchRun:
         accumulation, strategy = self._accumulation, self._strategy
         assert accumulation.splitting is not None
         ends_window = self._ends_window and not accumulation.splitting.is_retried
-        outputs, last, window_loss = Outputs(), len(plan.pieces) - 1, None
-        run_micro_batch = self._run_micro_batch
+        last, window_loss = len(plan.pieces) - 1, None
+        outputs, run_micro_batch = Outputs([piece.count for piece in plan.pieces]), self._run_micro_batch
+        accumulation.is_boundary = False
         with self._collecting() as log:
             for index, micro_batch in enumerate(plan):
-                accumulation.batch = micro_batch
-                accumulation.is_boundary = ends_window and index == last
-                with nullcontext() if accumulation.is_boundary else strategy.blocked():
+                accumulation.begin_micro_batch(micro_batch)
+                log.micro_batch = index
+                if index == last and ends_window:
+                    accumulation.is_boundary = True
                     loss, extra = run_micro_batch(micro_batch)
                     window_loss = strategy.end_micro_batch()
-                weight, rows = accumulation.weight, plan.pieces[index].count
-                outputs.add(loss, extra, weight, rows)
-                log.end_micro_batch(weight, rows)
+                else:
+                    with strategy.blocked():
+                        loss, extra = run_micro_batch(micro_batch)
+                        if loss is None or index == last:
+                            strategy.end_micro_batch()
+                outputs.add(loss, accumulation.weight, extra)
                 del loss, extra, micro_batch  # before the next forward
+        log.weigh(outputs.weights, outputs.rows)
         return outputs, plan.order, log, window_loss

@@ -368,10 +368,11 @@ class _WindowClosure(Closure):
         return self._result.loss if accumulation.is_plain() else window_loss
 
     def _run_micro_batches(self) -> Tensor | None:
-        trainer = self._strategy.trainer()
+        strategy, trainer = self._strategy, self._strategy.trainer()
+        module, zero_grad, backward = trainer.lightning_module, self._zero_grad_fn, strategy.backward_without_hooks
         batch_name, *others = self._kwargs
-        training_step, backward = self._strategy.training_step, self._strategy.backward_without_hooks
         others = [self._kwargs[name] for name in others]
+        training_step = module.training_step if _is_step_bare(trainer) else strategy.training_step
 
         def run_with_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
             self._kwargs[batch_name] = batch
@@ -379,19 +380,21 @@ class _WindowClosure(Closure):
             return result.loss, result.extra
 
         def run_without_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+            nonlocal zero_grad
             output = training_step(batch, *others)
             loss, extra = (output, _NOTHING) if isinstance(output, Tensor) else _loss_and_extra(output)
-            if self._zero_grad_fn is not None:
-                self._zero_grad_fn()
+            if zero_grad is not None:
+                zero_grad()
+                zero_grad = None
             if loss is not None:
                 backward(loss)
             return loss, extra
 
-        if self._strategy.is_heard is None:
-            self._strategy.is_heard = _is_micro_batch_heard(trainer)
-        run_micro_batch = run_with_hooks if self._strategy.is_heard or self._backward_fn is None else run_without_hooks
-        run = BatchRun(self._strategy, run_micro_batch, partial(collecting_logs, trainer), partial(show_logs, trainer))
-        with _current_hook(trainer.lightning_module, "training_step"), torch.enable_grad():
+        if strategy.is_heard is None:
+            strategy.is_heard = _is_micro_batch_heard(trainer)
+        run_micro_batch = run_with_hooks if strategy.is_heard or self._backward_fn is None else run_without_hooks
+        run = BatchRun(strategy, run_micro_batch, partial(collecting_logs, trainer), partial(show_logs, trainer))
+        with _current_hook(module, "training_step"), torch.enable_grad():
             loss, extra, window_loss = run()
         self._result = ClosureResult(None, extra=extra)
         self._result.loss = loss
@@ -418,6 +421,16 @@ def _is_micro_batch_heard(trainer: pl.Trainer) -> bool:
         and _is_inherited(type(trainer.lightning_module), pl.LightningModule, (*hooks, "backward"))
         and _is_inherited(precision, Precision, ("pre_backward", "backward", "post_backward"))
         and _is_inherited(type(strategy), Strategy, ("pre_backward", "post_backward", "post_training_step"))
+    )
+
+
+def _is_step_bare(trainer: pl.Trainer) -> bool:
+    """Whether a training_step needs nothing around it: no wrapper of the module, no autocast."""
+    strategy = trainer.strategy
+    return (
+        type(strategy).training_step is Strategy.training_step
+        and strategy.model is trainer.lightning_module
+        and _is_inherited(type(trainer.precision_plugin), Precision, ("train_step_context", "forward_context"))
     )
 
 

@@ -179,6 +179,7 @@ class AccumulationMixin(Accumulates, Strategy):
         assert self.accumulation is not None
         self.accumulation.is_boundary = True
         self._forward_without_batch()
+        self.accumulation.reduce()
         self._backward_without_loss()
         return self._end_window()
 

@@ -14,40 +14,45 @@ from lightning_accum.denominator import Denominator
 
 
 class Outputs:
-    """Collects the outputs of the micro-batches of one batch."""
+    """Collects the outputs of the micro-batches of one batch.
 
-    def __init__(self) -> None:
-        self._losses: list[Tensor] = []
-        self._weights: list[Denominator | None] = []
-        self._extras: list[tuple[Mapping[str, Any], int]] = []
+    Args:
+        rows: the samples of each.
+    """
 
-    def add(self, loss: Tensor | None, extra: Mapping[str, Any], weight: Denominator | None, rows: int) -> None:
-        """Take in one micro-batch.
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+        self.weights: list[Denominator | None] = []
+        """What the loss of each was divided by; None for a sum, 0 without a loss."""
+        self._losses: list[Tensor | None] = []
+        self._extras: list[Mapping[str, Any]] = []
+
+    def add(self, loss: Tensor | None, weight: Denominator | None, extra: Mapping[str, Any]) -> None:
+        """Take in the next micro-batch.
 
         Args:
             loss: its loss; None where it had none.
+            weight: what the loss was divided by; None for a sum, 0 without a loss.
             extra: what else ``training_step`` returned, by name.
-            weight: what the loss was divided by; None for a sum.
-            rows: its samples.
         """
-        if loss is not None:
-            self._losses.append(loss.detach())
-            self._weights.append(weight)
-        if extra:
-            self._extras.append((extra, rows))
+        self._losses.append(None if loss is None else loss.detach())
+        self.weights.append(weight)
+        self._extras.append(extra)
 
     def loss(self) -> Tensor | None:
         """The loss of the batch: the weighted mean, or the sum of sums; None where there was none at all."""
-        if not self._losses:
+        had_loss = [loss is not None for loss in self._losses]
+        losses = [loss for loss in self._losses if loss is not None]
+        weights = [weight for weight, had in zip(self.weights, had_loss, strict=True) if had and weight is not None]
+        if not losses:
             return None
-        weights = [weight for weight in self._weights if weight is not None]
-        numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
-        if self._losses[0].device.type == "cpu" and len(numbers) == len(self._losses) and (total := sum(numbers)):
+        if len(weights) < len(losses):
+            return torch.stack([loss.reshape(()) for loss in losses]).sum()
+        if losses[0].device.type == "cpu" and (total := sum(float(weight) for weight in weights)):
             # on the host numbers are quicker than tensors
-            mean = sum(loss.item() * weight for loss, weight in zip(self._losses, numbers, strict=True) if weight) / total
-            return torch.tensor(mean, dtype=self._losses[0].dtype)
-        losses = torch.stack([loss.reshape(()) for loss in self._losses])
-        return weighted_mean(losses, weights) if len(weights) == len(losses) else losses.sum()
+            mean = sum(loss.item() * float(weight) for loss, weight in zip(losses, weights, strict=True) if weight) / total
+            return torch.tensor(mean, dtype=losses[0].dtype)
+        return weighted_mean(torch.stack([loss.reshape(()) for loss in losses]), weights)
 
     def extra(self, order: Sequence[int] | None) -> dict[str, Any]:
         """What else was returned.
@@ -58,12 +63,12 @@ class Outputs:
         Args:
             order: the rows of the batch in the order of the micro-batches; None where they kept theirs.
         """
-        names = dict.fromkeys(name for extra, _ in self._extras for name in extra)
+        names = dict.fromkeys(name for extra in self._extras for name in extra)
         return {name: self._join(name, order) for name in names}
 
     def _join(self, name: str, order: Sequence[int] | None) -> Any:
-        values = [extra[name] for extra, _ in self._extras if name in extra]
-        rows = [count for extra, count in self._extras if name in extra]
+        values = [extra[name] for extra in self._extras if name in extra]
+        rows = [count for extra, count in zip(self._extras, self.rows, strict=False) if name in extra]
         if all(isinstance(value, Tensor) and value.dim() > 0 for value in values):
             has_rows = [len(value) for value in values] == rows
             if has_rows and len({value.shape[1:] for value in values}) == 1:
@@ -71,7 +76,7 @@ class Outputs:
                 return joined if order is None or len(order) != len(joined) else joined[_inverse(order, joined.device)]
         elif all(_is_number(value) for value in values):
             numbers = torch.stack([torch.as_tensor(value).detach() for value in values])
-            weights = [weight for weight in self._weights if weight is not None]
+            weights = [weight for weight in self.weights if weight is not None]
             return weighted_mean(numbers, weights if len(weights) == len(values) else rows)
         return [value.detach() if isinstance(value, Tensor) else value for value in values]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,26 +27,13 @@ class Spans:
         length: columns with padding: the size of the dimension that can be trimmed.
         starts: the first column of every row that is no padding.
         stops: the column after its last.
+        told_by: the tensors that tell it, by path.
     """
 
     length: int
     starts: tuple[int, ...]
     stops: tuple[int, ...]
-
-    def keep_padding(self, left: bool, right: bool) -> Spans:
-        """The spans that take the padding on these sides for a part of the row."""
-        starts = (0,) * len(self.starts) if left else self.starts
-        stops = (self.length,) * len(self.stops) if right else self.stops
-        return Spans(self.length, starts, stops)
-
-    def columns(self, rows: Sequence[int]) -> slice:
-        """The columns that are not padding in all of ``rows``."""
-        return slice(min(self.starts[row] for row in rows), max(self.stops[row] for row in rows))
-
-    def width(self, rows: Sequence[int]) -> int:
-        """How many columns these are."""
-        columns = self.columns(rows)
-        return int(columns.stop - columns.start)
+    told_by: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def is_padded_left(self) -> bool:
@@ -58,17 +45,38 @@ class Spans:
         """Whether any row has padding behind."""
         return any(stop < self.length for stop in self.stops)
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether any row has padding."""
+        return self.is_padded_left or self.is_padded_right
+
+    def keep_padding(self, left: bool, right: bool) -> Spans:
+        """The spans that take the padding on these sides for a part of the row."""
+        starts = (0,) * len(self.starts) if left else self.starts
+        stops = (self.length,) * len(self.stops) if right else self.stops
+        return replace(self, starts=starts, stops=stops)
+
+    def columns(self, rows: Sequence[int]) -> slice:
+        """The columns that are not padding in all of ``rows``."""
+        return slice(min(self.starts[row] for row in rows), max(self.stops[row] for row in rows))
+
+    @property
+    def widths(self) -> list[int]:
+        """How many columns of every row are not padding."""
+        return [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
+
 
 def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[int, Spans]:
     """Read where the rows of a batch begin and end.
 
-    An attention mask tells it; without one, labels of -100 together with inputs that repeat one value up to the end of a row.
-    Reads values: on an accelerator this waits for the device, so it is best asked of a batch that is still on the host.
+    Attention masks tell it, and where several have the same number of columns, padding is what is padding in all of them; without
+    a mask, labels of -100 together with inputs that repeat one value up to the end of a row. Reads values: on an accelerator this
+    waits for the device, so it is best asked of a batch that is still on the host.
 
     Args:
         tensors: the tensors of a batch with one entry a row, by path. Shape (rows, columns, ...).
-        key: the path, or its last part, of a mask of shape (rows, columns), not 0 where there is no padding, or of lengths of
-            shape (rows,).
+        key: the path, or its last part, of a mask of shape (rows, columns), not 0 where there is no padding (but 0 there if it is
+            called ``key_padding_mask``), or of lengths of shape (rows,).
 
     Returns:
         The spans, by the size of the dimension that has columns. An encoder-decoder has two such dimensions. None at all where
@@ -85,33 +93,64 @@ def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[in
         found = {path: tensor for path, tensor in tensors.items() if path == key or _name(path) == key}
         if not found:
             raise LengthsNotFoundError(f"the batch has no tensor {key!r} to read lengths from: it has {', '.join(tensors)}")
-        evidence = [_explicit(path, tensor, tensors) for path, tensor in found.items()]
+        spans = _join((path, _explicit(path, tensor, tensors)) for path, tensor in found.items())
     else:
-        evidence = [tensor != 0 for path, tensor in tensors.items() if _is_mask(tensor) and _name(path) in _MASKS]
-        evidence += [tensor == 0 for path, tensor in tensors.items() if _is_mask(tensor) and _name(path).endswith(_INVERTED_MASKS)]
-        sizes = {is_token.shape[1] for is_token in evidence}
-        evidence = [is_token for is_token in evidence if _agrees(is_token, tensors)]
-        evidence += [tokens for size, tokens in _from_labels(tensors).items() if size not in sizes]
-    spans = [_spans(is_token) for is_token in evidence]
-    return {span.length: span for span in spans if span.is_padded_left or span.is_padded_right}
+        masks = _join((path, _is_token(path, mask)) for path, mask in tensors.items() if mask.dim() == 2 and _is_mask(path))
+        spans = {length: span for length, span in masks.items() if _agrees(span, tensors)}
+        spans |= _from_labels(tensors, but=masks)
+    return {length: span for length, span in spans.items() if span.is_padded}
+
+
+class Coincidences:
+    """Remembers which dimensions are no padded columns but may have as many by chance: batches where their sizes differ show it.
+
+    Twenty classes next to texts of up to twenty tokens; a source and a target that are padded to the same length.
+    """
+
+    def __init__(self) -> None:
+        self._others: dict[str, set[tuple[str, int]]] = {}
+        """Dimensions, as (path, number), that once had another size than the columns that a tensor tells of, by its path."""
+
+    def leave_out(
+        self, spans: Mapping[int, Spans], tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor]
+    ) -> dict[int, Spans]:
+        """Take in one batch. Returns its spans without those of a size that another dimension has by chance.
+
+        Args:
+            spans: as read.
+            tensors: the tensors of the batch with one entry a row, by path.
+            shared: its other tensors.
+        """
+        sizes = {(path, number): size for path, tensor in tensors.items() for number, size in enumerate(tensor.shape) if number}
+        sizes.update(((path, number), size) for path, tensor in shared.items() for number, size in enumerate(tensor.shape))
+        for span in spans.values():
+            for path in span.told_by:
+                self._others.setdefault(path, set()).update(at for at, size in sizes.items() if size != span.length)
+        strange = {length: set.intersection(*(self._others[path] for path in span.told_by)) for length, span in spans.items()}
+        return {length: span for length, span in spans.items() if not any(sizes.get(at) == length for at in strange[length])}
 
 
 def _name(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _is_mask(tensor: Tensor) -> bool:
-    return tensor.dim() == 2
+def _is_mask(path: str) -> bool:
+    return _name(path) in _MASKS or _name(path).endswith(_INVERTED_MASKS)
+
+
+def _is_token(path: str, mask: Tensor) -> Tensor:
+    return mask == 0 if _name(path).endswith(_INVERTED_MASKS) else mask != 0
 
 
 def _explicit(path: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    if _is_mask(tensor):
-        return tensor != 0
+    if tensor.dim() == 2:
+        return _is_token(path, tensor)
     if tensor.dim() == 1 and not tensor.is_floating_point():
-        longest = int(tensor.max())
+        longest = int(tensor.max()) if len(tensor) else 0
         sizes = [other.shape[1] for other in tensors.values() if other.dim() > 1 and other.shape[1] >= longest]
         if sizes:
-            return torch.arange(sizes[0], device=tensor.device) < tensor[:, None]
+            columns = longest if longest in sizes else sizes[0]  # as a rule the longest row has no padding
+            return torch.arange(columns, device=tensor.device) < tensor[:, None]
         raise LengthsNotFoundError(f"the lengths in {path!r} are up to {longest}, but no tensor of the batch has so many columns")
     raise LengthsNotFoundError(
         f"{path!r} has the shape {tuple(tensor.shape)} and type {tensor.dtype}: expected a mask of shape (rows, columns) or whole"
@@ -119,60 +158,106 @@ def _explicit(path: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tenso
     )
 
 
-def _agrees(is_token: Tensor, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the whole numbers of this shape hold one value each where the mask has padding at the ends of rows.
+def _join(evidence: Iterable[tuple[str, Tensor]]) -> dict[int, Spans]:
+    """The spans by their length. Each tensor, with its path, is True where there is a token."""
+    joined: dict[int, tuple[Tensor, tuple[str, ...]]] = {}
+    for path, is_token in evidence:
+        length = is_token.shape[1]
+        if length in joined:
+            others, told_by = joined[length]
+            joined[length] = (others | is_token, (*told_by, path))
+        elif length:
+            joined[length] = (is_token, (path,))
+    return {length: _spans(is_token, told_by) for length, (is_token, told_by) in joined.items()}
+
+
+def _spans(is_token: Tensor, told_by: tuple[str, ...]) -> Spans:
+    length = is_token.shape[1]
+    from_one = torch.arange(1, length + 1, dtype=torch.int32, device=is_token.device)
+    last = (is_token * from_one).amax(1)
+    first = length - (is_token * from_one.flip(0)).amax(1)
+    first = torch.minimum(first, (last - 1).clamp(min=0))  # a row of padding alone keeps one column
+    starts, stops = torch.stack((first, last.clamp(min=1))).tolist()
+    return Spans(length, tuple(starts), tuple(stops), told_by)
+
+
+# --- what else has to look like padding -------------------------------------------------------------------------------
+
+
+def _agrees(span: Spans, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether all whole numbers and bools with these rows and columns say nothing in the padding.
 
     Labels of a decoder can have the length of the encoder's mask by chance, and are no padding there.
     """
-    at_ends = ~(_seen_from_left(is_token) & _seen_from_right(is_token))
-    for tensor in tensors.values():
-        if tensor.shape == is_token.shape and _is_whole(tensor) and not _is_constant(tensor[at_ends]):
+    if not span.is_padded:
+        return True
+    shape, inside, padded = (len(span.starts), span.length), None, _one_padded(span)
+    for path, tensor in tensors.items():
+        if tensor.shape[:2] != shape or path in span.told_by or not _is_whole(tensor) or span.length in tensor.shape[2:]:
+            continue
+        if inside is None or inside.device != tensor.device:
+            inside = _inside(span, tensor.device)
+        is_constant = (tensor == tensor[padded]) | inside.reshape(*shape, *(1,) * (tensor.dim() - 2))
+        if not is_constant.all() and not _counts(tensor):
             return False
     return True
 
 
-def _from_labels(tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """What is no padding behind a row, by labels of -100 and inputs that repeat one value, the same in all rows."""
-    found: dict[int, Tensor] = {}
-    for labels in tensors.values():
-        if not (labels.dim() == 2 and _is_whole(labels) and labels.shape[1] > 0) or labels.shape[1] in found:
+def _one_padded(span: Spans) -> tuple[int, int]:
+    """The row and column of any padding."""
+    if span.is_padded_left:
+        return next(row for row, start in enumerate(span.starts) if start), 0
+    return next(row for row, stop in enumerate(span.stops) if stop < span.length), span.length - 1
+
+
+def _inside(span: Spans, device: torch.device) -> Tensor:
+    """True from the start to the stop of every row."""
+    bounds = torch.tensor((span.starts, span.stops), dtype=torch.int32, device=device)[..., None]
+    columns = torch.arange(span.length, dtype=torch.int32, device=device)
+    return (columns >= bounds[0]) & (columns < bounds[1])
+
+
+def _counts(tensor: Tensor) -> bool:
+    """Whether every row stays or goes up by one from column to column, as positions and segments do."""
+    if tensor.dtype == torch.bool or not _is_whole(tensor) or tensor.dim() != 2 or tensor.shape[1] < 2:
+        return False
+    lowest, highest = tensor.diff(dim=1).aminmax()
+    return int(lowest) >= 0 and int(highest) <= 1
+
+
+def _from_labels(tensors: Mapping[str, Tensor], but: Collection[int]) -> dict[int, Spans]:
+    """What is no padding behind a row, by labels of -100 and inputs that repeat one value, the same in all rows.
+
+    Of labels with other lengths than ``but``.
+    """
+    found: dict[int, Spans] = {}
+    for path, labels in tensors.items():
+        if labels.dim() != 2 or not _is_whole(labels) or labels.shape[1] in (0, *but, *found):
             continue
-        size = labels.shape[1]
+        length = labels.shape[1]
         ends_ignored = labels[:, -1] == IGNORE_INDEX
-        inputs = [other for other in tensors.values() if other is not labels and other.dim() > 1 and other.shape[1] == size]
-        if not bool(ends_ignored.any()) or not all(_is_constant(other[:, -1][ends_ignored]) for other in inputs):
+        if not bool(ends_ignored.any()):
+            continue
+        inputs = [
+            other for other in tensors.values() if other is not labels and other.shape[1:2] == (length,) and not _counts(other)
+        ]
+        if not all(_is_constant(other[:, -1][ends_ignored]) for other in inputs):
             continue
         is_token = labels != IGNORE_INDEX
         for other in inputs:
             is_token = is_token | (other != other[:, -1:]).reshape(*other.shape[:2], -1).any(-1)
         is_token[~ends_ignored, -1] = True
-        found[size] = _seen_from_right(is_token)  # only what is behind: positions count from the left
+        span = _spans(is_token, (path,)).keep_padding(left=True, right=False)  # positions count from the left
+        if min(span.stops) < length - 1:  # an end of sequence that no label asks for looks like one column of padding
+            found[length] = span
     return found
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+    """Whether it holds whole numbers or bools."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _is_constant(values: Tensor) -> bool:
     """Whether all entries along dimension 0 are the same."""
-    return len(values) == 0 or bool((values == values[0]).all())
-
-
-def _seen_from_left(is_token: Tensor) -> Tensor:
-    """True from the first token of each row on."""
-    return is_token.cumsum(1) > 0
-
-
-def _seen_from_right(is_token: Tensor) -> Tensor:
-    """True up to the last token of each row."""
-    return is_token.flip(1).cumsum(1).flip(1) > 0
-
-
-def _spans(is_token: Tensor) -> Spans:
-    columns = torch.arange(is_token.shape[1], device=is_token.device)
-    last = torch.where(is_token, columns + 1, 0).amax(1)
-    first = torch.where(is_token, columns, is_token.shape[1]).amin(1)
-    first = torch.minimum(first, (last - 1).clamp(min=0))  # a row of padding alone keeps one column
-    starts, stops = torch.stack((first, last.clamp(min=1))).tolist()
-    return Spans(is_token.shape[1], tuple(starts), tuple(stops))
+    return bool((values == values[:1]).all())

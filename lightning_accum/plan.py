@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from lightning_accum.batch_parts import UnsplittableBatchError
 from lightning_accum.memory import MicroBatchSizes
 from lightning_accum.micro_batch import Layout, Tokens
-from lightning_accum.padding import Spans, read_spans
+from lightning_accum.padding import Coincidences, Spans, read_spans
 
 MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
@@ -90,6 +90,7 @@ class Planner:
         self._trim = trim
         self._split = split
         self._warn = warn
+        self._coincidences = Coincidences()
         self._may_trim: dict[Literal["left", "right"], bool] = {}
         self._kinds: Mapping[str, str] | None = None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
@@ -102,7 +103,8 @@ class Planner:
         """See a batch that is still on the host, where its lengths can be read without waiting for a device."""
         if self._trim and self._split is None:
             layout = Layout.read(batch, self._kinds)
-            self._seen = (_shapes(layout), self._read_spans(layout))
+            if not self._fits(layout):
+                self._seen = (_shapes(layout), self._read_spans(layout))
 
     def plan(self, batch: Any, proof: Proof) -> Plan:
         """Plan one batch.
@@ -136,7 +138,8 @@ class Planner:
         return isinstance(self._size, int) and layout.size <= self._size
 
     def _read_spans(self, layout: Layout) -> dict[int, Spans]:
-        return read_spans(layout.tensors, self._trim if isinstance(self._trim, str) else None)
+        spans = read_spans(layout.tensors, self._trim if isinstance(self._trim, str) else None)
+        return self._coincidences.leave_out(spans, layout.tensors, layout.shared_tensors)
 
     # --- trimming is proven on the module before it is done ---------------------------------------------------------
 
@@ -148,13 +151,15 @@ class Planner:
             self._may_trim["left"] = self._prove("left", layout, spans, proof)
         left, right = self._may_trim.get("left", True), self._may_trim.get("right", True)
         kept = [span.keep_padding(left=not left, right=not right) for span in spans.values()]
-        return {span.length: span for span in kept if span.is_padded_left or span.is_padded_right}
+        return {span.length: span for span in kept if span.is_padded}
 
     def _prove(self, side: Literal["left", "right"], layout: Layout, spans: dict[int, Spans], proof: Proof) -> bool:
         one_side = [span.keep_padding(left=side == "right", right=side == "left") for span in spans.values()]
-        rows = sorted(range(layout.size), key=lambda row: sum(span.width((row,)) for span in one_side))[:2]
-        padded, trimmed = layout.take(rows), layout.take(rows, _kept_columns(rows, one_side))
-        found = proof(padded, trimmed)
+        widths = [sum(of_row) for of_row in zip(*(span.widths for span in one_side), strict=True)]
+        rows = sorted(range(layout.size), key=widths.__getitem__)[:2]
+        if _kept_columns(rows, one_side).keys() != _kept_columns(rows[:1], one_side).keys():
+            rows = rows[:1]  # the second has less padding, or none: the proof would be of the same batch twice
+        found = proof(layout.take(rows), layout.take(rows, _kept_columns(rows, one_side)))
         if found is not None:
             self._warn(
                 f"Padding on the {side} of rows is not trimmed: the loss of this module depends on it ({found}). Pass"
@@ -173,19 +178,24 @@ class Planner:
             key = (layout.size, size, elements)
             if self._even_pieces is None or self._even_pieces[0] != key:
                 starts = range(0, layout.size, size)
-                pieces = [Piece(slice(s, s + size), min(size, layout.size - s), elements) for s in starts]
-                self._even_pieces = (key, pieces)
+                even = [Piece(slice(s, s + size), min(size, layout.size - s), elements) for s in starts]
+                self._even_pieces = (key, even)
             return self._even_pieces[1], None
-        widest = max(spans)
-        longest_first = sorted(range(layout.size), key=lambda row: -max(span.width((row,)) for span in spans.values()))
-        pieces = []
-        while (first := sum(piece.count for piece in pieces)) < layout.size:
-            rest = longest_first[first:]
-            width = max(span.width(rest[:1]) for span in spans.values())
+        columns = _columns(layout)
+        untrimmed = 0 if columns in spans else columns  # a source keeps its columns where only its target is padded
+        widest = max(*spans, untrimmed)
+        widths = [max(untrimmed, *of_row) for of_row in zip(*(span.widths for span in spans.values()), strict=True)]
+        longest_first = sorted(range(layout.size), key=widths.__getitem__, reverse=True)
+        pieces, rest = [], longest_first
+        while rest:
+            width = widths[rest[0]]
             cost = max(1, elements * width // widest)
             allowed = min(self._rows_allowed(len(rest), width, cost), len(rest))
-            rows = rest[: self._rows_within(allowed, rest, spans.values())]
+            rows = rest[: self._rows_within(allowed, rest, untrimmed, spans.values())]
             pieces.append(Piece(rows, len(rows), cost, _kept_columns(rows, spans.values())))
+            rest = rest[len(rows) :]
+        if len(pieces) == 1:  # nothing to sort
+            return [replace(pieces[0], rows=slice(None))], None
         return pieces, longest_first
 
     def _rows_allowed(self, rows: int, width: int, cost: int) -> int:
@@ -197,13 +207,13 @@ class Planner:
                     f"A row of {width} tokens is longer than micro_batch={self._size}. It is a micro-batch of its own: leaving it"
                     " out would change the result."
                 )
-            return max(1, self._size.count // width)
+            return max(1, self._size.count // max(1, width))
         if isinstance(self._size, int):
             return self._size
         assert self._sizes is not None
         return self._sizes.size_for(cost, rows)
 
-    def _rows_within(self, allowed: int, rows: Sequence[int], spans: Iterable[Spans]) -> int:
+    def _rows_within(self, allowed: int, rows: Sequence[int], untrimmed: int, spans: Iterable[Spans]) -> int:
         """How many of the first ``rows`` keep to the tokens allowed: padded left and right, they need more columns than any has."""
         if not isinstance(self._size, Tokens):
             return allowed
@@ -211,19 +221,19 @@ class Planner:
         for count in range(1, allowed):
             for extent in extents:
                 extent.add(rows[count])
-            if max(extent.width for extent in extents) * (count + 1) > self._size.count:
+            if max(untrimmed, *(extent.width for extent in extents)) * (count + 1) > self._size.count:
                 return count
         return allowed
 
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
-        size = self._size.count if isinstance(self._size, Tokens) else self._size
-        if size == "auto":
+        if isinstance(self._size, int):
+            size = self._size
+        elif isinstance(self._size, Tokens):
+            size = self._size.count
+        else:
             assert self._sizes is not None
-            size = self._sizes.size_for(1, len(split(batch, 1)))
-        assert isinstance(size, int)
-        micro_batches = split(batch, size)
-        if not isinstance(micro_batches, Sequence) or not micro_batches:
-            raise UnsplittableBatchError(f"split={split} must return the micro-batches as a list, but returned {micro_batches!r}")
+            size = self._sizes.size_for(1, len(_cut(split, batch, 1)))
+        micro_batches = _cut(split, batch, size)
         self.description = self.description or f"cut by {getattr(split, '__name__', split)}"
         pieces = [Piece([index], size, 1) for index in range(len(micro_batches))]
 
@@ -255,6 +265,13 @@ class _Extent:
     @property
     def width(self) -> int:
         return self._stop - self._start
+
+
+def _cut(split: Split, batch: Any, size: int) -> Sequence[Any]:
+    micro_batches = split(batch, size)
+    if not isinstance(micro_batches, Sequence) or not micro_batches:
+        raise UnsplittableBatchError(f"split={split} must return the micro-batches as a list, but returned {micro_batches!r}")
+    return micro_batches
 
 
 def _kept_columns(rows: Sequence[int], spans: Iterable[Spans]) -> dict[int, slice]:

@@ -92,7 +92,7 @@ def count_samples(batch: Any) -> int | None:
     children: Iterable[Any] = ()
     if isinstance(batch, Iterator):  # a training_step that draws its own batches
         return None
-    if isinstance(batch, Mapping) or hasattr(batch, "values"):
+    if isinstance(batch, Mapping) or callable(getattr(batch, "values", None)):
         children = batch.values()
     elif isinstance(batch, (list, tuple)):
         children = batch
