@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_accum import loops
 from lightning_accum.accumulation import Accumulates, Accumulation, Policy
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.listeners import callbacks_of
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.safeguards import batch_norm_layers, zero_loss_like
 from lightning_accum.splitting import Splitting
@@ -42,7 +43,7 @@ class AccumulationMixin(Accumulates, Strategy):
         super().connect(model)
         trainer = model.trainer
         if trainer.state.fn == TrainerFn.FITTING and _callback_of(trainer) is None:
-            loops.callbacks_of(trainer).insert(0, GradientAccumulation())  # the strategy alone: default policy
+            callbacks_of(trainer).insert(0, GradientAccumulation())  # the strategy alone: default policy
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -256,7 +257,7 @@ def _already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
 
 
 def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:
-    callbacks = [callback for callback in loops.callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
+    callbacks = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
     if len(callbacks) > 1:
         raise MisconfigurationException(f"There are {len(callbacks)} GradientAccumulation callbacks in the Trainer; keep one.")
     return callbacks[0] if callbacks else None

@@ -96,7 +96,7 @@ def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[in
         spans = _join((path, _explicit(path, tensor, tensors)) for path, tensor in found.items())
     else:
         masks = _join((path, _is_token(path, mask)) for path, mask in tensors.items() if mask.dim() == 2 and _is_mask(path))
-        spans = {length: span for length, span in masks.items() if _agrees(span, tensors)}
+        spans = {length: span for length, span in masks.items() if _agrees(span, tensors, masks)}
         spans |= _from_labels(tensors, but=masks)
     return {length: span for length, span in spans.items() if span.is_padded}
 
@@ -184,16 +184,18 @@ def _spans(is_token: Tensor, told_by: tuple[str, ...]) -> Spans:
 # --- what else has to look like padding -------------------------------------------------------------------------------
 
 
-def _agrees(span: Spans, tensors: Mapping[str, Tensor]) -> bool:
+def _agrees(span: Spans, tensors: Mapping[str, Tensor], lengths: Collection[int]) -> bool:
     """Whether all whole numbers and bools with these rows and columns say nothing in the padding.
 
-    Labels of a decoder can have the length of the encoder's mask by chance, and are no padding there.
+    Labels of a decoder can have the length of the encoder's mask by chance, and are no padding there. Tensors that have one of
+    ``lengths`` in another dimension too are masks of attention, which are as they like where it is from padding.
     """
     if not span.is_padded:
         return True
     shape, inside, padded = (len(span.starts), span.length), None, _one_padded(span)
-    for path, tensor in tensors.items():
-        if tensor.shape[:2] != shape or path in span.told_by or not _is_whole(tensor) or span.length in tensor.shape[2:]:
+    of_shape = {path: tensor for path, tensor in tensors.items() if tensor.shape[:2] == shape and path not in span.told_by}
+    for tensor in of_shape.values():
+        if not _is_whole(tensor) or not set(lengths).isdisjoint(tensor.shape[2:]):
             continue
         if inside is None or inside.device != tensor.device:
             inside = _inside(span, tensor.device)

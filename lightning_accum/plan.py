@@ -184,8 +184,9 @@ class Planner:
         columns = _columns(layout)
         untrimmed = 0 if columns in spans else columns  # a source keeps its columns where only its target is padded
         widest = max(*spans, untrimmed)
-        widths = [max(untrimmed, *of_row) for of_row in zip(*(span.widths for span in spans.values()), strict=True)]
-        longest_first = sorted(range(layout.size), key=widths.__getitem__, reverse=True)
+        of_rows = list(zip(*(span.widths for span in spans.values()), strict=True))
+        widths = [max(untrimmed, *of_row) for of_row in of_rows]
+        longest_first = sorted(range(layout.size), key=lambda row: (widths[row], sum(of_rows[row])), reverse=True)
         pieces, rest = [], longest_first
         while rest:
             width = widths[rest[0]]

@@ -1,4 +1,4 @@
-"""What `lightning_accum/loops.py` relies on inside Lightning: if a release moves it, this says what, before wrong numbers do."""
+"""What `lightning_accum/loops/` relies on inside Lightning: if a release moves it, this says what, before wrong numbers do."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from support import Scalar, trainer, x
 
 import lightning_accum
@@ -43,10 +45,27 @@ def parameters(function) -> list[str]:
         (_FitLoop.on_run_end, ["self"]),
         (_FitLoop._should_accumulate, ["self"]),
         (Precision.clip_grad_by_norm, ["self", "optimizer", "clip_val"]),
+        (Precision.pre_backward, ["self", "tensor", "module"]),
+        (Precision.backward, ["self", "tensor", "model", "optimizer", "args", "kwargs"]),
+        (Precision.post_backward, ["self", "tensor", "module"]),
+        (Strategy.training_step, ["self", "args", "kwargs"]),
+        (Strategy.batch_to_device, ["self", "batch", "device", "dataloader_idx"]),
+        (_ResultCollection.update_metrics, ["self", "key", "value", "batch_size"]),
     ],
 )
 def test_signature(function, expected: list[str]) -> None:
     assert parameters(function) == expected
+
+
+def test_logged_values_go_through_log_and_update_metrics() -> None:
+    results = trainer("auto").fit_loop.epoch_loop._results
+    assert type(results) is _ResultCollection
+    log = inspect.getsource(_ResultCollection.log)
+    assert "self.update_metrics(key, value, batch_size)" in log
+    assert parameters(_ResultCollection.log)[:4] == ["self", "fx", "name", "value"]
+    assert "batch_size" in parameters(_ResultCollection.log)
+    assert "value._forward_cache" in inspect.getsource(_ResultMetric.update)
+    assert "_current_fx_name" in inspect.getsource(pl.LightningModule.log)
 
 
 def test_the_divisor_has_one_place() -> None:
@@ -95,13 +114,13 @@ def test_other_trainers_are_left_alone() -> None:
     assert type(other.fit_loop) is _FitLoop
 
 
-def test_internals_are_used_in_one_file_only() -> None:
+def test_internals_are_used_in_one_folder_only() -> None:
     package = Path(lightning_accum.__file__).parent
-    users = [
-        path.name
+    users = {
+        path.parent
         for path in package.rglob("*.py")
         if re.search(
             r"from lightning\.[\w.]+ import [^#\n]*\b_[A-Za-z]|\b(trainer|fit_loop|epoch_loop|loop)\._[a-z]", path.read_text()
         )
-    ]
-    assert users == [Path(loops.__file__).name]
+    }
+    assert users == {Path(loops.__file__).parent}

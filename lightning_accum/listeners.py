@@ -1,0 +1,43 @@
+"""Whether anybody listens: what nobody hears needs not be called, and Lightning's calls cost more than a small micro-batch."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import Strategy
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks, to read and to add to."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, unseen by type checkers
+    return callbacks
+
+
+def is_micro_batch_heard(trainer: pl.Trainer) -> bool:
+    """Whether anything would notice that training_step and backward of a micro-batch run without Lightning's calls around them.
+
+    They take several times as long as the rest of a small micro-batch: two profiler scopes, four hooks of every callback.
+    """
+    hooks, strategy, precision = ("on_before_backward", "on_after_backward"), trainer.strategy, type(trainer.precision_plugin)
+    return not (
+        type(trainer.profiler) is PassThroughProfiler  # type: ignore[attr-defined]  # set by a connector
+        and all(_is_inherited(type(callback), pl.Callback, hooks) for callback in callbacks_of(trainer))
+        and _is_inherited(type(trainer.lightning_module), pl.LightningModule, (*hooks, "backward"))
+        and _is_inherited(precision, Precision, ("pre_backward", "backward", "post_backward"))
+        and _is_inherited(type(strategy), Strategy, ("pre_backward", "post_backward", "post_training_step"))
+    )
+
+
+def is_step_bare(trainer: pl.Trainer) -> bool:
+    """Whether a training_step needs nothing around it: no wrapper of the module, no autocast."""
+    strategy = trainer.strategy
+    return (
+        type(strategy).training_step is Strategy.training_step
+        and strategy.model is trainer.lightning_module
+        and _is_inherited(type(trainer.precision_plugin), Precision, ("train_step_context", "forward_context"))
+    )
+
+
+def _is_inherited(type_: type, base: type, names: tuple[str, ...]) -> bool:
+    return all(getattr(type_, name, None) is getattr(base, name, None) for name in names)

@@ -1,0 +1,70 @@
+"""The places where Lightning's training loop decides about accumulation, handed over to the strategy.
+
+This folder is the only place that touches Lightning's internals (underscored names). All were read in Lightning 2.6.6;
+``tests/test_lightning_internals.py`` fails loudly when a release moves one.
+
+The loops of a Trainer keep their identity and their progress, since checkpoints, tuners and callbacks hold on to them: each
+gets a subclass of its own class instead of a successor.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+import lightning.pytorch as pl
+
+from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop, CountingTrainer
+from lightning_accum.loops.optimization import WindowOptimization
+from lightning_accum.loops.results import BatchResults
+
+if TYPE_CHECKING:
+    from lightning_accum.mixin import AccumulationMixin
+
+
+def install(trainer: pl.Trainer) -> None:
+    """Hand the decisions of the Trainer's fit loop over to its strategy."""
+    fit_loop = trainer.fit_loop
+    _specialise(trainer, CountingTrainer)
+    _specialise(fit_loop, AccumulatingFitLoop)
+    _specialise(fit_loop.epoch_loop, AccumulatingEpochLoop)
+    _specialise(fit_loop.epoch_loop.automatic_optimization, WindowOptimization)
+    _specialise(fit_loop.epoch_loop._results, BatchResults)
+    cast("BatchResults", fit_loop.epoch_loop._results).metrics_of_module = None
+    for loop in (fit_loop.epoch_loop, fit_loop.epoch_loop.automatic_optimization):
+        cast("AccumulatingEpochLoop | WindowOptimization", loop).strategy = cast("AccumulationMixin", trainer.strategy)
+
+
+def _specialise(instance: Any, mixin: type) -> None:
+    if not isinstance(instance, mixin):
+        instance.__class__ = _subclass(mixin, instance.__class__)
+
+
+@cache
+def _subclass(mixin: Any, base: Any) -> type:
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def loader_batches_seen(trainer: pl.Trainer) -> int:
+    """Loader batches that training has drawn so far, over all epochs."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def loader_batches_into_window(trainer: pl.Trainer) -> int:
+    """Where in its window a run goes on that was restarted in the middle of an epoch, as Lightning counts."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    ready = epoch_loop.batch_progress.current.ready
+    if not epoch_loop.restarting or ready >= trainer.num_training_batches:
+        return 0
+    return ready % trainer.accumulate_grad_batches
+
+
+def is_logging_due(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer's loggers get metrics at this optimizer step."""
+    return trainer._logger_connector.should_update_logs
+
+
+def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    """Give metrics to the Trainer's loggers, at the step that its own metrics get."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -1,0 +1,189 @@
+"""Automatic optimization of a window: one loader batch, as it is or in micro-batches, and the optimizer step at its end."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.trainer import call
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accum.batch_run import BatchRun
+from lightning_accum.gradient_norm import noting_gradient_norm
+from lightning_accum.listeners import is_micro_batch_heard, is_step_bare
+from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
+from lightning_accum.trimming import difference_by_padding
+
+if TYPE_CHECKING:
+    from lightning_accum.mixin import AccumulationMixin
+
+_NOTHING: dict[str, Any] = {}
+
+
+class WindowOptimization(_AutomaticOptimization):
+    """A loader batch adds to a window instead of being a part of one."""
+
+    strategy: AccumulationMixin
+    visited = 0
+    """The loader batch whose training_step ran last, counted from 1 over all epochs."""
+
+    @override
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        accumulation = self.strategy.accumulation
+        if accumulation is None:
+            return super()._make_closure(kwargs, optimizer, batch_idx)
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        self.visited = epoch_loop.batch_progress.total.ready
+        if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
+            accumulation.window.discard()
+        accumulation.is_boundary = not epoch_loop._should_accumulate()
+        accumulation.batch = next(iter(kwargs.values()), None)
+        if accumulation.splitting is not None:
+            accumulation.splitting.begin(accumulation.batch, partial(self._difference_by_padding, kwargs))
+        return WindowClosure(
+            self._make_step_fn(kwargs),
+            self._make_backward_fn(optimizer),
+            self._make_zero_grad_fn(batch_idx, optimizer),
+            strategy=self.strategy,
+            kwargs=kwargs,
+        )
+
+    def _difference_by_padding(self, kwargs: OrderedDict[str, Any], padded: Any, trimmed: Any) -> str | None:
+        trainer, accumulation = self.trainer, self.strategy.accumulation
+        assert accumulation is not None
+        assert accumulation.splitting is not None
+        precision = trainer.precision_plugin
+
+        def training_step(batch: Any) -> Any:
+            # in full precision, where rounding is the least; a module's loss hardly changes by what it sees of padding
+            context = nullcontext() if isinstance(precision, MixedPrecision) else precision.train_step_context()
+            with torch.enable_grad(), context, collecting_logs(trainer):
+                arguments = {**kwargs, next(iter(kwargs)): batch}
+                return call._call_lightning_module_hook(trainer, "training_step", *arguments.values())
+
+        weigh = accumulation.policy.weight
+        return difference_by_padding(
+            padded,
+            trimmed,
+            trainer.lightning_module,
+            accumulation.splitting.keeper,
+            training_step,
+            weigh if callable(weigh) else None if weigh == "auto" else lambda batch: 1.0,
+        )
+
+    @override
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+        accumulation = self.strategy.accumulation
+        if accumulation is None:
+            return super()._make_zero_grad_fn(batch_idx, optimizer)
+        if self._skip_backward or not accumulation.is_zero_grad_due:
+            return None
+
+        def zero_grad_fn() -> None:
+            if not accumulation.is_zero_grad_due:  # a micro-batch of the same batch
+                return
+            accumulation.is_zero_grad_due = False
+            self._on_before_zero_grad(optimizer)
+            self._optimizer_zero_grad(batch_idx, optimizer)
+
+        return zero_grad_fn
+
+    @override
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        if self.strategy.accumulation is None:
+            return super()._training_step(kwargs)
+        # Lightning divides the loss by accumulate_grad_batches here, and refuses None on more than one rank
+        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        if isinstance(output, Tensor):
+            return ClosureResult(output)
+        result = ClosureResult.from_training_step_output(output)
+        if isinstance(output, Mapping):
+            result.closure_loss = output["loss"]  # without a division by 1
+        return result
+
+    @override
+    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
+        strategy = self.strategy
+        if strategy.accumulation is None:
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+            return
+        with noting_gradient_norm(self.trainer, strategy.accumulation):
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+        strategy.after_optimizer_step()
+        closed = strategy.accumulation.closed
+        if closed is not None and closed.is_empty:  # no step was taken, none is counted
+            for tracker in (self.optim_progress.optimizer.step.total, self.optim_progress.optimizer.step.current):
+                tracker.ready -= 1
+                tracker.completed -= 1
+
+
+class WindowClosure(Closure):
+    """Lightning's closure (training_step, zero_grad, backward), and at a boundary the end of the window."""
+
+    def __init__(self, *functions: Any, strategy: AccumulationMixin, kwargs: OrderedDict[str, Any]) -> None:
+        super().__init__(*functions)
+        self._strategy = strategy
+        self._kwargs = kwargs
+        self._runs = 0
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        self._runs += 1
+        accumulation = self._strategy.accumulation
+        assert accumulation is not None
+        if self._runs > 1 and accumulation.boundary.size != 1:
+            raise RuntimeError(
+                "The optimizer calls its closure more than once in a step, as LBFGS does. A window of several loader batches"
+                " cannot be run again: their data is gone. Use a window of 1, or another optimizer."
+            )
+        if accumulation.plan is not None:
+            return self._run_micro_batches()
+        self._result = self.closure(*args, **kwargs)
+        window_loss = self._strategy.end_micro_batch()
+        return self._result.loss if accumulation.is_plain() else window_loss
+
+    def _run_micro_batches(self) -> Tensor | None:
+        strategy, trainer = self._strategy, self._strategy.trainer()
+        module, zero_grad, backward = trainer.lightning_module, self._zero_grad_fn, strategy.backward_without_hooks
+        batch_name, *others = self._kwargs
+        others = [self._kwargs[name] for name in others]
+        training_step = module.training_step if is_step_bare(trainer) else strategy.training_step
+
+        def run_with_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+            self._kwargs[batch_name] = batch
+            result = self.closure()
+            return result.loss, result.extra
+
+        def run_without_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+            nonlocal zero_grad
+            output = training_step(batch, *others)
+            loss, extra = (output, _NOTHING) if isinstance(output, Tensor) else _loss_and_extra(output)
+            if zero_grad is not None:
+                zero_grad()
+                zero_grad = None
+            if loss is not None:
+                backward(loss)
+            return loss, extra
+
+        if strategy.is_heard is None:
+            strategy.is_heard = is_micro_batch_heard(trainer)
+        run_micro_batch = run_with_hooks if strategy.is_heard or self._backward_fn is None else run_without_hooks
+        run = BatchRun(strategy, run_micro_batch, partial(collecting_logs, trainer), partial(show_logs, trainer))
+        with current_hook(module, "training_step"), torch.enable_grad():
+            loss, extra, window_loss = run()
+        self._result = ClosureResult(None, extra=extra)
+        self._result.loss = loss
+        return window_loss
+
+
+def _loss_and_extra(output: Any) -> tuple[Tensor | None, dict[str, Any]]:
+    result = ClosureResult.from_training_step_output(output)
+    return (output["loss"] if isinstance(output, Mapping) else None), result.extra
