@@ -42,7 +42,7 @@ class Term(NamedTuple):
     divisions: tuple[Node, ...] = ()
 
 
-NO_REDUCTION, SUM_REDUCTION = 0, 2  # at::Reduction
+NO_REDUCTION, MEAN_REDUCTION, SUM_REDUCTION = 0, 1, 2  # at::Reduction
 
 
 def _numel(node: Node) -> float:
@@ -72,6 +72,14 @@ CRITERIA: dict[str, tuple[str, Callable[[Node], Denominator]]] = {
     "MultiMarginLoss": ("multi margin loss", _rows),
     "MultilabelMarginLoss": ("multilabel margin loss", _rows),
 }
+
+
+def plain_mean(node: Node, kind: str) -> Denominator | None:
+    """What a loss that is a criterion itself, of operation ``kind``, was divided by; None where :func:`criterion_of` knows more."""
+    if node._saved_reduction != MEAN_REDUCTION:
+        return None
+    below = node.next_functions[0][0]
+    return None if below is None or kind_of(below) == "Mean" else CRITERIA[kind][1](node)
 
 
 class Operation(NamedTuple):

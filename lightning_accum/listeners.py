@@ -19,11 +19,12 @@ def is_micro_batch_heard(trainer: pl.Trainer) -> bool:
 
     They take several times as long as the rest of a small micro-batch: two profiler scopes, four hooks of every callback.
     """
-    hooks, strategy, precision = ("on_before_backward", "on_after_backward"), trainer.strategy, type(trainer.precision_plugin)
+    hooks, strategy = ("on_before_backward", "on_after_backward", "on_before_zero_grad"), trainer.strategy
+    precision = type(trainer.precision_plugin)
     return not (
         type(trainer.profiler) is PassThroughProfiler  # type: ignore[attr-defined]  # set by a connector
         and all(_is_inherited(type(callback), pl.Callback, hooks) for callback in callbacks_of(trainer))
-        and _is_inherited(type(trainer.lightning_module), pl.LightningModule, (*hooks, "backward"))
+        and _is_inherited(type(trainer.lightning_module), pl.LightningModule, (*hooks, "backward", "optimizer_zero_grad"))
         and _is_inherited(precision, Precision, ("pre_backward", "backward", "post_backward"))
         and _is_inherited(type(strategy), Strategy, ("pre_backward", "post_backward", "post_training_step"))
     )

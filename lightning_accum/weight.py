@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.denominator import Denominator, Term, UnreadableLossError
+from lightning_accum.denominator import CRITERIA, Denominator, Term, UnreadableLossError, plain_mean
 from lightning_accum.graph import Reading, read_loss, read_terms, terms_of
+from lightning_accum.nodes import kind_of
 from lightning_accum.safeguards import guard_against_zero, is_contrastive
 
 Weight: TypeAlias = Callable[[Any], Tensor]
@@ -144,6 +145,8 @@ class Weigher:
         self._warn = warn
         self._looks_for_contrast = 3  # micro-batches more: one of a single sample shows nothing
         self._factors: list[float] | None = None
+        self._plain: tuple[type, str] | None = None
+        """The node, and its operation, of a loss that is a mean criterion itself and has nothing left to be looked for."""
         self._is_warned_of_factor = False
         self.criterion: str | None = None
         """What the weight was found to be, in words; None before the first micro-batch."""
@@ -163,6 +166,10 @@ class Weigher:
         """
         if loss.grad_fn is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
             return Contribution(0.0 if loss.requires_grad else 1.0)
+        if self._plain is not None and type(loss.grad_fn) is self._plain[0]:
+            plain = plain_mean(loss.grad_fn, self._plain[1])
+            if plain is not None:
+                return Contribution(_on_host(plain))
         is_first = self.criterion is None
         if self._weight == "auto":
             try:
@@ -177,6 +184,8 @@ class Weigher:
             guard_against_zero(terms)
             self._compare_factor(terms)
             if not reading.others:
+                if not self._looks_for_contrast and terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
+                    self._plain = (type(loss.grad_fn), kind_of(loss.grad_fn))
                 return Contribution(_on_host(reading.weight))
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             return Contribution(_on_host(reading.weight), others)

@@ -91,6 +91,13 @@ class WindowOptimization(_AutomaticOptimization):
             if not accumulation.is_zero_grad_due:  # a micro-batch of the same batch
                 return
             accumulation.is_zero_grad_due = False
+            if self.strategy.is_heard is False:
+                progress = self.optim_progress.optimizer.zero_grad
+                progress.increment_ready()
+                progress.increment_started()
+                optimizer.zero_grad()
+                progress.increment_completed()
+                return
             self._on_before_zero_grad(optimizer)
             self._optimizer_zero_grad(batch_idx, optimizer)
 
