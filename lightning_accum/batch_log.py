@@ -162,16 +162,18 @@ def weighted_mean(values: Tensor, weights: Sequence[Denominator]) -> Tensor:
         >>> weighted_mean(torch.tensor([1.0, 4.0, float("nan")]), [1.0, 2.0, 0.0])
         tensor(3.)
     """
+    for weight in weights:  # to where they are: from the host to a device nobody waits
+        if isinstance(weight, Tensor) and weight.device.type != "cpu":
+            values = values.to(weight.device)
     exact = torch.float32 if values.device.type == "mps" else torch.float64
     if any(isinstance(weight, Tensor) for weight in weights):
-        weight = torch.stack([torch.as_tensor(weight, device=values.device).detach().to(exact) for weight in weights])
+        n = torch.stack([torch.as_tensor(weight, device=values.device).detach().to(exact) for weight in weights])
     else:
-        weight = torch.tensor(weights, dtype=exact, device=values.device)
-    weight = weight.reshape(-1, *[1] * (values.dim() - 1))
-    total = weight.sum(0)
-    weight = torch.where(total == 0, torch.ones_like(weight), weight)
-    parts = torch.where(weight == 0, torch.zeros_like(weight), values.to(exact) * weight)
-    return (parts.sum(0) / weight.sum(0)).to(values.dtype if values.is_floating_point() else torch.get_default_dtype())
+        n = torch.tensor(weights, dtype=exact, device=values.device)
+    n = n.reshape(-1, *[1] * (values.dim() - 1))
+    n = torch.where(n.sum(0) == 0, torch.ones_like(n), n)
+    parts = torch.where(n == 0, torch.zeros_like(n), values.to(exact) * n)
+    return (parts.sum(0) / n.sum(0)).to(values.dtype if values.is_floating_point() else torch.get_default_dtype())
 
 
 class _MetricOfBatch:

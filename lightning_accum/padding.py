@@ -248,7 +248,6 @@ def _from_labels(tensors: Mapping[str, Tensor], but: Collection[int]) -> dict[in
         is_token = labels != IGNORE_INDEX
         for other in inputs:
             is_token = is_token | (other != other[:, -1:]).reshape(*other.shape[:2], -1).any(-1)
-        is_token[~ends_ignored, -1] = True
         span = _spans(is_token, (path,)).keep_padding(left=True, right=False)  # positions count from the left
         if min(span.stops) < length - 1:  # an end of sequence that no label asks for looks like one column of padding
             found[length] = span

@@ -10,6 +10,9 @@ import torch
 from test_graph import LOSSES, Net, make
 
 from lightning_accum import TokenCount
+from lightning_accum.batch_log import BatchLog
+from lightning_accum.outputs import Outputs
+from lightning_accum.plan import Planner
 from lightning_accum.weight import Weigher
 from lightning_accum.window import Window
 
@@ -62,6 +65,36 @@ def test_explicit_weight() -> None:
     loss = meta_loss("cross entropy")
     window.add(loss, weigher(loss, {"labels": torch.zeros(2, 5, dtype=torch.long, device=META)}))
     window.reduce()
+
+
+@pytest.mark.parametrize("reads_its_lengths_on_the_host", [True, False])
+def test_splitting_a_batch_whose_lengths_were_read_on_the_host(reads_its_lengths_on_the_host: bool) -> None:
+    on_host = {"ids": torch.ones(6, 5), "attention_mask": (torch.arange(5) < torch.tensor([[1], [5], [3], [2], [4], [1]])).long()}
+    on_device = {name: tensor.to(META) for name, tensor in on_host.items()}
+    planner = Planner(2)
+    planner._may_trim = {"right": True, "left": True}  # tried out in the first batch, on the host
+    if reads_its_lengths_on_the_host:
+        planner.look_at(on_host)
+        plan = planner.plan(on_device, lambda padded, trimmed: None)
+        assert [tuple(part["ids"].shape) for part in plan] == [(2, 5), (2, 3), (2, 1)]
+    else:
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            planner.plan(on_device, lambda padded, trimmed: None)
+
+
+def test_putting_logs_and_outputs_of_a_batch_together() -> None:
+    log, outputs = BatchLog(), Outputs([2, 2])
+    for index in range(2):
+        log.micro_batch = index
+        loss = meta_loss("cross entropy")
+        log.look_at(loss)
+        log.collect("loss", loss.detach(), 2, is_batch_size_given=False)
+        outputs.add(loss, torch.ones((), device=META), {"logits": loss.new_zeros(2, 3), "scale": 2.0})
+    log.weigh(outputs.weights, outputs.rows)
+    ((name, value, size),) = log.merged(lambda name: torch.mean)
+    assert (name, value.device, size) == ("loss", META, 2)
+    assert outputs.loss().device == META
+    assert outputs.extra([3, 1, 0, 2])["logits"].shape == (4, 3)
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "masked mean", "two of the same count", "sum", "question answering"])
