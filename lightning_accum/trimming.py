@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def difference_by_padding(
         None where the losses are the same but for rounding, else what was seen.
     """
     snapshot = keeper.take()
-    found: list[float] = []
+    found: list[tuple[float, float]] = []
     try:
         for batch in (padded, trimmed):
             snapshot.restore()
@@ -45,29 +46,24 @@ def difference_by_padding(
         return f"{'without' if found else 'with'} it, training_step raises {type(error).__name__}: {error}"
     finally:
         snapshot.restore()
-    with_padding, without = found
-    if abs(with_padding - without) <= _rounding(module) * max(abs(with_padding), abs(without)):
+    (with_padding, eps), (without, _) = found
+    # sums of other lengths round otherwise, by more than one unit in the last place
+    rounding = max([eps, *(torch.finfo(p.dtype).eps for p in module.parameters() if p.is_floating_point())]) ** 0.7
+    if abs(with_padding - without) <= rounding * max(abs(with_padding), abs(without)):
         return None
     return f"{with_padding:.9g} with it, {without:.9g} without"
 
 
-def _loss_in_window(output: Any, batch: Any, weigh: Callable[[Any], Any] | None) -> float:
+def _loss_in_window(output: Any, batch: Any, weigh: Callable[[Any], Any] | None) -> tuple[float, float]:
+    """The loss times its weight, and the relative size of its last place."""
     loss = output["loss"] if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        return 0.0
+        return 0.0, 0.0
     weight: Any = 1.0
     if weigh is not None:
         weight = weigh(batch)
     else:
-        try:
+        with suppress(UnreadableLossError):  # said later, with what to do about it
             reading = read_loss(loss)
-        except UnreadableLossError:  # said later, with what to do about it
-            return loss.item()
-        weight = 1.0 if reading.weight is None else reading.weight
-    return loss.item() * float(weight)
-
-
-def _rounding(module: nn.Module) -> float:
-    """What rounding may do to a loss: more than one unit in the last place, as sums of other lengths round otherwise."""
-    eps = [torch.finfo(p.dtype).eps for p in module.parameters() if p.is_floating_point()]
-    return float(max(eps, default=torch.finfo(torch.float32).eps) ** 0.7)
+            weight = 1.0 if reading.weight is None else reading.weight
+    return loss.item() * float(weight), torch.finfo(loss.dtype).eps
