@@ -129,7 +129,8 @@ class AccumulationMixin(Accumulates, Strategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         splitting = None if self.accumulation is None else self.accumulation.splitting
-        if splitting is not None and batch is not None and self.root_device.type != "cpu" and self.trainer().training:
+        is_on_its_way = self.root_device.type != "cpu" and batch is not None
+        if splitting is not None and is_on_its_way and self.trainer().training and not self._changes_batches():
             splitting.planner.look_at(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -146,6 +147,12 @@ class AccumulationMixin(Accumulates, Strategy):
         """As :meth:`backward`, where nobody listens."""
         loss, seed = self._weigh(loss)
         torch.autograd.backward(loss, seed)
+
+    def _changes_batches(self) -> bool:
+        """Whether a batch on the device may be another than on the host: augmented, or moved by the user's own rules."""
+        hooks = ("on_after_batch_transfer", "transfer_batch_to_device")
+        module, data = self.lightning_module, getattr(self.trainer(), "datamodule", None)
+        return any(is_overridden(hook, owner) for owner in (module, data) if owner is not None for hook in hooks)
 
     def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take in the loss of a micro-batch. Returns what to call backward on, and with which gradient (None for 1)."""

@@ -10,6 +10,7 @@ from lightning_accum.batch_parts import UnsplittableBatchError
 from lightning_accum.memory import MicroBatchSizes
 from lightning_accum.micro_batch import Layout, Tokens
 from lightning_accum.padding import Coincidences, Spans, read_spans
+from lightning_accum.weight import count_samples
 
 MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
@@ -45,6 +46,7 @@ class Plan:
         pieces: what each micro-batch is made of.
         make: makes one.
         order: the rows of the batch in the order of the micro-batches; None where they keep theirs.
+        is_whole: the batch is one micro-batch, as it came.
         current: the micro-batch that was asked for last.
     """
 
@@ -52,12 +54,8 @@ class Plan:
     pieces: Sequence[Piece]
     make: Callable[[Piece], Any]
     order: list[int] | None = None
+    is_whole: bool = False
     current: int = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """The batch is one micro-batch, as it came."""
-        return len(self.pieces) == 1 and not self.pieces[0].columns
 
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches, one at a time."""
@@ -129,7 +127,8 @@ class Planner:
         pieces, order = self._pieces(layout, spans)
         if not self.description:
             self.description = self._describe(layout, bool(spans))
-        return Plan(batch, pieces, lambda piece: layout.take(piece.rows, piece.columns), order)
+        is_whole = len(pieces) == 1 and not pieces[0].columns
+        return Plan(batch, pieces, lambda piece: layout.take(piece.rows, piece.columns), order, is_whole)
 
     def _fits(self, layout: Layout) -> bool:
         """The whole batch is no larger than a micro-batch may be, padding included."""
@@ -236,13 +235,14 @@ class Planner:
             size = self._sizes.size_for(1, len(_cut(split, batch, 1)))
         micro_batches = _cut(split, batch, size)
         self.description = self.description or f"cut by {getattr(split, '__name__', split)}"
-        pieces = [Piece([index], size, 1) for index in range(len(micro_batches))]
+        counts = [min(size, count_samples(micro_batch) or size) for micro_batch in micro_batches]
+        pieces = [Piece([index], count, 1) for index, count in enumerate(counts)]
 
         def make(piece: Piece) -> Any:
             assert isinstance(piece.rows, list)
             return micro_batches[piece.rows[0]]
 
-        return Plan(batch, pieces, make)
+        return Plan(batch, pieces, make, is_whole=len(micro_batches) == 1 and micro_batches[0] is batch)
 
     def _describe(self, layout: Layout, is_sorted: bool) -> str:
         parts = ["longest rows first, trimmed to the longest of each"] if is_sorted else []

@@ -526,11 +526,14 @@ def test_a_function_is_not_asked_before_its_turn_and_says_its_name() -> None:
     assert planned.description == "cut by in_halves"
 
 
-def test_what_a_function_returns_as_one_is_the_whole_batch() -> None:
+def test_what_a_function_returns_as_one_runs_as_it_was_returned() -> None:
     batch = Opaque(1, 2)
     plan = planner(8, split=by_rows).plan(batch, Proofs())
-    assert plan.is_whole
-    assert list(plan) == [batch]
+    assert [part.rows for part in plan] == [(1, 2)]
+    assert not plan.is_whole
+    unchanged = planner(8, split=lambda batch, size: [batch]).plan(batch, Proofs())
+    assert unchanged.is_whole
+    assert list(unchanged) == [batch]
 
 
 @pytest.mark.parametrize("size", [2, Tokens(3), "auto"])
