@@ -10,7 +10,7 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Tokens:
             raise ValueError(f"Tokens(count) must be an int of at least 1, but count={self.count!r}")
 
 
-Take: TypeAlias = "Callable[[_Cut], Any]"
+Take: TypeAlias = "Callable[[Any, Cut], Any]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +54,7 @@ class Layout:
         shared_tensors: the tensors with a dimension 0 that is not the rows, by path.
         kinds: what each part is, by path: a ``tensor`` (or array) with rows; a list that is ``rows``, one entry a sample; a
             ``container`` of other parts; or ``shared`` by all rows.
+        pattern: what of it other batches can have too.
 
     Example:
         >>> layout = Layout.read({"x": torch.arange(6).reshape(3, 2), "name": ["a", "b", "c"], "rate": 0.5})
@@ -68,7 +69,8 @@ class Layout:
     tensors: dict[str, Tensor] = field(repr=False)
     shared_tensors: dict[str, Tensor] = field(repr=False)
     kinds: dict[str, str]
-    _take: Take = field(repr=False)
+    _batch: Any = field(repr=False)
+    pattern: Pattern = field(repr=False)
 
     @classmethod
     def read(cls, batch: Any, known: Mapping[str, str] | None = None) -> Layout:
@@ -91,7 +93,8 @@ class Layout:
         take = _compile(root)
         assert take is not None  # it has rows
         kinds = {**known, **{part.path: part.kind for part in parts}}
-        return cls(size, tensors["tensor"], tensors["shared"], kinds, take)
+        pattern = Pattern(size, tuple(tensors["tensor"]), tuple(tensors["shared"]), kinds, _signature(batch), take)
+        return cls(size, tensors["tensor"], tensors["shared"], kinds, batch, pattern)
 
     def take(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None = None) -> Any:
         """A batch of the same types with some of the rows. The batch that was read stays as it is.
@@ -102,10 +105,47 @@ class Layout:
                 are the dimensions after 0; where a floating tensor has size ``L`` in dimension 1 the others stay, for they are
                 features. In shared tensors they are all dimensions.
         """
-        return self._take(_Cut(rows, columns))
+        return self.make(Cut(rows, columns))
+
+    def make(self, cut: Cut) -> Any:
+        """As :meth:`take`, for what was cut out before of a batch of the same shapes."""
+        return self.pattern.take(self._batch, cut)
 
 
-class _Cut:
+class Pattern(NamedTuple):
+    """A layout without the batch that it was read from, so that no batch is kept alive."""
+
+    size: int
+    tensors: tuple[str, ...]
+    shared_tensors: tuple[str, ...]
+    kinds: dict[str, str]
+    signature: tuple[Any, ...] | None
+    take: Take
+
+    def of(self, batch: Any) -> Layout | None:
+        """The layout of another batch, where it can be told at a glance: tensors of the same shapes in a tuple, list or dict."""
+        if self.signature is None or _signature(batch) != self.signature:
+            return None
+        named = batch if isinstance(batch, dict) else {f"[{index}]": value for index, value in enumerate(batch)}
+        tensors, shared = ({path: named[path] for path in paths} for paths in (self.tensors, self.shared_tensors))
+        return Layout(self.size, tensors, shared, self.kinds, batch, self)
+
+
+def _signature(batch: Any) -> tuple[Any, ...] | None:
+    """What batches of one layout have in common; None where more has to be looked at."""
+    is_dict = type(batch) is dict
+    if not (is_dict or type(batch) is tuple or type(batch) is list):
+        return None
+    values = list(batch.values() if is_dict else batch)
+    if not all(type(value) is Tensor and not value.is_nested for value in values):
+        return None
+    keys = tuple(batch) if is_dict else ()
+    if not all(type(key) is str for key in keys):
+        return None
+    return type(batch), keys, tuple(value.shape for value in values), tuple(value.dtype for value in values)
+
+
+class Cut:
     """What is kept for one micro-batch, applied to one leaf at a time."""
 
     def __init__(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None) -> None:
@@ -122,6 +162,7 @@ class _Cut:
             self.tensor = self._select
 
     def shared(self, value: Tensor) -> Tensor:
+        """What is kept of a tensor without rows."""
         if self._columns.keys().isdisjoint(value.shape):
             return value
         return value[tuple(self._columns.get(size, slice(None)) for size in value.shape)]
@@ -159,12 +200,11 @@ def _compile(part: Part) -> Take | None:
     if part.problem:
         raise UnsplittableBatchError.because(f"{part}, {part.problem}")
     if part.kind == "rows":
-        make = _maker_of(value)
-        return lambda cut: make(cut.entries(value))
+        return lambda value, cut: _maker_of(value)(cut.entries(value))
     if part.kind == "tensor":
-        return lambda cut: cut.tensor(value)
+        return lambda value, cut: cut.tensor(value)
     if part.kind == "shared":
-        return (lambda cut: cut.shared(value)) if isinstance(value, Tensor) and value.dim() else None
+        return (lambda value, cut: cut.shared(value)) if isinstance(value, Tensor) and value.dim() else None
     takes = [(inner, take) for inner in part.parts if (take := _compile(inner))]
     try:
         return _rebuild(value, takes) if takes else None
@@ -177,30 +217,29 @@ def _rebuild(value: Any, takes: list[tuple[Part, Take]]) -> Take:
     items = [(part.key, take) for part, take in takes if not part.is_attribute]
     attributes = [(part.key, take) for part, take in takes if part.is_attribute]
     if isinstance(value, (list, tuple)):
-        make = _maker_of(value)
 
-        def rebuilt(cut: _Cut) -> Any:
+        def rebuilt(value: Any, cut: Cut) -> Any:
             entries = list(value)
             for index, take in items:
-                entries[index] = take(cut)
-            return make(entries)
+                entries[index] = take(entries[index], cut)
+            return _maker_of(value)(entries)
 
-        make(value)  # now, rather than in the middle of a window
+        _maker_of(value)(value)  # now, rather than in the middle of a window
         return rebuilt
     if isinstance(value, Mapping) and not isinstance(value, (dict, UserDict)):
         new = type(value)
         new(dict(value))  # type: ignore[call-arg]
-        return lambda cut: new({**value, **{key: take(cut) for key, take in items}})  # type: ignore[call-arg]
+        return lambda value, cut: new({**value, **{key: take(value[key], cut) for key, take in items}})  # type: ignore[call-arg]
     second_names = [name for name in getattr(value, "__dict__", {}) if items and name in value]
 
-    def copied(cut: _Cut) -> Any:
+    def copied(value: Any, cut: Cut) -> Any:
         made = copy.copy(value)
         for key, take in items:
-            made[key] = take(cut)
+            made[key] = take(value[key], cut)
         for name in second_names:  # `batch.labels` for `batch["labels"]`
             made.__dict__[name] = made[name]
         for name, take in attributes:
-            object.__setattr__(made, name, take(cut))  # also where the class is frozen
+            object.__setattr__(made, name, take(getattr(value, name), cut))  # also where the class is frozen
         return made
 
     copy.copy(value)
@@ -208,10 +247,10 @@ def _rebuild(value: Any, takes: list[tuple[Part, Take]]) -> Take:
 
 
 def _maker_of(value: Sequence[Any]) -> Callable[[Any], Any]:
+    if type(value) is tuple or type(value) is list:
+        return type(value)
     if isinstance(value, tuple):
         return getattr(value, "_make", type(value))
-    if type(value) is list:
-        return list
 
     def copied(entries: Any) -> Any:
         made: Any = copy.copy(value)

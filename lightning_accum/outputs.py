@@ -7,6 +7,7 @@ from numbers import Number
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_accum.batch_log import weighted_mean
@@ -37,7 +38,8 @@ class Outputs:
         """
         self._losses.append(None if loss is None else loss.detach())
         self.weights.append(weight)
-        self._extras.append(extra)
+        # a part of the graph that is not below the loss would keep what it saved for a backward that never comes
+        self._extras.append(apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra)
 
     def loss(self) -> Tensor | None:
         """The loss of the batch: the weighted mean, or the sum of sums; None where there was none at all."""
@@ -72,13 +74,13 @@ class Outputs:
         if all(isinstance(value, Tensor) and value.dim() > 0 for value in values):
             has_rows = [len(value) for value in values] == rows
             if has_rows and len({value.shape[1:] for value in values}) == 1:
-                joined = torch.cat([value.detach() for value in values])
+                joined = torch.cat(values)
                 return joined if order is None or len(order) != len(joined) else joined[_inverse(order, joined.device)]
         elif all(_is_number(value) for value in values):
-            numbers = torch.stack([torch.as_tensor(value).detach() for value in values])
+            numbers = torch.stack([torch.as_tensor(value) for value in values])
             weights = [weight for weight in self.weights if weight is not None]
             return weighted_mean(numbers, weights if len(weights) == len(values) else rows)
-        return [value.detach() if isinstance(value, Tensor) else value for value in values]
+        return values
 
 
 def _is_number(value: Any) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from lightning_accum.batch_parts import UnsplittableBatchError
 from lightning_accum.memory import MicroBatchSizes
-from lightning_accum.micro_batch import Layout, Tokens
+from lightning_accum.micro_batch import Cut, Layout, Pattern, Tokens
 from lightning_accum.padding import Coincidences, Spans, read_spans
 from lightning_accum.weight import count_samples
 
@@ -35,6 +36,11 @@ class Piece:
     count: int
     cost: int
     columns: Mapping[int, slice] = field(default_factory=dict)
+
+    @cached_property
+    def cut(self) -> Cut:
+        """What is taken of a batch."""
+        return Cut(self.rows, self.columns)
 
 
 @dataclass
@@ -90,7 +96,7 @@ class Planner:
         self._warn = warn
         self._coincidences = Coincidences()
         self._may_trim: dict[Literal["left", "right"], bool] = {}
-        self._kinds: Mapping[str, str] | None = None
+        self._pattern: Pattern | None = None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._warned_of_long_rows = False
         self._even_pieces: tuple[tuple[int, int, int], list[Piece]] | None = None
@@ -100,7 +106,7 @@ class Planner:
     def look_at(self, batch: Any) -> None:
         """See a batch that is still on the host, where its lengths can be read without waiting for a device."""
         if self._trim and self._split is None:
-            layout = Layout.read(batch, self._kinds)
+            layout = self._layout_of(batch)
             if not self._fits(layout):
                 self._seen = (_shapes(layout), self._read_spans(layout))
 
@@ -118,8 +124,7 @@ class Planner:
         seen, self._seen = self._seen, None
         if self._split is not None:
             return self._plan_by_function(batch, self._split)
-        layout = Layout.read(batch, self._kinds)
-        self._kinds = layout.kinds
+        layout = self._layout_of(batch)
         spans: dict[int, Spans] = {}
         if self._trim and not self._fits(layout):
             spans = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
@@ -128,7 +133,15 @@ class Planner:
         if not self.description:
             self.description = self._describe(layout, bool(spans))
         is_whole = len(pieces) == 1 and not pieces[0].columns
-        return Plan(batch, pieces, lambda piece: layout.take(piece.rows, piece.columns), order, is_whole)
+        return Plan(batch, pieces, lambda piece: layout.make(piece.cut), order, is_whole)
+
+    def _layout_of(self, batch: Any) -> Layout:
+        known = self._pattern
+        layout = None if known is None else known.of(batch)
+        if layout is None:
+            layout = Layout.read(batch, None if known is None else known.kinds)
+            self._pattern = layout.pattern
+        return layout
 
     def _fits(self, layout: Layout) -> bool:
         """The whole batch is no larger than a micro-batch may be, padding included."""
