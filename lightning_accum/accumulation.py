@@ -154,7 +154,7 @@ class Accumulation:
             The ``gradient`` for its backward; None for plain 1.
         """
         self._has_loss = True
-        if self.is_plain():
+        if self.plan is None and self.is_plain():
             self._note_plain(loss)
             return None
         contribution = self.weigher(loss, self.batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -74,20 +74,17 @@ class BatchRun:
         ends_window = self._ends_window and not accumulation.splitting.is_retried
         last, window_loss = len(plan.pieces) - 1, None
         outputs, run_micro_batch = Outputs([piece.count for piece in plan.pieces]), self._run_micro_batch
-        accumulation.is_boundary = False
+        no_sync, has_sync = strategy.blocked, strategy.world_size > 1
         with self._collecting() as log:
             for index, micro_batch in enumerate(plan):
                 accumulation.begin_micro_batch(micro_batch)
                 log.micro_batch = index
-                if index == last and ends_window:
-                    accumulation.is_boundary = True
+                is_last = index == last
+                accumulation.is_boundary = is_last and ends_window
+                with no_sync() if has_sync and not accumulation.is_boundary else nullcontext():
                     loss, extra = run_micro_batch(micro_batch)
-                    window_loss = strategy.end_micro_batch()
-                else:
-                    with strategy.blocked():
-                        loss, extra = run_micro_batch(micro_batch)
-                        if loss is None or index == last:
-                            strategy.end_micro_batch()
+                    if is_last or loss is None:
+                        window_loss = strategy.end_micro_batch()
                 outputs.add(loss, accumulation.weight, extra)
                 del loss, extra, micro_batch  # before the next forward
         log.weigh(outputs.weights, outputs.rows)

@@ -20,13 +20,24 @@ def is_micro_batch_heard(trainer: pl.Trainer) -> bool:
     They take several times as long as the rest of a small micro-batch: two profiler scopes, four hooks of every callback.
     """
     hooks, strategy = ("on_before_backward", "on_after_backward", "on_before_zero_grad"), trainer.strategy
-    precision = type(trainer.precision_plugin)
     return not (
         type(trainer.profiler) is PassThroughProfiler  # type: ignore[attr-defined]  # set by a connector
-        and all(_is_inherited(type(callback), pl.Callback, hooks) for callback in callbacks_of(trainer))
-        and _is_inherited(type(trainer.lightning_module), pl.LightningModule, (*hooks, "backward", "optimizer_zero_grad"))
-        and _is_inherited(precision, Precision, ("pre_backward", "backward", "post_backward"))
-        and _is_inherited(type(strategy), Strategy, ("pre_backward", "post_backward", "post_training_step"))
+        and all(_is_inherited(callback, pl.Callback, hooks) for callback in callbacks_of(trainer))
+        and _is_inherited(trainer.lightning_module, pl.LightningModule, (*hooks, "backward", "optimizer_zero_grad"))
+        and _is_inherited(trainer.precision_plugin, Precision, ("pre_backward", "backward", "post_backward"))
+        and _is_inherited(strategy, Strategy, ("pre_backward", "post_backward", "post_training_step"))
+    )
+
+
+def is_step_heard(trainer: pl.Trainer) -> bool:
+    """Whether anything would notice that the optimizer steps without what Lightning has between the gradients and the step."""
+    hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
+    own = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients", "clip_gradients")
+    return not (
+        not trainer.gradient_clip_val
+        and all(_is_inherited(callback, pl.Callback, hooks[:1]) for callback in callbacks_of(trainer))
+        and _is_inherited(trainer.lightning_module, pl.LightningModule, hooks)
+        and _is_inherited(trainer.precision_plugin, Precision, own)
     )
 
 
@@ -36,9 +47,10 @@ def is_step_bare(trainer: pl.Trainer) -> bool:
     return (
         type(strategy).training_step is Strategy.training_step
         and strategy.model is trainer.lightning_module
-        and _is_inherited(type(trainer.precision_plugin), Precision, ("train_step_context", "forward_context"))
+        and _is_inherited(trainer.precision_plugin, Precision, ("train_step_context", "forward_context"))
     )
 
 
-def _is_inherited(type_: type, base: type, names: tuple[str, ...]) -> bool:
-    return all(getattr(type_, name, None) is getattr(base, name, None) for name in names)
+def _is_inherited(instance: object, base: type, names: tuple[str, ...]) -> bool:
+    own = vars(instance)
+    return all(getattr(type(instance), n, None) is getattr(base, n, None) and own.get(n) is None for n in names)

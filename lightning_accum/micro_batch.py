@@ -216,6 +216,9 @@ def _rebuild(value: Any, takes: list[tuple[Part, Take]]) -> Take:
     """Make a container anew, and put what is taken of its parts into the new one."""
     items = [(part.key, take) for part, take in takes if not part.is_attribute]
     attributes = [(part.key, take) for part, take in takes if part.is_attribute]
+    if type(value) in (list, tuple) and len(items) == len(value):
+        all_takes = [take for _, take in items]
+        return lambda value, cut: type(value)([take(entry, cut) for take, entry in zip(all_takes, value, strict=True)])
     if isinstance(value, (list, tuple)):
 
         def rebuilt(value: Any, cut: Cut) -> Any:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_accum import loops
 from lightning_accum.accumulation import Accumulates, Accumulation, Policy
 from lightning_accum.callback import GradientAccumulation
-from lightning_accum.listeners import callbacks_of
+from lightning_accum.listeners import callbacks_of, is_step_heard
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.safeguards import batch_norm_layers, zero_loss_like
 from lightning_accum.splitting import Splitting
@@ -71,6 +71,7 @@ class AccumulationMixin(Accumulates, Strategy):
         self._takes_gradient = not is_overridden("backward", module)
         self._is_announced = False
         self.is_heard = None
+        self._is_step_heard: bool | None = None
 
     def _splitting(self, module: pl.LightningModule) -> Splitting | None:
         policy = self.policy
@@ -241,7 +242,11 @@ class AccumulationMixin(Accumulates, Strategy):
         loss = closure()
         if self.accumulation.closed is not None and self.accumulation.closed.is_empty:
             return loss  # nothing had any weight: optimizer and hooks see no step
-        return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
+        if self._is_step_heard is None:
+            self._is_step_heard = is_step_heard(self.trainer())
+        if self._is_step_heard:
+            return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
+        return optimizer.step(_already_run(closure, loss), **kwargs)
 
     def after_optimizer_step(self) -> None:
         """Count the step, if it really happened."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,7 @@ class Window:
         self.flag = False
         """Something that all ranks are to know of when the window ends; it travels with the weights."""
         self._reference: float | None = None
+        self._seed: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
         self.discard()
 
@@ -99,7 +101,10 @@ class Window:
             return None
         if isinstance(weight, Tensor):
             return (weight / reference).to(loss.dtype).reshape(loss.shape)
-        return torch.full(loss.shape, weight / reference, dtype=loss.dtype, device=loss.device)
+        key = (weight / reference, loss.shape, loss.dtype, loss.device)
+        if self._seed is None or self._seed[0] != key:
+            self._seed = (key, torch.full(loss.shape, key[0], dtype=loss.dtype, device=loss.device))
+        return self._seed[1]
 
     def rewind(self, micro_batches: int) -> None:
         """Forget all but the first ``micro_batches`` with a loss."""
