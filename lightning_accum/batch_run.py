@@ -74,14 +74,15 @@ class BatchRun:
         ends_window = self._ends_window and not accumulation.splitting.is_retried
         last, window_loss = len(plan.pieces) - 1, None
         outputs, run_micro_batch = Outputs([piece.count for piece in plan.pieces]), self._run_micro_batch
-        no_sync, has_sync = strategy.blocked, strategy.world_size > 1
+        no_sync, has_sync, nothing = strategy.blocked, strategy.world_size > 1, nullcontext()
         with self._collecting() as log:
             for index, micro_batch in enumerate(plan):
                 accumulation.begin_micro_batch(micro_batch)
                 log.micro_batch = index
                 is_last = index == last
                 accumulation.is_boundary = is_last and ends_window
-                with no_sync() if has_sync and not accumulation.is_boundary else nullcontext():
+                blocked = no_sync() if has_sync and not accumulation.is_boundary else nothing
+                with blocked:
                     loss, extra = run_micro_batch(micro_batch)
                     if is_last or loss is None:
                         window_loss = strategy.end_micro_batch()

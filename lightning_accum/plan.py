@@ -150,7 +150,11 @@ class Planner:
         return isinstance(self._size, int) and layout.size <= self._size
 
     def _read_spans(self, layout: Layout) -> dict[int, Spans]:
-        spans = read_spans(layout.tensors, self._trim if isinstance(self._trim, str) else None)
+        key = self._trim if isinstance(self._trim, str) else None
+        tensors = layout.tensors.items()
+        if key is None and not any("mask" in path or (t.dim() > 1 and not t.is_floating_point()) for path, t in tensors):
+            return {}
+        spans = read_spans(layout.tensors, key)
         return self._coincidences.leave_out(spans, layout.tensors, layout.shared_tensors)
 
     # --- trimming is proven on the module before it is done ---------------------------------------------------------
