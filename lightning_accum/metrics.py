@@ -75,8 +75,7 @@ class WindowMetrics:
         as_tensors = torch.tensor(list(numbers.values()), dtype=accumulation.window.dtype).unbind()
         shown = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
         shown.update(zip(numbers, as_tensors, strict=True))
-        self._trainer.callback_metrics.update(shown)
-        self._trainer.logged_metrics.update(shown)
+        loops.show_metrics(self._trainer, shown)
         self._in_bar = {"window/loss": closed.loss, "window/optimizer_steps": _Whole(steps)}
         if self._trainer.loggers and loops.is_logging_due(self._trainer):
             loops.log_metrics(self._trainer, {name: float(value) for name, value in metrics.items()})

@@ -9,10 +9,12 @@ gets a subclass of its own class instead of a successor.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop, CountingTrainer
 from lightning_accum.loops.optimization import WindowOptimization
@@ -62,6 +64,13 @@ def loader_batches_into_window(trainer: pl.Trainer) -> int:
 def is_logging_due(trainer: pl.Trainer) -> bool:
     """Whether the Trainer's loggers get metrics at this optimizer step."""
     return trainer._logger_connector.should_update_logs
+
+
+def show_metrics(trainer: pl.Trainer, metrics: Mapping[str, Tensor]) -> None:
+    """Add to ``trainer.callback_metrics`` and ``logged_metrics``, which as properties look through all that was logged first."""
+    connector = trainer._logger_connector
+    connector._callback_metrics.update(metrics)
+    connector._logged_metrics.update(metrics)
 
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:

@@ -37,6 +37,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -348,6 +349,30 @@ def table(sides: dict[str, Side], measured: dict[str, list[Result]]) -> str:
     return "\n".join(lines)
 
 
+def draw(sides: dict[str, Side], measured: dict[str, list[Result]], path: Path) -> None:
+    """A bar for each side: the median of its rounds, with the slowest and the quickest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")
+    for place, key in enumerate(sides):
+        speeds = [result.speed for result in measured[key]]
+        middle = statistics.median(speeds)
+        spread = [[middle - min(speeds)], [max(speeds) - middle]]
+        is_ours = key in OURS or key == "c"
+        axes.barh(place, middle, xerr=spread, color="tab:blue" if is_ours else "tab:gray", ecolor="0.3", capsize=2)
+        axes.text(max(speeds), place, f"  {middle:.0f}", va="center", fontsize=9)
+    axes.set_yticks(range(len(sides)), [side.name for side in sides.values()])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("tokens a second, padding not counted (one CPU core; range of the rounds)")
+    axes.set_title(f"Batches of {ROWS} sequences of very different lengths, split: blue with this package", fontsize=10, loc="left")
+    figure.savefig(path, dpi=150)
+
+
 def _quartiles(numbers: list[float]) -> list[float]:
     return statistics.quantiles(numbers, n=4) if len(numbers) > 1 else numbers * 3
 
@@ -362,6 +387,7 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=0.9, help="of the logarithms of the lengths (default: 0.9)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
     parser.add_argument("--quick", action="store_true", help="one round with lengths of a quarter: to see that it works")
+    parser.add_argument("--figure", type=Path, help="where to draw the medians")
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),
@@ -392,6 +418,8 @@ def main() -> None:
         f" {torch.__version__}"
     )
     print(table(sides, measured))
+    if arguments.figure is not None:
+        draw(sides, measured, arguments.figure)
 
 
 if __name__ == "__main__":

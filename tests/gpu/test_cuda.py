@@ -135,6 +135,7 @@ def test_no_micro_batch_waits_for_the_device() -> None:
 
         patch.setattr(strategy_close, close)
         try:
-            fit(module, BATCHES, micro_batch=4)
+            run = fit(module, BATCHES, micro_batch=4)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert run.global_step == 2 * len(BATCHES)
