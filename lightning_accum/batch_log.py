@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+from torchmetrics.wrappers import MinMaxMetric, Running
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_accum.denominator import Denominator, UnreadableLossError
 from lightning_accum.graph import read_loss
@@ -26,8 +29,16 @@ _FOLDS: dict[Callable[..., Any], Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(slots=True)
+class _OfMetric:
+    """The metric that a logged value is of, and the name or index in what it computes; None where it is all of that."""
+
+    metric: Metric
+    path: Any = None
+
+
+@dataclass(slots=True)
 class _Entry:
-    """One name, over the micro-batches."""
+    """One name, over the micro-batches; logged again in a micro-batch, it is another entry."""
 
     values: list[Tensor] = field(default_factory=list)
     weights: list[Denominator | None] = field(default_factory=list)
@@ -35,8 +46,9 @@ class _Entry:
     batch_sizes: list[int] = field(default_factory=list)
     is_batch_size_given: bool = False
     is_sum: bool = False
+    last_micro_batch: int = -1
     metric: Metric | None = None
-    metric_of_value: Metric | None = None
+    of_metric: _OfMetric | None = None
 
 
 class BatchLog:
@@ -44,7 +56,8 @@ class BatchLog:
 
     A mean is weighted: a value with a graph by its own denominator, another by the ``batch_size`` that it was logged with, and
     by the weight of the loss where none was given. ``reduce_fx`` sum, min and max are applied as they are. A
-    :class:`torchmetrics.Metric` that shows its value of the step shows that of the whole batch.
+    :class:`torchmetrics.Metric` that shows its value of the step shows that of the whole batch. A name that is logged several
+    times in a step keeps its values apart: the first of each micro-batch make the first of the batch, and so on.
 
     Args:
         metrics: the metrics of the module.
@@ -55,12 +68,17 @@ class BatchLog:
         self.shown = set() if shown is None else shown
         """The metrics, by their id, whose value of the step is shown: found out in the first batch, kept by the caller."""
         self._metrics = metrics
-        self._entries: dict[str, _Entry] = {}
+        self.registered: dict[str, Any] = {}
+        """What the caller has made for new names, to be registered when they are shown."""
+        self._entries: dict[tuple[str, int], _Entry] = {}
         self.micro_batch = 0
         """The micro-batch under way."""
         self._weights: Sequence[Denominator | None] = ()
         self._rows: Sequence[int] = ()
-        self._of_value: tuple[Denominator | None, bool, Metric | None] = (None, False, None)
+        self._of_value: tuple[Denominator | None, bool, _OfMetric | None] = (None, False, None)
+        self._caches_before = [vars(metric).get("_forward_cache") for metric in metrics]
+        for metric in metrics:
+            metric._forward_cache = None  # what is there at a log is of this batch
         of_batch = (metric for metric in metrics if id(metric) in self.shown or not metric.update_called)
         self._of_batch = {id(metric): _MetricOfBatch(metric) for metric in of_batch}
 
@@ -71,29 +89,36 @@ class BatchLog:
         self._of_value = (None, False, None)
         if not isinstance(value, Tensor):
             return
+        for metric in self._metrics:  # `self.log("accuracy", self.accuracy(logits, target))`
+            for path in _paths_to(value, vars(metric).get("_forward_cache")):
+                self._of_value = (None, False, _OfMetric(metric, path))
+                return
         if value.grad_fn is not None:
             with suppress(UnreadableLossError):
                 weight = read_loss(value).weight
                 self._of_value = (weight, weight is None, None)
-        else:  # `self.log("accuracy", self.accuracy(logits, target))`
-            self._of_value = (None, False, next((m for m in self._metrics if vars(m).get("_forward_cache") is value), None))
 
     def collect(self, key: str, value: Tensor | Metric, batch_size: int, is_batch_size_given: bool) -> None:
         """Take in one logged value."""
-        entry = self._entries.setdefault(key, _Entry())
-        weight, is_sum, entry.metric_of_value = self._of_value
+        number = 0
+        while (entry := self._entries.setdefault((key, number), _Entry())).last_micro_batch == self.micro_batch:
+            number += 1
+        entry.last_micro_batch = self.micro_batch
+        entry.batch_sizes.append(batch_size)
+        entry.is_batch_size_given |= is_batch_size_given
+        weight, is_sum, entry.of_metric = self._of_value
         self._of_value = (None, False, None)
         if isinstance(value, Metric):
-            entry.metric = entry.metric_of_value = value
+            entry.metric, entry.of_metric = value, _OfMetric(value)
             cached: Any = value._forward_cache
-            value = cached if isinstance(cached, Tensor) else torch.zeros(())
+            if not isinstance(cached, Tensor):  # only updated: it has no value of the step
+                return
+            value = cached
         elif weight is None and is_batch_size_given:
             weight = batch_size
         entry.values.append(value)
         entry.weights.append(weight)
         entry.micro_batches.append(self.micro_batch)
-        entry.batch_sizes.append(batch_size)
-        entry.is_batch_size_given |= is_batch_size_given
         entry.is_sum |= is_sum
 
     # --- at the end of the batch ------------------------------------------------------------------------------------
@@ -107,25 +132,31 @@ class BatchLog:
         """
         self._weights, self._rows = weights, rows
 
-    def merged(self, reduce_fx: Callable[[str], Callable[..., Any]]) -> Iterable[tuple[str, Tensor | Metric, int]]:
+    def merged(
+        self, reduce_fx: Callable[[str], Callable[..., Any]], is_synced: Callable[[str], bool] = lambda key: False
+    ) -> Iterable[tuple[str, Tensor | Metric, int]]:
         """What the whole batch logs.
 
         Args:
             reduce_fx: tells how the values of a name are reduced.
+            is_synced: tells whether a name is reduced over several ranks.
 
         Yields:
-            Name, value and the number of samples, in the order of logging.
+            Name, value and the number of samples, in the order of logging. Those that are synced come last and sorted: which
+            was logged first differs by rank where it depends on the micro-batch, and ranks pair their reductions by order.
         """
-        for key, entry in self._entries.items():
+        entries = sorted(self._entries.items(), key=lambda item: (True, *item[0]) if is_synced(item[0][0]) else (False, "", 0))
+        for (key, _), entry in entries:
             total = sum(entry.batch_sizes) if entry.is_batch_size_given else entry.batch_sizes[0]
-            of_batch = self._of_batch.get(id(entry.metric_of_value))
-            of_step = None if of_batch is None else of_batch.value
-            if entry.metric is None:
-                yield key, self._fold(entry, reduce_fx(key)) if of_step is None else of_step, total
-            else:
-                cached: Any = self._fold(entry, torch.mean) if of_step is None else of_step
-                entry.metric._forward_cache = cached
-                yield key, entry.metric, total
+            if entry.values:
+                of_step = self._of_step(entry)
+                folded = self._fold(entry, torch.mean if entry.metric else reduce_fx(key)) if of_step is None else of_step
+                if entry.metric is None:
+                    yield key, folded, total
+                    continue
+                entry.metric._forward_cache = folded  # type: ignore[assignment]  # torchmetrics types it as None
+            assert entry.metric is not None
+            yield key, entry.metric, total
 
     def close(self, is_shown: Callable[[str], bool]) -> None:
         """Give the metrics of the module back what they held before the batch.
@@ -133,14 +164,31 @@ class BatchLog:
         Args:
             is_shown: tells whether a name shows its value of the step.
         """
-        for key, entry in self._entries.items():
-            metric = entry.metric_of_value
-            if metric is not None and (entry.metric is None or is_shown(key)):
+        for (key, _), entry in self._entries.items():
+            if entry.of_metric is None:
+                continue
+            metric = entry.of_metric.metric
+            is_of_step = bool(entry.values) and (entry.metric is None or is_shown(key))
+            if (is_of_step or isinstance(metric, _COUNTS_UPDATES)) and id(metric) not in self.shown:
                 self.shown.add(id(metric))
-                if id(metric) in self._of_batch:
-                    self._of_batch[id(metric)].compute()
+                if not _can_merge(metric):
+                    warnings.warn(_CANNOT_MERGE.format(key, type(metric).__name__), stacklevel=2)
+            if is_of_step and id(metric) in self._of_batch:
+                self._of_batch[id(metric)].compute(self.micro_batch + 1)
         for of_batch in self._of_batch.values():
             of_batch.close()
+        for metric, before in zip(self._metrics, self._caches_before, strict=True):
+            if metric._forward_cache is None:
+                metric._forward_cache = before
+
+    def _of_step(self, entry: _Entry) -> Tensor | None:
+        of_metric = entry.of_metric
+        if of_metric is None or id(of_metric.metric) not in self._of_batch:
+            return None
+        value = self._of_batch[id(of_metric.metric)].value
+        if value is not None and of_metric.path is not None:
+            value = value.get(of_metric.path) if isinstance(value, Mapping) else value[of_metric.path]
+        return value if isinstance(value, Tensor) else None
 
     def _fold(self, entry: _Entry, reduce_fx: Callable[..., Any]) -> Tensor:
         values = torch.stack([value.to(entry.values[0].device) for value in entry.values])
@@ -184,23 +232,23 @@ class _MetricOfBatch:
         self._before: dict[str, Any] | None = None
         self._updates_before = metric.update_count
         self._holds_batch_alone = not metric.update_called
-        self.value: Tensor | None = None
+        self.value: Any = None
         """Its value for the batch, on this rank; None where it cannot be told."""
         if metric.update_called and _can_merge(metric):
             self._before = {name: list(s) if isinstance(s, list) else s for name, s in metric.metric_state.items()}
             metric.reset()
             self._holds_batch_alone = True
 
-    def compute(self) -> None:
-        if not self._holds_batch_alone or not self._metric.update_called:
+    def compute(self, micro_batches: int) -> None:
+        updates = self._metric.update_count
+        if not self._holds_batch_alone or not 0 < updates <= micro_batches:  # of more, a value of the step is not that of all
             return
         metric, to_sync = self._metric, self._metric._to_sync
         metric._to_sync = False  # as `forward` does: the value of a step is that of its rank
         try:
-            value = metric.compute()
+            self.value = metric.compute()
         finally:
             metric._to_sync, metric._computed = to_sync, None
-        self.value = value if isinstance(value, Tensor) else None
 
     def close(self) -> None:
         metric = self._metric
@@ -226,7 +274,27 @@ _MERGES: dict[Any, Callable[[Any, Any], Any]] = {
 }
 
 
+_COUNTS_UPDATES = (Running, MinMaxMetric)  # the same samples in more updates are something else to them
+_CANNOT_MERGE = (
+    "{!r} shows a {}, and what that holds cannot be put together from parts: where GradientAccumulation splits a batch, each"
+    " micro-batch is an update to it, and its value of the step a mean over them. Log the metric itself with on_step=False."
+)
+
+
+def _paths_to(value: Tensor, cached: Any) -> list[Any]:
+    if cached is value:
+        return [None]
+    if isinstance(cached, Mapping):
+        return [name for name, item in cached.items() if item is value]
+    if value._base is None or not isinstance(cached, Tensor) or value.shape != cached.shape[1:] or not cached.numel():
+        return []
+    # a metric of each class, and what ClasswiseWrapper shows of it
+    index = (value.storage_offset() - cached.storage_offset()) // (cached.stride(0) or 1)
+    is_row = value._base is (cached if cached._base is None else cached._base) and 0 <= index < len(cached)
+    return [index] if is_row else []
+
+
 def _can_merge(metric: Metric) -> bool:
     """Whether what it holds can be put together from two parts."""
-    states = metric.metric_state
-    return bool(states) and not metric.dist_sync_on_step and all(metric._reductions[name] in _MERGES for name in states)
+    states = {} if isinstance(metric, WrapperMetric) or metric.dist_sync_on_step else metric.metric_state
+    return bool(states) and all(metric._reductions[name] in _MERGES for name in states)

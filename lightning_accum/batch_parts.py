@@ -41,7 +41,8 @@ class Part:
     Attributes:
         key: where it is in the part around it: a key, an index, or the name of an attribute.
         size: of dimension 0, or how many entries a list has that may be rows, for its entries are alike.
-        is_of_records: a list of mappings that have keys in common, or of dataclass objects.
+        is_of_records: a list of mappings that have keys in common, or of dataclass objects; or the batch is a list of tuples with
+            a tensor and a number each: ``[(image, 3), (image, 5)]``.
         problem: why it cannot be split.
         kind: what it is if the batch has the rows that were found: a tensor, rows, a container, or shared.
         leaves: the tensors, arrays and unsplittable objects inside.
@@ -87,6 +88,9 @@ def read_parts(batch: Any, known: Mapping[str, str]) -> tuple[Part, int, list[Pa
         reached = list(_reach(root, size, {**_tensor_lists(root, size), **known}))
     for part, kind in reached:
         part.kind = kind
+        if part is root and kind == "rows" and _may_be_batches(part):
+            found = f"{part} with a number each, and its tensors all have {part.leaves[0].size} rows: either could be the samples"
+            raise UnsplittableBatchError.because(found)
         if kind == "container" and part.is_of_records and part.size == size > 1 and part.path not in known:
             raise UnsplittableBatchError.because(f"{part}, and its tensors have {size} rows too: either could be the samples")
     return root, size, [part for part, _ in reached]
@@ -108,7 +112,7 @@ def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = Fal
         if not types <= _PLAIN:
             part.parts = _parse_all(enumerate(value), path)
         entries = [entry for entry in value if entry is not None] if len(types) == 1 else []
-        part.is_of_records = bool(entries) and _are_records(entries)
+        part.is_of_records = bool(entries) and (_are_records(entries) or (not path and _are_labelled(entries)))
         are_alike = part.is_of_records or types <= _PLAIN or (bool(entries and path) and not isinstance(entries[0], Mapping))
         if are_alike and not hasattr(value, "_fields") and not hasattr(value, "n_fields"):  # the entries of named tuples are fields
             part.is_list, part.size = True, len(value)
@@ -143,6 +147,18 @@ def _are_records(entries: Sequence[Any]) -> bool:
     if isinstance(entries[0], Mapping):
         return bool(set(entries[0]).intersection(*entries))
     return _is_record(entries[0])
+
+
+def _are_labelled(entries: Sequence[Any]) -> bool:
+    """Whether all are tuples of tensors and a number: what a loader gives that does not collate its samples."""
+    return all(
+        isinstance(entry, (tuple, list)) and any(map(_is_number, entry)) and any(getattr(v, "ndim", 0) > 0 for v in entry)
+        for entry in entries
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Number) or (isinstance(value, Tensor) and not value.is_nested and value.dim() == 0)
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
@@ -202,6 +218,12 @@ def _walk(part: Part, known: Mapping[str, str]) -> Iterator[Part]:
             yield from _walk(inner, known)
 
 
+def _may_be_batches(root: Part) -> bool:
+    """Whether a list of tuples may be of two loaders, ``[(x, y, 0.5), (x, y, 0.5)]``, rather than of samples."""
+    are_tuples = all(isinstance(entry, (tuple, list)) for entry in root.value)
+    return are_tuples and len(root.leaves) > len(root.parts) and len({leaf.size for leaf in root.leaves}) == 1
+
+
 def _tensor_lists(root: Part, size: int) -> dict[str, str]:
     """The lists of ``size`` tensors, as rows: three images of three channels each, next to three records."""
     lists = [part for part in _walk(root, {}) if part.is_list and part.size == size]
@@ -226,10 +248,13 @@ def _count_unsplit(root: Part, size: int, known: Mapping[str, str]) -> tuple[int
 
 def _count_numbers(part: Part) -> int:
     """The numbers in a list of records: a label of ``{"image": ..., "label": 3}`` shows that a record is one sample."""
-    values = [
-        v for entry in part.value for v in (entry.values() if isinstance(entry, Mapping) else dict(_attributes(entry)).values())
-    ]
-    return sum(isinstance(v, Number) or (isinstance(v, Tensor) and not v.is_nested and v.dim() == 0) for v in values)
+    return sum(_is_number(value) for entry in part.value if entry is not None for value in _values(entry))
+
+
+def _values(entry: Any) -> Iterable[Any]:
+    if isinstance(entry, (tuple, list)):
+        return entry
+    return entry.values() if isinstance(entry, Mapping) else dict(_attributes(entry)).values()
 
 
 def _reach(part: Part, size: int, known: Mapping[str, str]) -> Iterator[tuple[Part, str]]:

@@ -153,6 +153,8 @@ class GradientAccumulation(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._accumulation is not None and self._accumulation.splitting is not None:
+            self._accumulation.splitting.planner.prove_again()
         size = self.policy.size_at(trainer.current_epoch)
         if isinstance(self.policy.window, Mapping) and size is not None:
             trainer.accumulate_grad_batches = size

@@ -163,7 +163,7 @@ def _walk(root: Node, output_index: int, may_wait: bool) -> Iterator[Term]:
                 descend(scalars, (*scale, operation("mean of losses", len(scalars), node)) if is_mean else scale)
                 continue
             try:
-                inner, below = _reduction_below(node, may_wait)
+                inner, below = _reduction_below(node, scale, may_wait)
             except UnreadableLossError as unreadable:
                 yield Term(unreadable.found, node, None, is_readable=False)
                 continue
@@ -210,8 +210,13 @@ _NONLINEAR = {
 _STATISTICS = {"Var", "Std", "VarMean", "StdMean", "Logsumexp", "Logcumsumexp", "Cumsum", "Topk", "Sort"}
 
 
-def _reduction_below(outer: Node, may_wait: bool) -> tuple[Node | None, list[Operation]]:
+def _reduction_below(outer: Node, above: Sequence[Operation], may_wait: bool) -> tuple[Node | None, list[Operation]]:
     """Look for a reduction over the batch (dimension 0) below a sum or a mean, elementwise operations down.
+
+    Args:
+        outer: the sum or mean.
+        above: what multiplies and divides it on the way to the loss.
+        may_wait: whether tensors may be looked into.
 
     Returns:
         That reduction (None if there is none, as it should be), and what multiplies and divides on the way there.
@@ -240,7 +245,7 @@ def _reduction_below(outer: Node, may_wait: bool) -> tuple[Node | None, list[Ope
         is_scaled = len(inputs) == 1 and (kind == "Mul" or (kind == "Div" and node.next_functions[0][0] is not None))
         if is_scaled and is_linear:
             operand = node._saved_other if kind == "Div" else constant_operand(node)
-            if kind == "Mul" and may_wait:
+            if kind == "Mul" and may_wait and not _is_counted(outer, above) and not _is_of_one_distribution(node, operand):
                 refuse_normalised(operand, is_mean=kind_of(outer) == "Mean")
             step = operation("times" if kind == "Mul" else "over", operand, node)
             # a zero here may stand beside what is not scaled: x - 0 * w
@@ -260,6 +265,28 @@ def _reduction_below(outer: Node, may_wait: bool) -> tuple[Node | None, list[Ope
             break
         node = inputs[0][0]
     return None, [step for step in scale if not (isinstance(step.operand, Tensor) and step.operand.dim() > 0)]
+
+
+def _is_counted(outer: Node, above: Sequence[Operation]) -> bool:
+    """Whether a sum is divided by what it counts, so that no weights in it need to do so: by a tensor, rows, or positions."""
+    sizes = getattr(outer, "_saved_self_sym_sizes", None)
+    if kind_of(outer) == "Mean" or not sizes:
+        return False
+    classes = sizes[1] if len(sizes) > 1 else 1  # of `cross_entropy(logits, probabilities)`, which divides by all the rest
+    counts = {sizes[0], math.prod(sizes) / max(1, classes)}
+    return any(step.kind == "over" and (step.number is None or step.number in counts) for step in above)
+
+
+def _is_of_one_distribution(product: Node, weights: object) -> bool:
+    """Whether ``weights`` are the probabilities of the classes of a single sample, which always add up to 1."""
+    node = inputs_of(product)[0][0]
+    while kind_of(node) in THROUGH and len(inputs_of(node)) == 1:
+        node = inputs_of(node)[0][0]
+    if kind_of(node) != "LogSoftmax" or not isinstance(weights, Tensor):
+        return False
+    log_probabilities = node._saved_result
+    dim = node._saved_dim - 2**64 if node._saved_dim >= 2**63 else node._saved_dim
+    return bool(weights.numel() == log_probabilities.numel() == log_probabilities.shape[dim])
 
 
 def _hides_a_reduction(root: Node) -> bool:

@@ -34,8 +34,7 @@ def is_step_heard(trainer: pl.Trainer) -> bool:
     hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
     own = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients", "clip_gradients")
     return not (
-        not trainer.gradient_clip_val
-        and all(_is_inherited(callback, pl.Callback, hooks[:1]) for callback in callbacks_of(trainer))
+        all(_is_inherited(callback, pl.Callback, hooks[:1]) for callback in callbacks_of(trainer))
         and _is_inherited(trainer.lightning_module, pl.LightningModule, hooks)
         and _is_inherited(trainer.precision_plugin, Precision, own)
     )

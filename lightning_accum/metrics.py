@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 from torchmetrics import MeanMetric
@@ -29,10 +28,7 @@ class WindowMetrics:
         self._module = pl_module
         self._epoch: list[tuple[Tensor | float, Tensor | float]] = []
         self._epoch_loss = MeanMetric(sync_on_compute=False, nan_strategy="ignore").set_dtype(torch.float64)
-        self._throughput = Throughput(window_size=2)  # between the ends of the last two windows
-        self._started = time.perf_counter()
-        self._windows = 0
-        self._elements = 0
+        self._last_end: float | None = None
         self._last: object = None
         self._in_bar: dict[str, Any] = {}
         self._bar = trainer.progress_bar_callback
@@ -81,11 +77,10 @@ class WindowMetrics:
             loops.log_metrics(self._trainer, {name: float(value) for name, value in metrics.items()})
 
     def _weight_per_second(self, weight: float) -> float | None:
-        self._windows += 1
-        self._elements += round(weight)
-        elapsed = time.perf_counter() - self._started
-        self._throughput.update(time=elapsed, batches=self._windows, samples=self._elements)
-        return self._throughput.compute().get("device/samples_per_sec")
+        """Between the ends of the last two windows; None for the first, and where the clock has not moved."""
+        last_end, self._last_end = self._last_end, time.perf_counter()
+        elapsed = 0.0 if last_end is None else self._last_end - last_end
+        return weight / elapsed if elapsed > 0 else None
 
     def log_epoch(self) -> None:
         """Log the epoch's loss: the mean of its windows, each with its weight."""

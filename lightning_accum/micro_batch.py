@@ -140,7 +140,7 @@ def _signature(batch: Any) -> tuple[Any, ...] | None:
     if not all(type(value) is Tensor and not value.is_nested for value in values):
         return None
     keys = tuple(batch) if is_dict else ()
-    if not all(type(key) is str for key in keys):
+    if not all(type(key) is str and key.isidentifier() for key in keys):  # a path of others is not their name
         return None
     return type(batch), keys, tuple(value.shape for value in values), tuple(value.dtype for value in values)
 
@@ -203,6 +203,8 @@ def _compile(part: Part) -> Take | None:
         return lambda value, cut: _maker_of(value)(cut.entries(value))
     if part.kind == "tensor":
         return lambda value, cut: cut.tensor(value)
+    if type(value) in (dict, list) and part.kind in ("shared", "container") and not any(map(_compile, part.parts)):
+        return lambda value, cut: copy.copy(value)  # one micro-batch may take it apart
     if part.kind == "shared":
         return (lambda value, cut: cut.shared(value)) if isinstance(value, Tensor) and value.dim() else None
     takes = [(inner, take) for inner in part.parts if (take := _compile(inner))]

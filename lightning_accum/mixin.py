@@ -71,7 +71,8 @@ class AccumulationMixin(Accumulates, Strategy):
         self._takes_gradient = not is_overridden("backward", module)
         self._is_announced = False
         self.is_heard = None
-        self._is_step_heard: bool | None = None
+        self._is_step_heard = True
+        self._heard_at: tuple[int, int] | None = None
 
     def _splitting(self, module: pl.LightningModule) -> Splitting | None:
         policy = self.policy
@@ -242,9 +243,11 @@ class AccumulationMixin(Accumulates, Strategy):
         loss = closure()
         if self.accumulation.closed is not None and self.accumulation.closed.is_empty:
             return loss  # nothing had any weight: optimizer and hooks see no step
-        if self._is_step_heard is None:
-            self._is_step_heard = is_step_heard(self.trainer())
-        if self._is_step_heard:
+        trainer = self.trainer()
+        if self._heard_at != (heard_at := (len(callbacks_of(trainer)), trainer.current_epoch)):
+            self._heard_at = heard_at  # callbacks come and go
+            self._is_step_heard, self.is_heard = is_step_heard(trainer), None
+        if self._is_step_heard or trainer.gradient_clip_val:
             return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
         return optimizer.step(_already_run(closure, loss), **kwargs)
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+from torch import Tensor
+
 from lightning_accum.batch_parts import UnsplittableBatchError
 from lightning_accum.memory import MicroBatchSizes
 from lightning_accum.micro_batch import Cut, Layout, Pattern, Tokens
 from lightning_accum.padding import Coincidences, Spans, read_spans
+from lightning_accum.proofs import Proof, Proofs, kept_columns
 from lightning_accum.weight import count_samples
 
 MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
 """Cuts a batch into micro-batches of so many samples (or tokens, for a size in :class:`Tokens`)."""
-Proof: TypeAlias = Callable[[Any, Any], str | None]
-"""Takes a few rows with all of their padding and the same without some of it. Returns None where the module's loss for both is
-the same, else what was seen."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Plan:
         make: makes one.
         order: the rows of the batch in the order of the micro-batches; None where they keep theirs.
         is_whole: the batch is one micro-batch, as it came.
+        tensors: those of the batch.
         current: the micro-batch that was asked for last.
     """
 
@@ -61,6 +62,7 @@ class Plan:
     make: Callable[[Piece], Any]
     order: list[int] | None = None
     is_whole: bool = False
+    tensors: Sequence[Tensor] = ()
     current: int = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -95,10 +97,11 @@ class Planner:
         self._split = split
         self._warn = warn
         self._coincidences = Coincidences()
-        self._may_trim: dict[Literal["left", "right"], bool] = {}
+        self._proofs = Proofs(warn)
         self._pattern: Pattern | None = None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._warned_of_long_rows = False
+        self._warned_of_shared = False
         self._even_pieces: tuple[tuple[int, int, int], list[Piece]] | None = None
         self.description = ""
         """What was understood of the first batch, in words."""
@@ -109,6 +112,10 @@ class Planner:
             layout = self._layout_of(batch)
             if not self._fits(layout):
                 self._seen = (_shapes(layout), self._read_spans(layout))
+
+    def prove_again(self) -> None:
+        """What a loss depends on may change in a training: ask again where trimming was found right."""
+        self._proofs.forget_what_was_right()
 
     def plan(self, batch: Any, proof: Proof) -> Plan:
         """Plan one batch.
@@ -128,12 +135,13 @@ class Planner:
         spans: dict[int, Spans] = {}
         if self._trim and not self._fits(layout):
             spans = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
-            spans = self._proven(layout, spans, proof)
+            spans = self._proofs.trimmable(layout, spans, proof)
         pieces, order = self._pieces(layout, spans)
         if not self.description:
             self.description = self._describe(layout, bool(spans))
         is_whole = len(pieces) == 1 and not pieces[0].columns
-        return Plan(batch, pieces, lambda piece: layout.make(piece.cut), order, is_whole)
+        tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
+        return Plan(batch, pieces, lambda piece: layout.make(piece.cut), order, is_whole, tensors)
 
     def _layout_of(self, batch: Any) -> Layout:
         known = self._pattern
@@ -141,7 +149,20 @@ class Planner:
         if layout is None:
             layout = Layout.read(batch, None if known is None else known.kinds)
             self._pattern = layout.pattern
+            self._warn_of_shared(layout)
         return layout
+
+    def _warn_of_shared(self, layout: Layout) -> None:
+        """Whole numbers are tokens, labels or indices, and hardly ever a table: a flat batch has more of them than samples."""
+        whole = {path: t for path, t in layout.shared_tensors.items() if not (t.is_floating_point() or t.is_complex())}
+        if whole and not self._warned_of_shared:
+            self._warned_of_shared = True
+            shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in whole.items())
+            self._warn(
+                f"{shared}: taken as shared by all micro-batches, since the batch was found to have {layout.size} samples. If they"
+                " belong to samples, pass GradientAccumulation(split=...), a function split(batch, size) that returns the"
+                " micro-batches as a list."
+            )
 
     def _fits(self, layout: Layout) -> bool:
         """The whole batch is no larger than a micro-batch may be, padding included."""
@@ -157,32 +178,6 @@ class Planner:
         spans = read_spans(layout.tensors, key)
         return self._coincidences.leave_out(spans, layout.tensors, layout.shared_tensors)
 
-    # --- trimming is proven on the module before it is done ---------------------------------------------------------
-
-    def _proven(self, layout: Layout, spans: dict[int, Spans], proof: Proof) -> dict[int, Spans]:
-        """The spans without the padding that the loss was found to depend on."""
-        if any(span.is_padded_right for span in spans.values()) and "right" not in self._may_trim:
-            self._may_trim["right"] = self._prove("right", layout, spans, proof)
-        if any(span.is_padded_left for span in spans.values()) and "left" not in self._may_trim:
-            self._may_trim["left"] = self._prove("left", layout, spans, proof)
-        left, right = self._may_trim.get("left", True), self._may_trim.get("right", True)
-        kept = [span.keep_padding(left=not left, right=not right) for span in spans.values()]
-        return {span.length: span for span in kept if span.is_padded}
-
-    def _prove(self, side: Literal["left", "right"], layout: Layout, spans: dict[int, Spans], proof: Proof) -> bool:
-        one_side = [span.keep_padding(left=side == "right", right=side == "left") for span in spans.values()]
-        widths = [sum(of_row) for of_row in zip(*(span.widths for span in one_side), strict=True)]
-        rows = sorted(range(layout.size), key=widths.__getitem__)[:2]
-        if _kept_columns(rows, one_side).keys() != _kept_columns(rows[:1], one_side).keys():
-            rows = rows[:1]  # the second has less padding, or none: the proof would be of the same batch twice
-        found = proof(layout.take(rows), layout.take(rows, _kept_columns(rows, one_side)))
-        if found is not None:
-            self._warn(
-                f"Padding on the {side} of rows is not trimmed: the loss of this module depends on it ({found}). Pass"
-                " GradientAccumulation(trim_padding=False) to say so yourself."
-            )
-        return found is None
-
     # --- packing ----------------------------------------------------------------------------------------------------
 
     def _pieces(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[Piece], list[int] | None]:
@@ -197,8 +192,7 @@ class Planner:
                 even = [Piece(slice(s, s + size), min(size, layout.size - s), elements) for s in starts]
                 self._even_pieces = (key, even)
             return self._even_pieces[1], None
-        columns = _columns(layout)
-        untrimmed = 0 if columns in spans else columns  # a source keeps its columns where only its target is padded
+        untrimmed = max((size for size in _all_columns(layout) if size not in spans), default=0)  # a source with a padded target
         widest = max(*spans, untrimmed)
         of_rows = list(zip(*(span.widths for span in spans.values()), strict=True))
         widths = [max(untrimmed, *of_row) for of_row in of_rows]
@@ -209,7 +203,7 @@ class Planner:
             cost = max(1, elements * width // widest)
             allowed = min(self._rows_allowed(len(rest), width, cost), len(rest))
             rows = rest[: self._rows_within(allowed, rest, untrimmed, spans.values())]
-            pieces.append(Piece(rows, len(rows), cost, _kept_columns(rows, spans.values())))
+            pieces.append(Piece(rows, len(rows), cost, kept_columns(rows, spans.values())))
             rest = rest[len(rows) :]
         if len(pieces) == 1:  # nothing to sort
             return [replace(pieces[0], rows=slice(None))], None
@@ -292,21 +286,24 @@ def _cut(split: Split, batch: Any, size: int) -> Sequence[Any]:
     return micro_batches
 
 
-def _kept_columns(rows: Sequence[int], spans: Iterable[Spans]) -> dict[int, slice]:
-    kept = {span.length: span.columns(rows) for span in spans}
-    return {size: columns for size, columns in kept.items() if columns != slice(0, size)}
-
-
 def _columns(layout: Layout) -> int:
-    """Columns of a row, padding included: of the first whole numbers that have rows and columns, else of the first tensor."""
-    tensors = [tensor for tensor in layout.tensors.values() if tensor.dim() > 1]
-    whole = [tensor for tensor in tensors if not tensor.is_floating_point()]
-    if not tensors:
+    """Columns of a row, padding included: of the tensor that has the most."""
+    return max(_all_columns(layout))
+
+
+def _all_columns(layout: Layout) -> list[int]:
+    """Columns of all whole numbers in two dimensions, labels of a few classes among them; else of all features over time."""
+    tensors = {path: tensor for path, tensor in layout.tensors.items() if tensor.dim() > 1}
+    tokens = [tensor for tensor in tensors.values() if tensor.dim() == 2 and not tensor.is_floating_point()]
+    columns = [tensor.shape[1] for tensor in tokens or tensors.values() if tensor.dim() < 4]
+    if not columns:
+        images = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in tensors.items())
+        found = f"none of {images} says which dimension has the tokens" if images else "no tensor of the batch has two dimensions"
         raise UnsplittableBatchError(
-            "A micro-batch in Tokens needs rows with columns, but no tensor of the batch has two dimensions. Use a number of"
-            " samples: GradientAccumulation(micro_batch=8)."
+            f"A micro-batch in Tokens needs rows with columns, but {found}. Use a number of samples:"
+            " GradientAccumulation(micro_batch=8)."
         )
-    return (whole or tensors)[0].shape[1]
+    return columns
 
 
 def _shapes(layout: Layout) -> list[tuple[str, Any]]:

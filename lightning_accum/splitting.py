@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_accum.memory import MicroBatchSizes, free, has_room_to_double, is_out_of_memory
 from lightning_accum.micro_batch import Tokens
-from lightning_accum.plan import MicroBatchSize, Plan, Planner, Proof, Split
+from lightning_accum.plan import MicroBatchSize, Plan, Planner, Split
+from lightning_accum.proofs import Proof
 from lightning_accum.snapshot import Keeper
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class Splitting:
     def begin(self, batch: Any, proof: Proof) -> Plan | None:
         """Plan a batch. Returns None where it runs as it is."""
         self._proof = proof
-        plan = self.planner.plan(batch, proof)
+        plan = self._planned(batch)
         self.plan = None if plan.is_whole and self._may_be_whole else plan
         return self.plan
 
@@ -79,6 +80,7 @@ class Splitting:
         if self.sizes is None:
             return attempt(self.plan)
         snapshot = self.keeper.take(accumulated)
+        versions = [tensor._version for tensor in self.plan.tensors]
         while True:
             try:
                 result = attempt(self.plan)
@@ -90,6 +92,11 @@ class Splitting:
                 self.sizes.end_batch(self.plan.pieces)
                 self.largest = max(piece.count for piece in self.plan.pieces)
                 return result
+            if [tensor._version for tensor in self.plan.tensors] != versions:
+                raise RuntimeError(
+                    'training_step changed its batch in place; micro_batch="auto" cannot take that back when memory runs out.'
+                    " Change a copy, or use a fixed micro_batch."
+                )
             # out of the handler: its traceback held on to what the attempt had allocated
             discard()
             snapshot.restore()
@@ -100,7 +107,13 @@ class Splitting:
                 f'GradientAccumulation(micro_batch="auto"): {piece.count} samples of {piece.cost} elements do not fit into memory'
                 f" ({seen}). The batch runs again in micro-batches of {rows}."
             )
-            self.plan = self.planner.plan(self.plan.batch, self._proof)
+            self.plan = self._planned(self.plan.batch)
+
+    def _planned(self, batch: Any) -> Plan:
+        plan = self.planner.plan(batch, self._proof)
+        if self.is_retried:  # a container of its own each time: `batch.pop("labels")` must not be felt in the next attempt
+            plan.is_whole = False
+        return plan
 
     def describe(self) -> str:
         """What is done to a loader batch, in words."""

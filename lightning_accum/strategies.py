@@ -81,7 +81,8 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     Args:
         args: see :class:`lightning.pytorch.strategies.DDPStrategy`; so are the keyword arguments.
         sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"`` (Accelerate's
-            ``sync_each_batch``). The result is the same.
+            ``sync_each_batch``); where loader batches are split, at the end of each, since the ranks may come to different
+            numbers of micro-batches. The result is the same.
         kwargs: see above.
 
     Raises:
@@ -120,10 +121,10 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
                 f"GradientAccumulation(micro_batch={size!r}) may split the batches of the ranks into different numbers of micro-"
                 'batches, so they cannot reduce at each: use DDPAccumulationStrategy(sync="window").'
             )
-        if ddp.static_graph and size == "auto":
+        if ddp.static_graph:
             raise MisconfigurationException(
-                "DDPAccumulationStrategy(static_graph=True) records the first forward and backward, which"
-                ' GradientAccumulation(micro_batch="auto") may have to repeat. Leave static_graph out, or give a size.'
+                "DDPAccumulationStrategy(static_graph=True) records the first forward and backward on all ranks together, which"
+                f" GradientAccumulation(micro_batch={size!r}) does not promise. Leave static_graph out, or give a number of samples."
             )
         names = [name for name, layer in ddp.module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
         if names:
@@ -144,7 +145,10 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
 
     @override
     def blocked(self) -> AbstractContextManager[None]:
-        return self.block_backward_sync()
+        if self.accumulation is None or self._sync is None:
+            return self.block_backward_sync()
+        plan = self.accumulation.plan
+        return self._sync.blocked(is_last_of_batch=plan is None or plan.current == len(plan.pieces) - 1)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,15 +164,20 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     def _forward_without_batch(self) -> None:
         assert self.accumulation is not None
         assert self._sync is not None
-        if self._is_retried() and not self.accumulation.is_boundary:
-            return
+        if self._is_retried():
+            self.accumulation.window.skip()  # the others agree on a scale in their first micro-batch, before this forward
+            if not self.accumulation.is_boundary:
+                return
         with nullcontext() if self.accumulation.is_boundary else self._sync.blocked():
             self._sync.forward_without_batch()
 
     @override
     def _backward_without_loss(self) -> None:
         assert self._sync is not None
-        self._sync.backward_without_loss()
+        if self._is_retried():
+            self._sync.reduce_without_loss()
+        else:
+            self._sync.backward_without_loss()
 
     def _is_retried(self) -> bool:
         """Reduction waits for the end of the window, in a forward and backward of its own."""
@@ -177,6 +186,12 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     @override
     def _can_replace_loss(self) -> bool:
         return self._is_retried() or self._sync is None or not self._sync.is_recording_graph()
+
+    @override
+    def end_micro_batch(self) -> Tensor | None:
+        if self._sync is not None:
+            self._sync.complete_reduction()
+        return super().end_micro_batch()
 
     @override
     def _end_window(self) -> Tensor | None:

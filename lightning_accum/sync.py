@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_accum.nodes import Node, nodes_below
 from lightning_accum.safeguards import zero_loss_of
 
 SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
@@ -22,7 +24,7 @@ class DDPSync:
 
     Args:
         ddp: the wrapped module.
-        policy: reduce once a window, or at every micro-batch.
+        policy: reduce once a window, or at every micro-batch (in split batches at the last of each loader batch).
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: SyncPolicy = "window") -> None:
@@ -30,11 +32,16 @@ class DDPSync:
         self._policy = policy
         self._trainable = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         self._used: list[nn.Parameter] = []
+        self._never_used: list[nn.Parameter] | None = None
         self._stand_in: Tensor | None = None
+        self._last_node: Node | None = None
 
-    def blocked(self) -> AbstractContextManager[Any]:
-        """A micro-batch that is not the last of its window: no reduction in its forward and backward."""
-        if self._policy == "micro_batch":
+    def blocked(self, is_last_of_batch: bool = True) -> AbstractContextManager[Any]:
+        """A micro-batch that is not the last of its window: no reduction in its forward and backward.
+
+        The ranks have the same number of loader batches, but not of micro-batches in each.
+        """
+        if self._policy == "micro_batch" and is_last_of_batch:
             return nullcontext()
         # A static graph is recorded at the first backward and reduced with it: torch raises "SystemError" or an internal assert
         # where that happens under no_sync (Lightning-AI/pytorch-lightning #19354, #20704; still so in torch 2.13).
@@ -60,13 +67,37 @@ class DDPSync:
                 return self._stand_in
             return output
 
-        self._stand_in = None
+        self._stand_in = self._last_node = None
         with _forward_replaced(self._ddp.module, or_stand_in):
             output = self._ddp(*args, **kwargs)
         if self._stand_in is not None:
             self._stand_in = output  # as the wrapper returned it
             return None
+        if self._ddp.require_backward_grad_sync:
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            self._last_node = loss.grad_fn if isinstance(loss, Tensor) else None
         return output
+
+    def complete_reduction(self) -> None:
+        """Reduce what earlier micro-batches gave gradients to, and the last one did not reach.
+
+        DistributedDataParallel waits for every parameter in the backward of the last, and would leave all unreduced.
+
+        Raises:
+            RuntimeError: DistributedDataParallel's own, for a parameter that no micro-batch of this rank has used.
+        """
+        node, self._last_node = self._last_node, None
+        if node is None or self._ddp.find_unused_parameters or self._ddp.static_graph:
+            return
+        try:
+            self._ddp.reducer._check_reducer_finalized()
+        except RuntimeError:
+            reached = {below.variable for below in nodes_below(node) if below.name().endswith("AccumulateGrad")}
+            left = [parameter for parameter in self._trainable if parameter.grad is not None and parameter not in reached]
+            if not left:
+                raise
+            torch.autograd.backward(zero_loss_of(left))
+            self._ddp.reducer._check_reducer_finalized()
 
     def forward_without_batch(self) -> None:
         """Take part in the other ranks' forward: DistributedDataParallel may rebuild its buckets and broadcast buffers there."""
@@ -77,6 +108,27 @@ class DDPSync:
         if self._stand_in is not None:
             torch.autograd.backward(self._stand_in)
             self._stand_in = None
+
+    def reduce_without_loss(self) -> None:
+        """Reduce, in a backward of its own, what was accumulated without reduction.
+
+        It gives zeros to all parameters. One that no rank has ever used gets its None back: weight decay would move it.
+        """
+        if self._stand_in is None:
+            return
+        if self._never_used is None:
+            self._never_used = self._trainable
+        if not self._never_used or self._ddp.find_unused_parameters:
+            self.backward_without_loss()
+            return
+        # for a module without such parameters only once
+        device = self._never_used[0].device
+        is_used = torch.tensor([parameter.grad is not None for parameter in self._never_used], dtype=torch.uint8, device=device)
+        self.backward_without_loss()
+        dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._ddp.process_group)
+        self._never_used = [p for p, is_one in zip(self._never_used, is_used.tolist(), strict=True) if not is_one]
+        for parameter in self._never_used:
+            parameter.grad = None
 
     def note_used_parameters(self) -> None:
         """Remember which parameters a window gave gradients to."""

@@ -258,6 +258,36 @@ def test_what_hides_its_denominator_is_refused_and_named(loss, found: str) -> No
         read_terms(terms_of(loss(t), may_wait=True))
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(
+    ("loss", "is_mean"),
+    [
+        (lambda t, p: F.cross_entropy(t, p), True),
+        (lambda t, p: F.cross_entropy(t, p, weight=torch.tensor([0.2, 0.3, 0.5])), True),
+        (lambda t, p: F.cross_entropy(t, p, label_smoothing=0.1), True),
+        (lambda t, p: F.kl_div(t.log_softmax(-1), p, reduction="batchmean"), True),
+        (lambda t, p: -(p * t.log_softmax(-1)).sum() / len(p), True),
+        (lambda t, p: -(p * t.log_softmax(-1)).sum(-1).mean(), True),
+        (lambda t, p: F.cross_entropy(t, p, reduction="sum"), False),
+        (lambda t, p: F.kl_div(t.log_softmax(-1), p, reduction="sum"), False),
+    ],
+)
+def test_probabilities_of_a_single_row_are_no_normalised_weights(loss, is_mean: bool, rows: int) -> None:
+    logits = torch.randn(rows, 4) @ torch.randn(4, 3, requires_grad=True)
+    reading = read_terms(terms_of(loss(logits, torch.randn(rows, 3).softmax(-1)), may_wait=True))
+    assert reading.weight == (rows if is_mean else None)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_token_weights_that_were_normalised_are_refused_in_a_single_row_too(rows: int) -> None:
+    losses = torch.randn(rows, 4) @ torch.randn(4, 6, requires_grad=True)
+    weights = torch.rand(rows, 6)
+    weights = weights / weights.sum()
+    for loss in ((losses * weights).sum(), (losses * weights).sum() / 4, (losses.log_softmax(0) * weights).sum()):
+        with pytest.raises(UnreadableLossError, match="normalised over the batch"):
+            read_terms(terms_of(loss, may_wait=True))
+
+
 def test_compiled_loss_is_refused() -> None:
     compiled = torch.compile(lambda logits, target: F.cross_entropy(logits, target), backend="aot_eager")
     with pytest.raises(UnreadableLossError, match="CompiledFunctionBackward"):

@@ -323,6 +323,37 @@ def test_a_list_of_records_with_a_number_each_is_one_a_sample(make) -> None:
     assert same(layout.take(slice(6, 8)), batch[6:8])
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("make", [int, float, torch.tensor])
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_samples_that_were_not_collated_are_one_each(count: int, make, kind) -> None:
+    for pictures in (images([5] * count), [rows(3)] * count, images(list(range(4, 4 + count)))):
+        batch = [kind((picture, make(label))) for label, picture in enumerate(pictures)]
+        layout = Layout.read(batch)
+        assert layout.size == count
+        assert same(layout.take(slice(count - 1, count)), batch[count - 1 :])
+        last = Layout.read(batch[:1], layout.kinds)
+        assert last.size == 1
+        assert same(last.take([0]), batch[:1])
+
+
+def test_pictures_with_masks_and_labels_that_were_not_collated_are_one_each() -> None:
+    batch = [(picture, rows(5, 5), 1) for picture in images([5] * 4)]
+    assert same(Layout.read(batch).take([2, 0]), [batch[2], batch[0]])
+
+
+def test_tuples_with_a_number_beside_tensors_that_agree_are_ambiguous() -> None:
+    with pytest.raises(UnsplittableBatchError, match="batch is a list of 2 entries with a number each, .* all have 8 rows"):
+        Layout.read([(X, Y, 0.5), (X, Y, 0.5)])
+
+
+@pytest.mark.parametrize(
+    "batch", [[X, Y], (X, list(range(8))), ((X, Y), 0, 1), [(X, Y), (X, Y)], [(X, 0.5), (X, None)], ((X, Y), [X, Y])]
+)
+def test_pairs_that_hold_a_batch_each_are_no_samples(batch) -> None:
+    assert Layout.read(batch).size == 8
+
+
 def test_a_list_of_records_without_tensors_is_one_a_sample() -> None:
     batch = [{"text": name} for name in NAMES]
     assert Layout.read(batch).take([1, 0]) == [{"text": "b"}, {"text": "a"}]

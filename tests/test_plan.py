@@ -221,6 +221,31 @@ def test_tokens_need_columns() -> None:
         planner(Tokens(8)).plan((torch.rand(4), torch.rand(4)), Proofs())
 
 
+def test_tokens_are_those_of_the_tensor_with_the_most_columns() -> None:
+    topics, ids = torch.zeros(64, 5, dtype=torch.long), torch.ones(64, 512, dtype=torch.long)
+    pixels = torch.rand(64, 3, 16, 16)
+    for batch in ({"topics": topics, "ids": ids}, {"pixels": pixels, "ids": ids, "topics": topics == 0}):
+        assert [len(m["ids"]) for m in planner(Tokens(1024), trim=False).plan(batch, Proofs())] == [2] * 32
+    frames = {"channels": torch.rand(6, 1, 80), "frames": torch.rand(6, 50, 8)}
+    assert [len(m["frames"]) for m in planner(Tokens(100), trim=False).plan(frames, Proofs())] == [2, 2, 2]
+
+
+def test_tokens_of_a_source_count_where_a_longer_target_is_padded() -> None:
+    source, target = full(8, 10), padded("right", 0, rows=8, length=30)
+    target["labels"][:, 8:], target["attention_mask"][:, 8:] = -100, 0
+    target["labels"][0, 29], target["attention_mask"][0, 29] = 7, 1  # one long row
+    batch = {"ids": source["ids"], "labels": target["labels"], "attention_mask": target["attention_mask"]}
+    micro_batches = list(planner(Tokens(30)).plan(batch, Proofs()))
+    assert all(m["ids"].numel() <= 30 and m["labels"].numel() <= 30 for m in micro_batches)
+    assert sum(len(m["ids"]) for m in micro_batches) == 8
+
+
+def test_pixels_are_no_tokens() -> None:
+    images = {"pixels": torch.rand(64, 3, 32, 32), "target": torch.arange(64)}
+    with pytest.raises(UnsplittableBatchError, match=r"none of pixels \(64, 3, 32, 32\) says .*micro_batch=8"):
+        planner(Tokens(4096)).plan(images, Proofs())
+
+
 @pytest.mark.parametrize("size", [2, Tokens(8), "auto"])
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
 def test_batches_without_elements_are_planned(shape: tuple[int, int], size: Any) -> None:
@@ -364,12 +389,23 @@ def test_a_single_padded_row_is_proven_by_itself() -> None:
     assert (with_padding["ids"].shape, without["ids"].shape) == ((1, 6), (1, 3))
 
 
-def test_an_encoder_and_a_decoder_are_proven_at_once() -> None:
+def test_an_encoder_and_a_decoder_are_proven_each_by_itself() -> None:
     source, target, proofs = padded("right", 0, length=12), padded("right", 5, length=7), Proofs()
     list(planner(2).plan({**source, "labels": target["labels"]}, proofs))
-    ((with_padding, without),) = proofs.asked
-    assert without["ids"].shape[1] < with_padding["ids"].shape[1] == 12
-    assert without["labels"].shape[1] < with_padding["labels"].shape[1] == 7
+    (encoder, shorter_encoder), (decoder, shorter_decoder) = proofs.asked
+    assert shorter_encoder["ids"].shape[1] < encoder["ids"].shape[1] == 12
+    assert shorter_encoder["labels"].shape[1] == encoder["labels"].shape[1] == 7
+    assert shorter_decoder["ids"].shape[1] == decoder["ids"].shape[1] == 12
+    assert shorter_decoder["labels"].shape[1] < decoder["labels"].shape[1] == 7
+
+
+def test_what_was_proven_is_proven_again_when_asked_for() -> None:
+    planned, proofs = planner(3), Proofs()
+    for step in range(4):
+        if step == 2:
+            planned.prove_again()
+        list(planned.plan(padded("right", step), proofs))
+    assert len(proofs.asked) == 2
 
 
 @pytest.mark.parametrize("size", [3, Tokens(37), "auto"])
@@ -485,6 +521,22 @@ def test_what_was_understood_of_the_first_batch_is_said_in_words() -> None:
     silent = planner(3)
     silent.plan(full(), Proofs())
     assert silent.description == ""
+
+
+def test_shared_whole_numbers_are_told_once_since_they_may_belong_to_samples() -> None:
+    warnings: list[str] = []
+    planned = planner(5, warn=warnings.append)
+    for nodes in (12, 14, 10):
+        planned.plan({"x": torch.rand(nodes, 3), "batch": torch.arange(nodes) % 4, "y": torch.arange(4)}, Proofs())
+    (warning,) = warnings
+    assert "y (4,): taken as shared by all micro-batches" in warning
+    assert "split=" in warning
+
+
+def test_a_shared_table_of_numbers_is_no_reason_to_warn() -> None:
+    warnings: list[str] = []
+    planner(5, warn=warnings.append).plan({**full(), "table": torch.rand(5, 2), "step": torch.tensor(3)}, Proofs())
+    assert not warnings
 
 
 # --- a function that splits -------------------------------------------------------------------------------------------

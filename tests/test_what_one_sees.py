@@ -76,6 +76,33 @@ def test_logged_numbers_are_those_of_the_full_batch(tmp_path, ranks: int) -> Non
     assert all(float(row["window/weight_per_second"]) > 0 for row in rows[2:])
 
 
+@pytest.mark.parametrize("weights", [[1e-9] * 4, [0.3] * 4, [0.1] * 4, [2.0, 0.0, 1.0, 0.0], [0.0] * 4])
+@pytest.mark.parametrize("windows", [1, 2])
+def test_windows_of_little_or_no_weight_are_logged(tmp_path, weights: list[float], windows: int) -> None:
+    module, left = Scalar([x(1), x(2), x(3), x(4)], lr=0.0), list(weights)
+    count = GradientAccumulation(windows, weight=lambda batch: left.pop(0))
+    trainer(callbacks=[count], logger=CSVLogger(tmp_path, name="run", version=0), log_every_n_steps=1).fit(module)
+    assert not left
+    if any(weights):
+        rows = logged(tmp_path / "run" / "version_0")
+        rates = [float(row["window/weight_per_second"]) for row in rows if row["window/weight_per_second"]]
+        assert rates
+        assert all((rate > 0) == (float(row["window/weight"]) > 0) for rate, row in zip(rates, rows[1:], strict=True))
+
+
+def test_class_weights_that_add_up_to_less_than_a_half_train_as_without_accumulation() -> None:
+    class Classes(Scalar):
+        def loss(self, x):
+            logits = torch.stack([self.w * x, -self.w * x], 1)
+            target = torch.zeros(len(x), dtype=torch.long)
+            return nn.functional.cross_entropy(logits, target, torch.tensor([0.01, 0.02], dtype=logits.dtype))
+
+    module, plain = Classes([x(1, 2), x(3), x(4)]), Classes([x(1, 2), x(3), x(4)])
+    trainer(callbacks=[GradientAccumulation(1)]).fit(module)
+    trainer("auto").fit(plain)
+    assert module.w.item() == pytest.approx(plain.w.item(), rel=1e-12)
+
+
 def test_epoch_loss_weighs_each_window() -> None:
     module = Scalar([x(1), x(3), x(5, 6, 7, 8)], lr=0.0)
     module.loss = lambda x: ((1 + module.w) * x).mean()

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torchmetrics import Metric
+from torchmetrics.wrappers import ClasswiseWrapper, MultitaskWrapper
+from torchmetrics.wrappers.abstract import WrapperMetric
 from typing_extensions import override
 
 from lightning_accum.batch_log import BatchLog
@@ -18,7 +20,8 @@ class BatchResults(_ResultCollection):
     """Keeps what is logged in a micro-batch apart until its batch ends."""
 
     batch_log: BatchLog | None = None
-    metrics_of_module: list[Metric] | None = None
+    metrics_of_module: tuple[int, list[Metric]] | None = None
+    """The epoch in which they were looked for, and the metrics."""
     shown: set[int]
     _is_batch_size_given = False
 
@@ -40,9 +43,10 @@ def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
     """Collect what the module logs, and log nothing yet."""
     module, results = trainer.lightning_module, cast("BatchResults", trainer.fit_loop.epoch_loop._results)
     if results.metrics_of_module is None:
-        results.metrics_of_module = [child for child in module.modules() if isinstance(child, Metric)]
         results.shown = set()
-    log = BatchLog(results.metrics_of_module, results.shown)
+    if results.metrics_of_module is None or results.metrics_of_module[0] != trainer.current_epoch:
+        results.metrics_of_module = (trainer.current_epoch, _metrics_in(module))
+    log, registered_before = BatchLog(results.metrics_of_module[1], results.shown), set(results)
     modules_own = module.log
 
     def look_and_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -61,13 +65,32 @@ def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
         if had_log is not None:
             attributes["log"] = had_log
         log.close(lambda key: results[key].meta.on_step)
+        # of an attempt that fails, nothing stays; else they are registered in the order in which they are shown
+        log.registered = {key: results.pop(key) for key in list(results) if key not in registered_before}
 
 
 def show_logs(trainer: pl.Trainer, log: BatchLog) -> None:
     """Log what was collected, as the whole batch would have."""
     results = trainer.fit_loop.epoch_loop._results
-    for key, value, batch_size in log.merged(lambda key: results[key].meta.reduce_fx):
+
+    def of(key: str) -> _ResultMetric:
+        return cast("_ResultMetric", results[key] if key in results else log.registered[key])
+
+    def is_synced(key: str) -> bool:
+        return trainer.world_size > 1 and (not of(key).is_tensor or of(key).meta.sync.should)
+
+    for key, value, batch_size in log.merged(lambda key: of(key).meta.reduce_fx, is_synced):
+        results.setdefault(key, of(key))
         results.update_metrics(key, value, batch_size)
+
+
+def _metrics_in(module: pl.LightningModule) -> list[Metric]:
+    """The metrics of a module, but for those that a wrapper works with in ways of its own."""
+    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+    passing_on = (ClasswiseWrapper, MultitaskWrapper)
+    wrappers = (m for m in metrics if isinstance(m, WrapperMetric) and not isinstance(m, passing_on))
+    held = {id(child) for wrapper in wrappers for child in wrapper.modules() if child is not wrapper}
+    return [metric for metric in metrics if id(metric) not in held]
 
 
 @contextmanager

@@ -369,7 +369,7 @@ def draw(sides: dict[str, Side], measured: dict[str, list[Result]], path: Path) 
     axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("tokens a second, padding not counted (one CPU core; range of the rounds)")
-    axes.set_title(f"Batches of {ROWS} sequences of very different lengths, split: blue with this package", fontsize=10, loc="left")
+    axes.set_title(f"Batches of {ROWS} sequences, median 80 tokens, longest 512; blue: this package", fontsize=10, loc="left")
     figure.savefig(path, dpi=150)
 
 

@@ -1,0 +1,198 @@
+"""Modules that depend on padding in ways that are easily missed: none is trimmed to other gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from support import Scalar, ddp, loader, relative_error, trainer, x
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_accum import GradientAccumulation
+
+Loss = Callable[["Reader", dict[str, Tensor]], Tensor]
+
+
+def padded(lengths: list[int], width: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(1, 9, mask.shape, generator=generator) * mask
+    return {"input_ids": ids, "attention_mask": mask, "y": torch.randint(0, 3, (len(lengths),), generator=generator)}
+
+
+class Reader(pl.LightningModule):
+    """Embeds tokens; the loss is told from outside."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.token, self.target, self.head = nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Linear(4, 3)
+        self.double()
+        self.loss = loss
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(self, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def of_tokens(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of each token, none of padding."""
+    logits = module.head(module.token(batch["input_ids"]))
+    return F.cross_entropy(logits.flatten(0, 1), (batch["input_ids"] % 3).flatten(), reduction="none").reshape(logits.shape[:2])
+
+
+def mean_over_padding(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+    return (of_tokens(module, batch) * batch["attention_mask"]).mean()
+
+
+def error_over_padding(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+    mask = batch["attention_mask"][..., None]
+    return F.mse_loss(module.head(module.token(batch["input_ids"])) * mask, mask.expand(-1, -1, 3).double())
+
+
+def pool(embedded: Tensor) -> Tensor:
+    return embedded.mean(1)  # over padding too
+
+
+def untrained_head(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+    if not module.trainer.global_step:
+        with torch.no_grad():
+            module.head.weight.data.zero_()  # the loss does not depend on anything yet, its gradient does
+            module.head.bias.data.zero_()
+    return F.cross_entropy(module.head(pool(module.token(batch["input_ids"]))), batch["y"])
+
+
+def in_training_only(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+    mask = batch["attention_mask"][..., None]
+    embedded = module.token(batch["input_ids"])
+    loss = F.cross_entropy(module.head((embedded * mask).sum(1) / mask.sum(1)), batch["y"])
+    return loss + pool(embedded).square().mean() if module.training else loss
+
+
+def from_the_second_epoch(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+    if module.current_epoch:
+        return F.cross_entropy(module.head(pool(module.token(batch["input_ids"]))), batch["y"])
+    return (of_tokens(module, batch) * batch["attention_mask"]).sum() / batch["attention_mask"].sum()
+
+
+def of_targets_over_padding(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+    mask = batch["attention_mask"][..., None]
+    source = (module.token(batch["input_ids"]) * mask).sum(1) / mask.sum(1)
+    return F.cross_entropy(module.head(source + pool(module.target(batch["decoder_input_ids"]))), batch["y"])
+
+
+def with_targets(source: list[int], target: list[int], width: int, seed: int = 0) -> dict[str, Tensor]:
+    batch, other = padded(source, 8, seed), padded(target, width, seed + 1)
+    return {**batch, "decoder_input_ids": other["input_ids"], "decoder_attention_mask": other["attention_mask"]}
+
+
+LENGTHS = [8, 3, 5, 1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("loss", "batches"),
+    [
+        (mean_over_padding, [padded(LENGTHS, 8)] * 2),
+        (error_over_padding, [padded(LENGTHS, 8)] * 2),
+        (untrained_head, [padded(LENGTHS, 8)] * 2),
+        (in_training_only, [padded(LENGTHS, 8)] * 2),
+        (from_the_second_epoch, [padded(LENGTHS, 8)] * 2),
+        (of_targets_over_padding, [with_targets(LENGTHS, [6] * 6, 6), with_targets(LENGTHS, [1, 2, 3, 4, 5, 6], 6)]),
+        (of_targets_over_padding, [with_targets(LENGTHS, [1, 2, 1, 6, 5, 2], 6)]),
+    ],
+)
+def test_module_equals_itself_unsplit_and_a_warning_says_why(loss: Loss, batches: list[dict[str, Tensor]]) -> None:
+    whole, split = Reader(loss), Reader(loss)
+    trainer("auto", max_epochs=2).fit(whole, loader(batches))
+    run = trainer(callbacks=[GradientAccumulation(micro_batch=2)], max_epochs=2)
+    with pytest.warns(UserWarning, match="is not trimmed: the loss of this module depends on it"):
+        run.fit(split, loader(batches))
+    assert relative_error(split.parameters(), whole.parameters()) < 1e-12
+
+
+def test_trying_does_not_wait_for_a_rank_that_has_nothing_to_try() -> None:
+    class Gathers(Reader):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            self.all_gather(torch.ones(()))
+            return super().training_step(batch, batch_idx)
+
+        def train_dataloader(self) -> Any:  # no padding on the second rank
+            return loader([padded([8, 3, 5, 1] if self.trainer.global_rank == 0 else [8, 8, 8, 8], 8)])
+
+    def masked(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+        return (of_tokens(module, batch) * batch["attention_mask"]).sum() / batch["attention_mask"].sum()
+
+    module = Gathers(masked)
+    trainer(ddp(find_unused_parameters=True), devices=2, callbacks=[GradientAccumulation(micro_batch=2)]).fit(module)
+    assert not torch.equal(module.head.weight, Reader(masked).head.weight)
+
+
+# --- what a batch is to a module --------------------------------------------------------------------------------------
+
+
+def test_auto_does_not_retry_a_batch_that_was_changed_in_place() -> None:
+    class InPlace(Scalar):
+        def loss(self, x: Tensor) -> Tensor:
+            x.sub_(1.0)
+            if len(x) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return (self.w * x).mean()
+
+    with pytest.raises(RuntimeError, match="changed its batch in place"):
+        trainer(callbacks=[GradientAccumulation(micro_batch="auto")]).fit(InPlace([x(1, 2, 3, 4)]))
+
+
+@pytest.mark.parametrize("size", [2, "auto"])
+def test_containers_that_a_micro_batch_takes_apart_are_its_own(size: Any) -> None:
+    class Pops(Scalar):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+            values = batch.pop("x")
+            batch["meta"].pop("name")
+            if len(values) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return (self.w * values).mean()
+
+    batch = {"x": x(1, 2, 3, 4, 5), "y": torch.zeros(5), "meta": {"name": "a"}}
+    module = Pops([batch])
+    trainer(callbacks=[GradientAccumulation(micro_batch=size)]).fit(module)
+    assert module.total == pytest.approx(3.0, rel=1e-12)
+    assert set(batch) == {"x", "y", "meta"}
+
+
+def test_names_that_are_no_identifiers_are_found_in_every_batch() -> None:
+    class Named(Scalar):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return (self.w * batch["my-x"]).mean()
+
+    module = Named([{"my-x": x(1, 2, 3), "class 1": x(0, 0, 0)}] * 3)
+    trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(module)
+    assert module.total == pytest.approx(6.0, rel=1e-12)
+
+
+def test_callbacks_and_clipping_that_come_later_are_heard() -> None:
+    class Heard(Callback):
+        steps = 0
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            self.steps += 1
+
+    class Changing(Scalar):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.trainer.gradient_clip_val = 0.5
+            if batch_idx == 2:
+                self.trainer.callbacks.append(heard)
+
+    heard = Heard()
+    Changing.on_before_optimizer_step = pl.LightningModule.on_before_optimizer_step
+    module = Changing([x(1, 1, 1)] * 4)
+    trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(module)
+    assert module.total == pytest.approx(1.0 + 3 * 0.5, rel=1e-5)
+    assert heard.steps == 2
