@@ -124,7 +124,8 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         if ddp.static_graph:
             raise MisconfigurationException(
                 "DDPAccumulationStrategy(static_graph=True) records the first forward and backward on all ranks together, which"
-                f" GradientAccumulation(micro_batch={size!r}) does not promise. Leave static_graph out, or give a number of samples."
+                f" GradientAccumulation(micro_batch={size!r}) does not promise. Leave static_graph out, or give a"
+                " number of samples."
             )
         names = [name for name, layer in ddp.module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
         if names:
