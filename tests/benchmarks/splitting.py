@@ -1,10 +1,11 @@
 """What it costs to split a batch, on a model of one layer: sixteen micro-batches a window.
 
-Sides, interleaved in one process: a hand-written loop that splits the same batch, this package with ``micro_batch=``, and, from a
-loader of micro-batches, Lightning's own accumulation and Accelerate's ``accumulate()``. What is reported is the ratio of the
-medians over many short rounds; see ``overhead.py``, which times one micro-batch where all of it is overhead.
+Sides, interleaved in one process: a hand-written loop that splits the same batch, this package with ``micro_batch=``, a module in
+Lightning's manual optimization that splits and weighs by itself, and, from a loader of micro-batches, Lightning's own accumulation
+and Accelerate's ``accumulate()``. What is reported is the ratio of the medians over many short rounds; see ``overhead.py``, which
+times one micro-batch where all of it is overhead.
 
-    python tests/benchmarks/splitting.py --rounds 20 --windows 40 --features 256
+    python tests/benchmarks/splitting.py --rounds 20 --windows 40 --features 4096
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lightning_accum import GradientAccumulation
 
 MICRO_BATCHES, SAMPLES, CLASSES, WARM_UP = 16, 16, 10, 3
 BY_HAND, SPLIT, SPLIT_SILENT = "hand-written split", "micro_batch=, log=True", "micro_batch=, log=False"
-LIGHTNING, ACCELERATE = "Lightning", "Accelerate"
+MANUAL, LIGHTNING, ACCELERATE = "manual optimization", "Lightning", "Accelerate"
 
 Batch = tuple[Tensor, Tensor]
 
@@ -66,6 +67,22 @@ class OneLayer(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+class ByItself(OneLayer):
+    """Manual optimization: the module splits its batch, weighs and steps."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        inputs, target = batch
+        for x, y in zip(inputs.split(SAMPLES), target.split(SAMPLES), strict=True):
+            self.manual_backward(cross_entropy(self.layer(x), y) * (len(x) / len(inputs)))
+        optimizer.step()
+
+
 def by_hand(batches: TimedBatches, features: int) -> None:
     """Split, weigh, accumulate, step."""
     layer = nn.Linear(features, CLASSES)
@@ -78,11 +95,18 @@ def by_hand(batches: TimedBatches, features: int) -> None:
         optimizer.zero_grad()
 
 
-def with_trainer(batches: TimedBatches, features: int, strategy: str, window: int = 1, callbacks: Sequence[Callback] = ()) -> None:
+def with_trainer(
+    batches: TimedBatches,
+    features: int,
+    strategy: str,
+    window: int = 1,
+    callbacks: Sequence[Callback] = (),
+    module: type[OneLayer] = OneLayer,
+) -> None:
     """A Trainer with nothing else in it."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
     arguments = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "accumulate_grad_batches": window, **quiet}
-    pl.Trainer(strategy=strategy, callbacks=list(callbacks), **arguments).fit(OneLayer(features), batches)
+    pl.Trainer(strategy=strategy, callbacks=list(callbacks), **arguments).fit(module(features), batches)
 
 
 def with_accelerate(batches: TimedBatches, features: int) -> None:
@@ -119,6 +143,7 @@ def measure(rounds: int, windows: int, features: int, clock: Callable[[], float]
         BY_HAND: (large, lambda: by_hand(large, features)),
         SPLIT_SILENT: (large, lambda: split(log=False)),
         SPLIT: (large, lambda: split(log=True)),
+        MANUAL: (large, lambda: with_trainer(large, features, "auto", module=ByItself)),
         LIGHTNING: (small, lambda: with_trainer(small, features, "auto", window=MICRO_BATCHES)),
     }
     if importlib.util.find_spec("accelerate") is not None:
@@ -151,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="how often every side is measured (default: 20)")
     parser.add_argument("--windows", type=int, default=40, help="windows that are timed in a round (default: 40)")
-    parser.add_argument("--features", type=int, default=2048, help="inputs of the layer (default: 2048)")
+    parser.add_argument("--features", type=int, default=4096, help="inputs of the layer (default: 4096)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="time that passed, or that this process computed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
