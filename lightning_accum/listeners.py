@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -34,7 +34,8 @@ def is_step_heard(trainer: pl.Trainer) -> bool:
     hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
     own = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients", "clip_gradients")
     return not (
-        all(_is_inherited(callback, pl.Callback, hooks[:1]) for callback in callbacks_of(trainer))
+        isinstance(trainer.strategy, SingleDeviceStrategy)  # those of several ranks may average models after a step
+        and all(_is_inherited(callback, pl.Callback, hooks[:1]) for callback in callbacks_of(trainer))
         and _is_inherited(trainer.lightning_module, pl.LightningModule, hooks)
         and _is_inherited(trainer.precision_plugin, Precision, own)
     )

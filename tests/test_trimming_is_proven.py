@@ -196,3 +196,18 @@ def test_callbacks_and_clipping_that_come_later_are_heard() -> None:
     trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(module)
     assert module.total == pytest.approx(1.0 + 3 * 0.5, rel=1e-5)
     assert heard.steps == 2
+
+
+def test_what_a_strategy_of_several_ranks_does_after_a_step_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    original = pl.strategies.DDPStrategy.optimizer_step
+    monkeypatch.setattr(pl.strategies.DDPStrategy, "optimizer_step", lambda *args, **kwargs: done.append(original(*args, **kwargs)))
+    module = Scalar([x(1, 2, 3)] * 2)
+    trainer(ddp(), devices=1, callbacks=[GradientAccumulation(micro_batch=2)]).fit(module)
+    assert module.total == pytest.approx(4.0, rel=1e-12)
+
+    class Seen(Scalar):
+        def on_train_end(self) -> None:
+            assert len(done) == 2
+
+    trainer(ddp(), devices=2, callbacks=[GradientAccumulation(micro_batch=2)]).fit(Seen([x(1, 2, 3)] * 2))
