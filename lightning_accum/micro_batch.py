@@ -218,6 +218,8 @@ def _rebuild(value: Any, takes: list[tuple[Part, Take]]) -> Take:
     """Make a container anew, and put what is taken of its parts into the new one."""
     items = [(part.key, take) for part, take in takes if not part.is_attribute]
     attributes = [(part.key, take) for part, take in takes if part.is_attribute]
+    if type(value) in (list, tuple) and all(part.kind == "tensor" for part, _ in takes) and len(items) == len(value):
+        return lambda value, cut: type(value)(map(cut.tensor, value))  # the usual batch, the quick way
     if type(value) in (list, tuple) and len(items) == len(value):
         all_takes = [take for _, take in items]
         return lambda value, cut: type(value)([take(entry, cut) for take, entry in zip(all_takes, value, strict=True)])
