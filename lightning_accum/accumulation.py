@@ -138,7 +138,7 @@ class Accumulation:
 
     def is_plain(self) -> bool:
         """One micro-batch is the whole window: there is nothing to weigh, and everything is left to Lightning."""
-        return self.world_size == 1 and self.boundary.size == 1 and self.plan is None
+        return self.plan is None and self.world_size == 1 and self.boundary.size == 1
 
     def begin_micro_batch(self, batch: Any) -> None:
         """Enter training_step."""
@@ -154,7 +154,7 @@ class Accumulation:
             The ``gradient`` for its backward; None for plain 1.
         """
         self._has_loss = True
-        if self.plan is None and self.is_plain():
+        if self.is_plain():
             self._note_plain(loss)
             return None
         contribution = self.weigher(loss, self.batch)
@@ -228,7 +228,6 @@ class Accumulation:
         if self.world_size > 1:
             dist.all_reduce(sizes, dist.ReduceOp.MIN)
         self.splitting.sizes.agree(sizes)
-        self.window.flag = False
 
     def close_plain(self, seen: int) -> None:
         """End a window that was left to Lightning."""

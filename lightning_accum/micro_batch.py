@@ -203,11 +203,16 @@ def _compile(part: Part) -> Take | None:
         return lambda value, cut: _maker_of(value)(cut.entries(value))
     if part.kind == "tensor":
         return lambda value, cut: cut.tensor(value)
-    if type(value) in (dict, list) and part.kind in ("shared", "container") and not any(map(_compile, part.parts)):
-        return lambda value, cut: copy.copy(value)  # one micro-batch may take it apart
-    if part.kind == "shared":
-        return (lambda value, cut: cut.shared(value)) if isinstance(value, Tensor) and value.dim() else None
+    if isinstance(value, Tensor):  # shared
+        return (lambda value, cut: cut.shared(value)) if value.dim() else None
+    can_be_taken_apart = type(value) in (dict, list)
+    if part.kind == "shared" and not can_be_taken_apart:
+        return None
     takes = [(inner, take) for inner in part.parts if (take := _compile(inner))]
+    if can_be_taken_apart and not takes:
+        return lambda value, cut: copy.copy(value)  # so that a micro-batch does it to its own
+    if part.kind == "shared":
+        return None
     try:
         return _rebuild(value, takes) if takes else None
     except Exception as error:

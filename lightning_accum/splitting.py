@@ -58,12 +58,11 @@ class Splitting:
         self._say = say
         self._proof: Proof = lambda padded, trimmed: None
 
-    def begin(self, batch: Any, proof: Proof) -> Plan | None:
-        """Plan a batch. Returns None where it runs as it is."""
+    def begin(self, batch: Any, proof: Proof) -> None:
+        """Plan a batch."""
         self._proof = proof
         plan = self._planned(batch)
         self.plan = None if plan.is_whole and self._may_be_whole else plan
-        return self.plan
 
     def run(self, attempt: Callable[[Plan], T], discard: Callable[[], None], accumulated: Iterable[nn.Parameter] | None) -> T:
         """Run the batch in hand, as often as it takes.

@@ -186,7 +186,7 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
 
     @override
     def _can_replace_loss(self) -> bool:
-        return self._is_retried() or self._sync is None or not self._sync.is_recording_graph()
+        return self._sync is None or not self._sync.is_recording_graph()
 
     @override
     def end_micro_batch(self) -> Tensor | None:

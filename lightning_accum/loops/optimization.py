@@ -109,12 +109,7 @@ class WindowOptimization(_AutomaticOptimization):
             return super()._training_step(kwargs)
         # Lightning divides the loss by accumulate_grad_batches here, and refuses None on more than one rank
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
-        if isinstance(output, Tensor):
-            return ClosureResult(output)
-        result = ClosureResult.from_training_step_output(output)
-        if isinstance(output, Mapping):
-            result.closure_loss = output["loss"]  # without a division by 1
-        return result
+        return _result_of(output)
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
@@ -171,8 +166,11 @@ class WindowClosure(Closure):
 
         def run_without_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
             nonlocal zero_grad
-            output = training_step(batch, *others)
-            loss, extra = (output, _NOTHING) if isinstance(output, Tensor) else _loss_and_extra(output)
+            output: Any = training_step(batch, *others)
+            loss, extra = output, _NOTHING
+            if not isinstance(output, Tensor):
+                result = _result_of(output)
+                loss, extra = result.closure_loss, result.extra
             if zero_grad is not None:
                 zero_grad()
                 zero_grad = None
@@ -191,6 +189,11 @@ class WindowClosure(Closure):
         return window_loss
 
 
-def _loss_and_extra(output: Any) -> tuple[Tensor | None, dict[str, Any]]:
+def _result_of(output: Any) -> ClosureResult:
+    """What training_step returned, with the loss as it is."""
+    if isinstance(output, Tensor):
+        return ClosureResult(output)
     result = ClosureResult.from_training_step_output(output)
-    return (output["loss"] if isinstance(output, Mapping) else None), result.extra
+    if isinstance(output, Mapping):
+        result.closure_loss = output["loss"]  # without a division by 1
+    return result
