@@ -2,7 +2,13 @@
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.micro_batch import Tokens
-from lightning_accum.strategies import AccumulationStrategy, DDPAccumulationStrategy
+from lightning_accum.samplers import SameOrderSampler
+from lightning_accum.strategies import (
+    AccumulationStrategy,
+    DDPAccumulationStrategy,
+    FSDPAccumulationStrategy,
+    ModelParallelAccumulationStrategy,
+)
 from lightning_accum.weight import SampleCount, TokenCount
 
 __version__ = "0.1.0"
@@ -10,7 +16,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AccumulationStrategy",
     "DDPAccumulationStrategy",
+    "FSDPAccumulationStrategy",
     "GradientAccumulation",
+    "ModelParallelAccumulationStrategy",
+    "SameOrderSampler",
     "SampleCount",
     "TokenCount",
     "Tokens",

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_accum.boundary import Boundary, Tail
+from lightning_accum.boundary import Boundary
 from lightning_accum.denominator import Denominator, UnreadableLossError
-from lightning_accum.lr_schedule import SchedulerCounts, StepClock
-from lightning_accum.plan import MicroBatchSize, Plan, Split
+from lightning_accum.lr_schedule import StepClock
+from lightning_accum.micro_batch import Tokens
+from lightning_accum.plan import Plan
+from lightning_accum.policy import Policy
+from lightning_accum.ranks import Ranks
+from lightning_accum.resume import PartialWindow
 from lightning_accum.splitting import Splitting
-from lightning_accum.weight import Weigher, Weight, count_samples
+from lightning_accum.weight import Weigher, count_samples
 from lightning_accum.window import ClosedWindow, Window
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What :class:`~lightning_accum.GradientAccumulation` was asked for; its arguments explain the fields."""
-
-    window: int | Mapping[int, int] | None = None
-    weight: Weight | Literal["auto", "equal"] = "auto"
-    tail: Tail = "step"
-    scheduler_counts: SchedulerCounts = "optimizer_steps"
-    log: bool = True
-    micro_batch: MicroBatchSize | None = None
-    split: Split | None = None
-    trim_padding: bool | str = True
-
-    def size_at(self, epoch: int) -> int | None:
-        """Loader batches in a window that begins in ``epoch``; None where the Trainer says."""
-        if not isinstance(self.window, Mapping):
-            return self.window
-        return self.window[max(start for start in self.window if start <= epoch)]
-
-    def sizes(self) -> set[int]:
-        """Every size that a window can have."""
-        if isinstance(self.window, Mapping):
-            return set(self.window.values())
-        return set() if self.window is None else {self.window}
 
 
 class Accumulates:
@@ -58,8 +35,7 @@ class Accumulation:
 
     Args:
         policy: what was asked for.
-        device: the device of this rank.
-        world_size: ranks whose gradients are averaged by their reduction.
+        ranks: those whose gradients are averaged by their reduction, and the device of this one.
         warn: takes a warning to be seen once, on rank zero.
         splitting: how loader batches are split; None where each is a micro-batch.
     """
@@ -67,16 +43,17 @@ class Accumulation:
     def __init__(
         self,
         policy: Policy,
-        device: torch.device,
-        world_size: int,
+        ranks: Ranks,
         warn: Callable[[str], None],
         splitting: Splitting | None = None,
     ) -> None:
         self.policy = policy
         self.splitting = splitting
-        self.world_size = world_size
+        self.ranks = ranks
+        self.world_size = ranks.size
+        """The ranks that have batches of their own."""
         self.boundary = Boundary(policy.tail)
-        self.window = Window(device, world_size)
+        self.window = Window(ranks.device, ranks.size, ranks.group)
         self.weigher = Weigher(policy.weight, warn)
         self.clock = StepClock(policy.scheduler_counts)
         self.closed: ClosedWindow | None = None
@@ -85,12 +62,19 @@ class Accumulation:
         """The norm of its gradient, where it was clipped by norm."""
         self.closed_loader_batches = 0
         """How many loader batches it took."""
+        self.position = 0
+        """Loader batches of the unfinished window that are done."""
+        self._micro_batches_done = 0
         self.total_weight: Tensor | float = 0.0
         """The weight of all windows so far."""
         self.is_zero_grad_due = True
         """The gradients are those of an earlier window: they are cleared before the first backward of the next."""
         self.resumed_state: Mapping[str, Any] = {}
         """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
+        self.window_tokens: int | None = None
+        """What the window under way has to reach, where windows are measured in tokens."""
+        self.is_inside_batch = False
+        """A window ends with a micro-batch that is not the last of its loader batch."""
         self.is_boundary = False
         """The micro-batch in training_step is the last of its window."""
         self.batch: Any = None
@@ -99,26 +83,39 @@ class Accumulation:
         """Its weight, once it has a loss: None for a sum."""
         self.is_weightless = False
         """The micro-batch is known on the host to have no weight."""
-        self._has_loss = False
+        self.is_stand_in = False
+        """The loader batch in hand stands in for one that this rank does not have: it weighs nothing."""
+        self.has_loss = False
+        """The micro-batch in hand gave one."""
         self._warn = warn
         self._warned: set[str] = set()
 
-    def restart(self, seen: int, into_window: int, steps: int, loader_batches: int) -> None:
+    def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
         """Begin to train, or go on from a checkpoint.
 
         Args:
             seen: loader batches so far.
-            into_window: how many of them belong to a window that has not ended.
+            into_window: how many of them belong to a window that has not ended, as Lightning knows it.
             steps: optimizer steps so far, and
             loader_batches: what those took; a checkpoint of this package knows better.
+            size: loader batches in a window now.
+
+        Returns:
+            The unfinished window of the checkpoint, whose gradients are to be put back.
         """
         self.discard(seen)
-        self.boundary.close(seen - into_window)
-        if into_window:
-            self._warn(
-                f"The checkpoint was taken inside a window, after {into_window} of its loader batches, and does not hold their"
-                " gradients: the first optimizer step is made on the rest of the window."
-            )
+        partial = self._partial_window(size) if "window" in self.resumed_state else None
+        if partial is not None:
+            self.boundary.close(seen - partial.position)
+            self.boundary.size, self.window_tokens = math.inf if partial.size is None else partial.size, partial.tokens
+            self.position, self.is_zero_grad_due = partial.position, False
+        elif "window" not in self.resumed_state and not self.resumed_state.get("is_at_boundary", False):
+            self.boundary.close(seen - into_window)
+            if into_window or "is_at_boundary" in self.resumed_state:
+                self._warn(
+                    "The checkpoint was taken inside a window and does not hold its gradients: the first optimizer step is made on"
+                    " the rest of the window."
+                )
         state: dict[str, Any] = {"optimizer_steps": steps, "total_weight": 0.0}
         state["scheduler_time"] = steps if self.policy.scheduler_counts == "optimizer_steps" else loader_batches
         state.update(self.resumed_state)
@@ -128,6 +125,18 @@ class Accumulation:
         self.total_weight = float(state["total_weight"])
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
             self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
+        return partial
+
+    def _partial_window(self, size: int) -> PartialWindow | None:
+        """The unfinished window of the checkpoint, if it can go on under the policy of now."""
+        partial = PartialWindow.from_state_dict(self.resumed_state["window"])
+        if partial.policy != self.policy.in_words(size):
+            self._warn(
+                f"The checkpoint was taken after {partial.position} loader batches of a window of {partial.policy}. Now it is"
+                f" {self.policy.in_words(size)}: the gradients in the checkpoint are dropped, and a new window begins."
+            )
+            return None
+        return partial
 
     # --- one loader batch -----------------------------------------------------------------------------------------
 
@@ -142,7 +151,7 @@ class Accumulation:
 
     def begin_micro_batch(self, batch: Any) -> None:
         """Enter training_step."""
-        self.batch, self._has_loss = batch, False
+        self.batch, self.has_loss = batch, False
 
     def begin_backward(self, loss: Tensor) -> Tensor | None:
         """Take in the loss of a micro-batch.
@@ -153,8 +162,13 @@ class Accumulation:
         Returns:
             The ``gradient`` for its backward; None for plain 1.
         """
-        self._has_loss = True
+        self.has_loss = True
+        if self.is_stand_in:
+            self.weight, self.is_weightless = 0.0, True
+            self.skip()
+            return None
         if self.is_plain():
+            self.is_weightless = False
             self._note_plain(loss)
             return None
         contribution = self.weigher(loss, self.batch)
@@ -179,22 +193,44 @@ class Accumulation:
         Returns:
             Whether the micro-batch had a loss.
         """
-        had_loss, self._has_loss, self.batch = self._has_loss, False, None
+        had_loss, self.has_loss, self.batch = self.has_loss, False, None
         if not had_loss:
-            self.weight = 0.0
-        if not had_loss and not self.is_plain():
-            self.window.skip()
-            if self.is_boundary:
-                self.reduce()
-        if not had_loss:
-            self.closed = None
+            self.weight, self.closed = 0.0, None
+            if not self.is_plain():
+                self.skip()
         return had_loss
+
+    def end_loader_batch(self, seen: int) -> None:
+        """Loader batch number ``seen`` is done."""
+        self.position, self._micro_batches_done = self.boundary.position(seen), self.window.micro_batches
+
+    @property
+    def is_between_loader_batches(self) -> bool:
+        """The gradients are those of whole loader batches: none has failed on its way."""
+        return self.window.micro_batches == self._micro_batches_done
+
+    def skip(self) -> None:
+        """Take in a micro-batch that counts for nothing."""
+        self.window.skip()
+        if self.is_boundary:
+            self.reduce()
 
     def reduce(self) -> None:
         """Start to sum the weights over the ranks: on all of them before the last reduction of gradients."""
         if self.splitting is not None and self.splitting.sizes is not None:
             self.window.flag = self.splitting.sizes.has_changed
         self.window.reduce()
+
+    def is_full(self) -> bool:
+        """Whether the window has reached its tokens, over all ranks. Called on all of them, after every loader batch.
+
+        Raises:
+            ValueError: the loss is a sum, which has no weight.
+        """
+        assert isinstance(self.policy.window, Tokens)
+        if self.window_tokens is None:
+            self.window_tokens = self.policy.window.at(float(self.total_weight))
+        return self.ranks.sum(self.window.weight_so_far()) >= self.window_tokens
 
     # --- the end of a window --------------------------------------------------------------------------------------
 
@@ -226,7 +262,7 @@ class Accumulation:
         assert self.splitting.sizes is not None
         sizes = self.splitting.sizes.as_tensor().to(self.window.device, self.window.dtype)
         if self.world_size > 1:
-            dist.all_reduce(sizes, dist.ReduceOp.MIN)
+            dist.all_reduce(sizes, dist.ReduceOp.MIN, group=self.ranks.group)
         self.splitting.sizes.agree(sizes)
 
     def close_plain(self, seen: int) -> None:
@@ -236,10 +272,15 @@ class Accumulation:
             self.total_weight = self.total_weight + self.closed.weight
 
     def _end(self, seen: int) -> None:
-        # a closure that runs again (LBFGS over ranks) ends the same window again
-        self.closed_loader_batches = self.boundary.position(seen) or self.closed_loader_batches
+        if self.is_inside_batch:  # the rest of the loader batch begins the next window
+            seen -= 1
+            self.closed_loader_batches = self.boundary.position(seen)
+        else:
+            # a closure that runs again (LBFGS over ranks) ends the same window again
+            self.closed_loader_batches = self.boundary.position(seen) or self.closed_loader_batches
         self.boundary.close(seen)
         self.is_zero_grad_due = True
+        self.window_tokens, self.position, self._micro_batches_done = None, 0, 0
 
     def discard(self, seen: int) -> int:
         """Forget the unfinished window. Returns the loader batches that it had."""
@@ -266,9 +307,14 @@ class Accumulation:
     def describe(self, batch: Any, loader_batches: int) -> str:
         """One line: what was understood."""
         samples = count_samples(batch)
-        parts = [f"a window is {loader_batches} loader batch{'es' if loader_batches != 1 else ''}"]
-        if self.world_size > 1:
-            parts[0] += f" on each of {self.world_size} ranks"
+        if isinstance(self.policy.window, Tokens):
+            tokens = self.policy.window.at(float(self.total_weight))
+            parts = [f"a window is as many loader batches as come to a weight of {tokens} over all ranks"]
+            samples = None
+        else:
+            parts = [f"a window is {loader_batches} loader batch{'es' if loader_batches != 1 else ''}"]
+            if self.world_size > 1:
+                parts[0] += f" on each of {self.world_size} ranks"
         if samples is not None:
             total = samples * loader_batches * self.world_size
             parts[0] += f", {total} samples with loader batches like the first ({samples})"
@@ -285,6 +331,7 @@ class Accumulation:
             "optimizer_steps": self.clock.optimizer_steps,
             "scheduler_time": self.clock.time,
             "total_weight": float(self.total_weight),
+            "is_at_boundary": self.position == 0,
         }
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()

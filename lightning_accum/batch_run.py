@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_accum.batch_log import BatchLog
+from lightning_accum.micro_batch import Tokens
 from lightning_accum.outputs import Outputs
 from lightning_accum.plan import Plan
 
@@ -65,16 +66,26 @@ class BatchRun:
         outputs, order, log, window_loss = splitting.run(self._attempt, discard, accumulated)
         self._show(log)
         if self._ends_window and splitting.is_retried:
-            window_loss = strategy.end_retried_batch()
+            window_loss = strategy.end_window_apart()
         return outputs.loss(), outputs.extra(order), window_loss
 
     def _attempt(self, plan: Plan) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
         accumulation, strategy = self._accumulation, self._strategy
         assert accumulation.splitting is not None
         ends_window = self._ends_window and not accumulation.splitting.is_retried
-        last, window_loss = len(plan.pieces) - 1, None
+        # windows of tokens may end with any micro-batch, and the ranks come to different numbers of them; an attempt may not step
+        counts_tokens = isinstance(accumulation.policy.window, Tokens) and not accumulation.splitting.is_retried
+        own = rounds = len(plan.pieces)
+        if counts_tokens or strategy.is_waited_for_in_forward:
+            rounds = strategy.most_micro_batches(own)
+        for_others = rounds - own if strategy.is_waited_for_in_forward else 0
+        last, window_loss = own - 1, None
         outputs, run_micro_batch = Outputs([piece.count for piece in plan.pieces]), self._run_micro_batch
         no_sync, has_sync, nothing = strategy.blocked, strategy.world_size > 1, nullcontext()
+        for _ in range(for_others):
+            self._run_for_others(plan)
+            if counts_tokens:
+                strategy.end_window_inside_batch()
         with self._collecting() as log:
             for index, micro_batch in enumerate(plan):
                 accumulation.begin_micro_batch(micro_batch)
@@ -88,5 +99,26 @@ class BatchRun:
                         window_loss = strategy.end_micro_batch()
                 outputs.add(loss, accumulation.weight, extra)
                 del loss, extra, micro_batch  # before the next forward
+                if counts_tokens and for_others + index < rounds - 1:
+                    strategy.end_window_inside_batch()
+            if counts_tokens:
+                for _ in range(for_others + own, rounds - 1):
+                    strategy.end_window_inside_batch()
         log.weigh(outputs.weights, outputs.rows)
         return outputs, plan.order, log, window_loss
+
+    def _run_for_others(self, plan: Plan) -> None:
+        """Run the smallest micro-batch once more, without weight: other ranks have more, and wait for this one in each."""
+        accumulation, strategy = self._accumulation, self._strategy
+        snapshot, was_stand_in = strategy.keeper.take(watches_parameters=False), accumulation.is_stand_in
+        accumulation.is_stand_in, accumulation.is_boundary = True, False
+        try:
+            with self._collecting(), strategy.blocked():
+                micro_batch = plan.batch if plan.is_whole else plan.make(plan.pieces[-1])
+                accumulation.begin_micro_batch(micro_batch)
+                loss, _ = self._run_micro_batch(micro_batch)
+                if loss is None:
+                    strategy.end_micro_batch()
+        finally:
+            accumulation.is_stand_in = was_stand_in
+            snapshot.restore()

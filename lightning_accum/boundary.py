@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -30,18 +29,18 @@ class Boundary:
         self.tail = tail
         self.closed_at = 0
         """The loader batch, counted from 1, that ended the last window."""
-        self.size: int | None = None
+        self.size: float | None = None
         """Loader batches in the window that is under way; None before the first."""
         self._cut_at: int | None = None
 
-    def is_reached(self, seen: int, size: int) -> bool:
+    def is_reached(self, seen: int, size: float) -> bool:
         """Whether the window ends with loader batch number ``seen``, whatever follows.
 
         Between the end of a window and the next loader batch the answer stays True.
 
         Args:
             seen: loader batches so far, this one included.
-            size: loader batches in a window; a window keeps the size that it began with.
+            size: loader batches in a window; a window keeps the size that it began with. inf where something else ends it.
         """
         position = seen - self.closed_at
         if position == 0 or seen == self._cut_at:
@@ -71,26 +70,29 @@ class Boundary:
         self.closed_at = seen
 
 
-def count_windows(batches: int, epochs: int, size: Callable[[int], int], tail: Tail) -> int:
+def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], tail: Tail) -> int:
     """The number of optimizer steps in a training of known length.
 
     Args:
         batches: loader batches in an epoch.
         epochs: how many epochs.
-        size: loader batches in a window that begins in the given epoch (from 0).
+        size: loader batches in a window that begins in the given epoch (from 0), after the given number of steps.
         tail: what the end of an epoch does to an unfinished window.
 
     Example:
-        >>> count_windows(6, 4, lambda epoch: 1 if epoch == 0 else 4, "step")  # 6 + 2 + 2 + 2
+        >>> count_windows(6, 4, lambda epoch, step: 1 if epoch == 0 else 4, "step")  # 6 + 2 + 2 + 2
         12
-        >>> count_windows(6, 4, lambda epoch: 4, "carry"), count_windows(6, 4, lambda epoch: 4, "drop")
+        >>> count_windows(6, 4, lambda epoch, step: 4, "carry"), count_windows(6, 4, lambda epoch, step: 4, "drop")
         (6, 4)
+        >>> count_windows(10, 1, lambda epoch, step: 1 + step, "step")  # 1 + 2 + 3 + 4
+        4
     """
-    if tail != "carry":
-        rounding = math.ceil if tail == "step" else math.floor
-        return sum(rounding(batches / size(epoch)) for epoch in range(epochs))
     begun = windows = 0
     while begun < batches * epochs:
-        begun += size(begun // batches)
-        windows += 1
+        epoch = begun // batches
+        end = begun + size(epoch, windows)
+        if tail != "carry" and end > (epoch + 1) * batches:
+            end = (epoch + 1) * batches
+            windows -= tail == "drop"
+        begun, windows = end, windows + 1
     return windows

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceXLAStrategy,
+    Strategy,
+    XLAStrategy,
+)
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_accum.accumulation import Accumulates, Accumulation, Policy
+from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.boundary import Tail
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.micro_batch import Tokens
 from lightning_accum.plan import MicroBatchSize, Split
+from lightning_accum.policy import Policy, WindowSize
+from lightning_accum.resume import PartialWindow
 from lightning_accum.weight import Weight
 
 _HOOKS_OF_A_MICRO_BATCH = (
@@ -36,8 +47,8 @@ class GradientAccumulation(Callback):
     loader batch: the loader yields the batch that is wanted, and the package runs as much of it at a time as fits. A batch index,
     a validation interval, the progress bar and schedulers then count optimizer steps by themselves.
 
-    Needs one of this package's strategies: ``Trainer(strategy="accum")`` on one device, ``"accum_ddp"`` on several. They work
-    without this callback too, with its defaults.
+    Needs one of this package's strategies: ``Trainer(strategy="accum")`` on one device; ``"accum_ddp"`` on several, or
+    ``"accum_fsdp"`` and ``"accum_model_parallel"`` for sharded modules. They work without this callback too, with its defaults.
 
     It logs once an optimizer step: ``window/loss`` (what the full batch would have printed), ``window/weight`` and
     ``window/total_weight`` (tokens, for a language model), ``window/micro_batches``, ``window/optimizer_steps``,
@@ -47,7 +58,9 @@ class GradientAccumulation(Callback):
 
     Args:
         window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the epoch (from 0) in which n
-            begins to hold; None for the Trainer's ``accumulate_grad_batches``.
+            begins to hold; a function ``f(optimizer steps so far) -> n``; None for the Trainer's ``accumulate_grad_batches``. Or
+            :class:`Tokens`: a window ends with the micro-batch in which the weights of all ranks come to that many (with
+            ``micro_batch="auto"``, the loader batch). A window keeps the size that it began with.
         micro_batch: the size of a micro-batch, into several of which each loader batch is split: a number of samples;
             :class:`Tokens`, padding included; ``"auto"``, as large as memory allows, found by trying; None for the loader's batch
             as it is. ``training_step`` runs once for each, and what it logs and returns is put together to what the batch would
@@ -82,10 +95,10 @@ class GradientAccumulation(Callback):
 
     def __init__(
         self,
-        window: int | Mapping[int, int] | None = None,
+        window: WindowSize = None,
         *,
         micro_batch: MicroBatchSize | None = None,
-        weight: Weight | Literal["auto", "equal"] = "auto",
+        weight: Literal["auto", "equal"] | Weight = "auto",
         tail: Tail = "step",
         scheduler_counts: SchedulerCounts = "optimizer_steps",
         trim_padding: bool | str = True,
@@ -112,14 +125,15 @@ class GradientAccumulation(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._accumulation, self._state = None, {}  # of an earlier fit, or of a checkpoint that was validated
         if not isinstance(trainer.strategy, Accumulates):
             raise MisconfigurationException(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
-                ' Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several.'
+                f" {_what_to_use_instead_of(trainer.strategy)}"
             )
         if self.policy.micro_batch is not None:
             _check_module(self.policy, pl_module)
-        size = self.policy.size_at(trainer.current_epoch)
+        size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
         if size is None:
             return
         if trainer.accumulate_grad_batches not in (1, size):
@@ -127,7 +141,7 @@ class GradientAccumulation(Callback):
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and"
                 f" GradientAccumulation({self.policy.window!r}) both set the window. Set it in one of them."
             )
-        if not pl_module.automatic_optimization and self.policy.sizes() != {1}:
+        if not pl_module.automatic_optimization and self.policy.may_be_longer_than_one(1):
             raise MisconfigurationException(
                 f"GradientAccumulation({self.policy.window!r}) steps the optimizer for you, but {type(pl_module).__name__} has"
                 " automatic_optimization=False and steps it by itself."
@@ -135,16 +149,22 @@ class GradientAccumulation(Callback):
         self._trainers_own = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = size  # where tuners, monitors and Lightning itself look for it
 
-    def connect(self, accumulation: Accumulation) -> None:
-        """Take hold of the run's state, and give it what a checkpoint said. Called by the strategy."""
-        self._accumulation = accumulation
+    def connect(self, accumulation: Accumulation, partial_window: Callable[[], PartialWindow | None]) -> None:
+        """Take hold of the run's state, and give it what a checkpoint said. Called by the strategy.
+
+        Args:
+            accumulation: the state.
+            partial_window: gives the unfinished window, for a checkpoint. Called on all ranks.
+        """
+        self._accumulation, self._partial_window, self._may_gather = accumulation, partial_window, True
+        self._metrics = None
         accumulation.resumed_state, self._state = self._state, {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_train_epoch_start(trainer, pl_module)  # which Lightning leaves out where training goes on inside an epoch
+        self._begin_epoch(trainer)  # Lightning leaves out on_train_epoch_start where training goes on inside an epoch
         if self.policy.log and self._accumulation is not None:
-            self._metrics = WindowMetrics(trainer, pl_module)
+            self._metrics = WindowMetrics(trainer, pl_module, self._accumulation.resumed_state.get("epoch_loss"))
         # Lightning calls the hooks of every callback at every micro-batch, 2 us for an empty one, and passes over what cannot be
         # called. A hook that a subclass overrides stays.
         for hook in _HOOKS_OF_A_MICRO_BATCH:
@@ -153,11 +173,22 @@ class GradientAccumulation(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._metrics is not None:
+            self._metrics.begin_epoch()
+        self._begin_epoch(trainer)
+
+    def _begin_epoch(self, trainer: pl.Trainer) -> None:
         if self._accumulation is not None and self._accumulation.splitting is not None:
             self._accumulation.splitting.planner.prove_again()
-        size = self.policy.size_at(trainer.current_epoch)
-        if isinstance(self.policy.window, Mapping) and size is not None:
-            trainer.accumulate_grad_batches = size
+        self.set_size(trainer)
+
+    def set_size(self, trainer: pl.Trainer) -> None:
+        """A window is about to begin: have its size where tuners, monitors and Lightning look for it. Called by the strategy."""
+        if self._accumulation is None or not (isinstance(self.policy.window, Mapping) or callable(self.policy.window)):
+            return
+        size = self.policy.size_at(trainer.current_epoch, self._accumulation.clock.optimizer_steps)
+        assert size is not None
+        trainer.accumulate_grad_batches = size
 
     # --- what one sees ----------------------------------------------------------------------------------------------
 
@@ -176,15 +207,17 @@ class GradientAccumulation(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._give_back(trainer)
+        self._metrics = None
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        # other callbacks may take a checkpoint now, on this rank alone unless all were told to end
+        self._may_gather = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
         self._give_back(trainer)
 
     def _give_back(self, trainer: pl.Trainer) -> None:
         if self._metrics is not None:
             self._metrics.close()
-            self._metrics = None
         for hook in _HOOKS_OF_A_MICRO_BATCH:
             vars(self).pop(hook, None)
         if self._trainers_own is not None:
@@ -193,11 +226,40 @@ class GradientAccumulation(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._state if self._accumulation is None else self._accumulation.state_dict()
+        if self._accumulation is None:
+            return self._state
+        state = self._accumulation.state_dict()
+        if self._metrics is not None:
+            state["epoch_loss"] = self._metrics.epoch_loss()
+        partial = self._partial_window() if self._may_gather else None
+        if partial is not None:
+            state["window"] = partial.state_dict()
+        return state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._state = state_dict
+        if self._accumulation is None:
+            self._state = state_dict
+        else:  # sharded modules are restored after the strategy has been set up
+            self._accumulation.resumed_state = state_dict
+
+
+def _what_to_use_instead_of(strategy: Strategy) -> str:
+    sharded = 'Trainer(strategy="accum_fsdp") or "accum_model_parallel" (FSDP2, fully_shard)'
+    if isinstance(strategy, DeepSpeedStrategy):
+        return (
+            "DeepSpeed's engine divides, reduces and steps by itself. For shards as with its stages, use"
+            f" {sharded}; or stay with DeepSpeed and its gradient_accumulation_steps, without this callback."
+        )
+    if isinstance(strategy, (XLAStrategy, SingleDeviceXLAStrategy)):
+        return "A loss that XLA computes does not tell its weight. Leave this callback out, or use another device."
+    if isinstance(strategy, FSDPStrategy):
+        return 'Use Trainer(strategy="accum_fsdp"), or FSDPAccumulationStrategy(...) with the same arguments.'
+    if isinstance(strategy, ModelParallelStrategy):
+        return 'Use Trainer(strategy="accum_model_parallel"), or ModelParallelAccumulationStrategy(...) with the same arguments.'
+    return (
+        f'Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several; for sharded modules {sharded}.'
+    )
 
 
 def _check_window(window: Any) -> None:
@@ -208,8 +270,11 @@ def _check_window(window: Any) -> None:
             )
         if 0 not in window:
             raise MisconfigurationException(f"window={dict(window)!r} does not say what holds in epoch 0; add {{0: 1}}")
-    elif window is not None and not _is_natural(window, 1):
-        raise MisconfigurationException(f"window={window!r}: expected a number of loader batches from 1, {{epoch: number}} or None")
+    elif not (window is None or isinstance(window, Tokens) or callable(window) or _is_natural(window, 1)):
+        raise MisconfigurationException(
+            f"window={window!r}: expected a number of loader batches from 1, {{epoch: number}}, a function of the optimizer step,"
+            " Tokens(...) or None"
+        )
 
 
 def _is_natural(number: Any, least: int) -> bool:
@@ -221,6 +286,8 @@ def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
         raise MisconfigurationException(
             f'micro_batch={micro_batch!r}: expected a number of samples from 1, Tokens(...), "auto" or None'
         )
+    if isinstance(micro_batch, Tokens) and callable(micro_batch.count):
+        raise MisconfigurationException(f"micro_batch={micro_batch!r}: only the Tokens of a window can be a function")
     if not isinstance(trim_padding, (bool, str)):
         raise MisconfigurationException(
             f"trim_padding={trim_padding!r}: expected True, False, or the key of a mask or of lengths in the batch"

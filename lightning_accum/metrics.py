@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,11 +24,13 @@ class WindowMetrics:
     ``log`` would do all of that at a hundred times the cost.
     """
 
-    def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule, epoch_loss: Sequence[float] | None = None) -> None:
         self._trainer = trainer
         self._module = pl_module
         self._epoch: list[tuple[Tensor | float, Tensor | float]] = []
         self._epoch_loss = MeanMetric(sync_on_compute=False, nan_strategy="ignore").set_dtype(torch.float64)
+        if epoch_loss is not None and epoch_loss[1] > 0:
+            self._epoch_loss.update(*(torch.tensor(number, dtype=torch.float64) for number in epoch_loss))
         self._last_end: float | None = None
         self._last: object = None
         self._in_bar: dict[str, Any] = {}
@@ -82,12 +85,23 @@ class WindowMetrics:
         elapsed = 0.0 if last_end is None else self._last_end - last_end
         return weight / elapsed if elapsed > 0 else None
 
+    def begin_epoch(self) -> None:
+        """No window of it has ended yet: a checkpoint from the end of an epoch holds that epoch's."""
+        self._epoch = []
+        self._epoch_loss.reset()
+
     def log_epoch(self) -> None:
         """Log the epoch's loss: the mean of its windows, each with its weight."""
         self._fold_epoch()
         if self._epoch_loss.update_called and not self._trainer.barebones:
             self._module.log("window/loss_epoch", self._epoch_loss.compute(), batch_size=1, sync_dist=True)
         self._epoch_loss.reset()
+
+    def epoch_loss(self) -> list[float]:
+        """The mean loss of the epoch's windows so far, and their weight, for a checkpoint."""
+        self._fold_epoch()
+        weight = float(self._epoch_loss.weight)  # type: ignore[arg-type]  # a state of the metric
+        return [float(self._epoch_loss.compute()) if weight else 0.0, weight]
 
     def _fold_epoch(self) -> None:
         """Take the windows into the epoch's mean: many at a time, since an update costs 60 us."""

@@ -23,7 +23,8 @@ class Tokens:
     """A size in tokens, for a window or a micro-batch.
 
     Args:
-        count: how many tokens, at least 1.
+        count: how many tokens, at least 1. For a window also a function of the tokens (weights of all ranks) that training has
+            seen in its windows so far, for a batch size that grows; it is asked when a window begins.
 
     Raises:
         ValueError: ``count`` is no int, or less than 1.
@@ -31,13 +32,33 @@ class Tokens:
     Example:
         >>> Tokens(8_192)
         Tokens(count=8192)
+        >>> warm_up = Tokens(lambda seen: 32_768 if seen < 10**9 else 524_288)
+        >>> warm_up.at(0), warm_up.at(2 * 10**9)
+        (32768, 524288)
     """
 
-    count: int
+    count: int | Callable[[float], int]
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(f"Tokens(count) must be an int of at least 1, but count={self.count!r}")
+        if not callable(self.count):
+            _check_tokens(self.count, "Tokens(count)")
+
+    def at(self, seen: float) -> int:
+        """The size of a window that begins when training has seen so many tokens.
+
+        Raises:
+            ValueError: the function gave no int, or less than 1.
+        """
+        if not callable(self.count):
+            return self.count
+        count = self.count(seen)
+        _check_tokens(count, f"The function in Tokens(...), asked after {seen:.0f} tokens,")
+        return count
+
+
+def _check_tokens(count: Any, what: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{what} must be an int of at least 1, but count={count!r}")
 
 
 Take: TypeAlias = "Callable[[Any, Cut], Any]"

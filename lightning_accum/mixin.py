@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,12 +20,17 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_accum import loops
-from lightning_accum.accumulation import Accumulates, Accumulation, Policy
+from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.listeners import callbacks_of, is_step_heard
 from lightning_accum.lr_schedule import StepWatch
-from lightning_accum.safeguards import batch_norm_layers, zero_loss_like
+from lightning_accum.policy import Policy
+from lightning_accum.ranks import Ranks
+from lightning_accum.resume import PartialWindow, gather_gradients, gather_weighed, put_back
+from lightning_accum.safeguards import batch_norm_layers, gradients_of_zero
+from lightning_accum.snapshot import Keeper
 from lightning_accum.splitting import Splitting
+from lightning_accum.sync import Sync
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
@@ -33,6 +39,15 @@ class AccumulationMixin(Accumulates, Strategy):
     """To be put in front of a strategy of Lightning's. The methods that do nothing here are for engines with several ranks."""
 
     world_size: int
+    global_rank: int
+    ranks: Ranks | None = None
+    """Those of the training; None before there are any."""
+    estimated_windows: int | None = None
+    """How many windows of tokens a training will have; None where it was not asked."""
+    _sync: Sync = Sync()
+    _keeper: Keeper | None = None
+    is_waited_for_in_forward = False
+    """The forward and backward of a micro-batch wait for those of the other ranks, whether gradients are reduced or not."""
     is_heard: bool | None = None
     """Whether anything listens to the hooks around the backward of a micro-batch; None where it is not known yet."""
 
@@ -42,16 +57,23 @@ class AccumulationMixin(Accumulates, Strategy):
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         trainer = model.trainer
-        if trainer.state.fn == TrainerFn.FITTING and _callback_of(trainer) is None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        loops.install(trainer)
+        if _callback_of(trainer) is None:
             callbacks_of(trainer).insert(0, GradientAccumulation())  # the strategy alone: default policy
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.ranks = self._ranks()
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self.accumulation = None
+        self.accumulation, self.estimated_windows = None, None
         if trainer.state.fn == TrainerFn.FITTING:
             callback = _callback_of(trainer)
             self.policy = Policy() if callback is None else callback.policy
-            loops.install(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._begin(trainer, callback)
@@ -62,10 +84,12 @@ class AccumulationMixin(Accumulates, Strategy):
         if not module.automatic_optimization:
             return
         self._check_what_windows_cannot_do(trainer, module)
-        self.accumulation = Accumulation(self.policy, self.root_device, self.world_size, _warn, self._splitting(module))
+        assert self.ranks is not None
+        self.accumulation = Accumulation(self.policy, self.ranks, _warn, self._splitting(module))
         if callback is not None:
-            callback.connect(self.accumulation)
+            callback.connect(self.accumulation, self.partial_window)
         self._callback = callback
+        self._keeper = None
         self._watch = StepWatch(self.optimizers[0])
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self._takes_gradient = not is_overridden("backward", module)
@@ -74,22 +98,28 @@ class AccumulationMixin(Accumulates, Strategy):
         self._is_step_heard = True
         self._heard_at: tuple[int, int] | None = None
 
+    def _ranks(self) -> Ranks:
+        """Those whose gradients are averaged."""
+        return Ranks(self.root_device, self.world_size, None, self.world_size, self.global_rank, getattr(self, "_timeout", None))
+
     def _splitting(self, module: pl.LightningModule) -> Splitting | None:
         policy = self.policy
         if policy.micro_batch is None:
             return None
-        trim, device, has_ranks = policy.trim_padding, self.root_device, self.world_size > 1
+        # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
+        trim = False if self.is_waited_for_in_forward else policy.trim_padding
+        device, has_ranks = self.root_device, self.world_size > 1
         return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, _warn, _log.info)
 
     def _check_what_windows_cannot_do(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        sizes = self.policy.sizes() or {trainer.accumulate_grad_batches}
+        is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         for optimizer in self.optimizers:
-            if isinstance(optimizer, LBFGS) and max(sizes) > 1:
+            if isinstance(optimizer, LBFGS) and is_long:
                 raise MisconfigurationException(
-                    f"LBFGS runs its closure several times in a step, and a window of {max(sizes)} loader batches cannot be run"
+                    "LBFGS runs its closure several times in a step, and a window of several loader batches cannot be run"
                     " again: their data is gone. Use GradientAccumulation(1) or another optimizer."
                 )
-        if (max(sizes) > 1 or self.policy.micro_batch is not None) and (layers := batch_norm_layers(module)):
+        if (is_long or self.policy.micro_batch is not None) and (layers := batch_norm_layers(module)):
             more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
             _warn(
                 f"BatchNorm ({', '.join(layers[:3])}{more}) normalises each micro-batch by its own statistics, and updates its"
@@ -101,21 +131,42 @@ class AccumulationMixin(Accumulates, Strategy):
         super().on_train_start()
         if self.accumulation is not None:
             trainer = self.trainer()
-            size = self.policy.size_at(trainer.current_epoch) or trainer.accumulate_grad_batches
+            size = self.policy.size_at(trainer.current_epoch, trainer.global_step) or trainer.accumulate_grad_batches
             if self.policy.tail == "drop" and trainer.num_training_batches < size:
                 raise MisconfigurationException(
                     f"An epoch has {trainer.num_training_batches} loader batches, and a window of {size} would never be full: with"
                     ' tail="drop" nothing would be trained. Use a smaller window, or tail="step" or "carry".'
                 )
             seen, into_window = loops.loader_batches_seen(trainer), loops.loader_batches_into_window(trainer)
-            self.accumulation.restart(seen, into_window, steps=trainer.global_step, loader_batches=seen - into_window)
+            batches, now = seen - into_window, trainer.accumulate_grad_batches
+            partial = self.accumulation.restart(seen, into_window, trainer.global_step, batches, now)
+            if partial is not None:
+                ranks = self.accumulation.ranks
+                named, rank = self._named_parameters(), self._rank_in_group()
+                put_back(partial, named, self.accumulation.window, ranks, rank, self._loss_scale(), _warn)
+                self.accumulation.end_loader_batch(seen)
+            self.accumulation.resumed_state = {}
+            if self._callback is not None:
+                self._callback.set_size(trainer)
 
     @override
     def teardown(self) -> None:
+        self._sync = Sync()
         if self.accumulation is not None:
             self._watch.remove()
             self.accumulation = None
         super().teardown()
+
+    @property
+    def keeper(self) -> Keeper:
+        """Keeps what a batch may change that is run for others only, or that may have to run again."""
+        assert self.accumulation is not None
+        if self.accumulation.splitting is not None:
+            return self.accumulation.splitting.keeper
+        if self._keeper is None:
+            assert self.lightning_module is not None
+            self._keeper = Keeper(self.lightning_module, self.root_device)
+        return self._keeper
 
     def trainer(self) -> pl.Trainer:
         """The Trainer of the module."""
@@ -143,12 +194,18 @@ class AccumulationMixin(Accumulates, Strategy):
         loss, seed = self._weigh(closure_loss)
         if seed is not None:
             kwargs["gradient"] = seed
-        return super().backward(loss, optimizer, *args, **kwargs)
+        with gradients_of_zero(loss) if self.accumulation.is_weightless else nullcontext():
+            return super().backward(loss, optimizer, *args, **kwargs)
 
     def backward_without_hooks(self, loss: Tensor) -> None:
         """As :meth:`backward`, where nobody listens."""
         loss, seed = self._weigh(loss)
-        torch.autograd.backward(loss, seed)
+        assert self.accumulation is not None
+        if self.accumulation.is_weightless:
+            with gradients_of_zero(loss):
+                torch.autograd.backward(loss, seed)
+        else:
+            torch.autograd.backward(loss, seed)
 
     def _changes_batches(self) -> bool:
         """Whether a batch on the device may be another than on the host: augmented, or moved by the user's own rules."""
@@ -167,10 +224,9 @@ class AccumulationMixin(Accumulates, Strategy):
             batch = accumulation.batch if accumulation.plan is None else accumulation.plan.batch
             seed = accumulation.begin_backward(loss)
             rank_zero_info(accumulation.describe(batch, self.trainer().accumulate_grad_batches))
+        self._sync.begin_backward()
         if seed is None:
             return loss, None
-        if accumulation.is_weightless and self._can_replace_loss():
-            return zero_loss_like(loss), None  # its loss may be NaN, and NaN * 0 is NaN: zeros are added instead
         return (loss, seed) if self._takes_gradient else (loss * seed, None)
 
     def end_micro_batch(self) -> Tensor | None:
@@ -182,45 +238,121 @@ class AccumulationMixin(Accumulates, Strategy):
         assert self.accumulation is not None
         if not self.accumulation.end_micro_batch():
             self._backward_without_loss()
+        self._sync.complete_reduction()
         return self._end_window() if self.accumulation.is_boundary else None
 
-    def end_retried_batch(self) -> Tensor | None:
-        """An attempt at the last batch of a window has succeeded: only now the gradients are reduced, and the window ends."""
+    def end_window_apart(self) -> Tensor | None:
+        """The window has ended with the last micro-batch, which did not know: only now the gradients are reduced."""
         assert self.accumulation is not None
         self.accumulation.is_boundary = True
-        self._forward_without_batch()
-        self.accumulation.reduce()
-        self._backward_without_loss()
+        self._reduce_apart()
         return self._end_window()
+
+    def _reduce_apart(self) -> None:
+        """Reduce what was accumulated, and start to sum the weights. On all ranks together."""
+        assert self.accumulation is not None
+        self.accumulation.reduce()
 
     def _end_window(self) -> Tensor | None:
         assert self.accumulation is not None
+        self._sync.end_window()
         seen = loops.loader_batches_seen(self.trainer())
         if self.accumulation.is_plain():
             self.accumulation.close_plain(seen)
             return None
         closed = self.accumulation.close(seen, self.parameters())
+        if closed.is_last and self.accumulation.ranks.size == self.accumulation.ranks.world_size:
+            loops.stop(self.trainer())
         if closed.is_empty:
             return None
         return torch.as_tensor(closed.loss, dtype=self.accumulation.window.dtype, device=self.root_device)
 
     def run_without_batch(self) -> Tensor | None:
         """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0."""
-        self._forward_without_batch()
-        return self.end_micro_batch()
+        assert self.accumulation is not None
+        with nullcontext() if self.accumulation.is_boundary else self.blocked():
+            self._forward_without_batch()
+            return self.end_micro_batch()
+
+    def most_micro_batches(self, own: int) -> int:
+        """The micro-batches that the rank with the most has in this loader batch. Called on all ranks."""
+        if self.ranks is None or self.ranks.world_size == 1:
+            return own
+        return int(self.ranks.largest(own)[0])
+
+    def end_window_inside_batch(self) -> None:
+        """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
+        loops.end_window_inside_batch(self.trainer())
 
     def blocked(self) -> AbstractContextManager[None]:
         """A micro-batch that is not the last of its window: its gradients are not reduced."""
         return nullcontext()
-
-    def _can_replace_loss(self) -> bool:
-        return True
 
     def _forward_without_batch(self) -> None:
         """Take part in the other ranks' forward."""
 
     def _backward_without_loss(self) -> None:
         """Take part in the other ranks' backward, adding nothing."""
+
+    def partial_window(self) -> PartialWindow | None:
+        """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""
+        accumulation = self.accumulation
+        if accumulation is None or accumulation.position == 0:
+            return None
+        if not accumulation.is_between_loader_batches:
+            _warn(
+                "The checkpoint is taken inside a window and inside a loader batch, a part of which is in the gradients: it does"
+                " not hold them, and going on from it the first step is made on the rest of the window."
+            )
+            return None
+        is_kept = self.is_global_zero
+        self._reduce_for_checkpoint()
+        partial = PartialWindow(
+            accumulation.policy.in_words(self.trainer().accumulate_grad_batches),
+            accumulation.position,
+            None if accumulation.boundary.size == math.inf else accumulation.boundary.size,
+            accumulation.window_tokens,
+            accumulation.ranks.size,
+            accumulation.window.reference,
+            gather_weighed(accumulation.window, accumulation.ranks),
+            self._is_reduced_inside(),
+            gather_gradients(self._named_parameters(), accumulation.ranks, self._is_reduced_inside(), is_kept),
+            self._loss_scale(),
+        )
+        rank_zero_info(
+            f"The checkpoint is taken after {partial.position} loader batches of a window; their gradients add"
+            f" {partial.bytes() / 2**20:.1f} MiB to it."
+        )
+        return partial
+
+    def _loss_scale(self) -> float:
+        """What a GradScaler multiplies losses by, and so their gradients."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _reduce_for_checkpoint(self) -> None:
+        """Have the gradients where a checkpoint finds them."""
+
+    def _is_reduced_inside(self) -> bool:
+        """The gradients of an unfinished window are averaged over the ranks already."""
+        return False
+
+    def _rank_in_group(self) -> int:
+        """Of this rank, among those whose gradients are averaged."""
+        return self.global_rank
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """Those of :meth:`parameters`, by names that are the same in another run."""
+        assert self.lightning_module is not None
+        named = dict(self.lightning_module.named_parameters())
+        known = set(named.values())
+        left = [parameter for parameter in self.parameters() if parameter not in known]
+        return {**named, **{f"optimizer.{index}": parameter for index, parameter in enumerate(left)}}
+
+    def drop_gradients(self) -> None:
+        """Clear what was accumulated."""
+        assert self.lightning_module is not None
+        self.lightning_module.zero_grad()
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of the module and of the optimizers."""
@@ -251,12 +383,17 @@ class AccumulationMixin(Accumulates, Strategy):
             return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
         return optimizer.step(_already_run(closure, loss), **kwargs)
 
+    def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
+        """Clip the gradients of ``parameters`` to a norm. Returns the norm that they had."""
+        return torch.nn.utils.clip_grad_norm_(parameters, largest)
+
     def after_optimizer_step(self) -> None:
         """Count the step, if it really happened."""
         assert self.accumulation is not None
         self.accumulation.after_optimizer_step(self._watch.has_stepped())
         if self._callback is not None:
             self._callback.show_window()
+            self._callback.set_size(self.trainer())
 
 
 def _already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:

@@ -167,7 +167,7 @@ class Planner:
     def _fits(self, layout: Layout) -> bool:
         """The whole batch is no larger than a micro-batch may be, padding included."""
         if isinstance(self._size, Tokens):
-            return layout.size * _columns(layout) <= self._size.count
+            return layout.size * _columns(layout) <= self._size.at(0)
         return isinstance(self._size, int) and layout.size <= self._size
 
     def _read_spans(self, layout: Layout) -> dict[int, Spans]:
@@ -212,13 +212,13 @@ class Planner:
     def _rows_allowed(self, rows: int, width: int, cost: int) -> int:
         """How many rows a micro-batch may have, where its longest has ``width`` columns and ``cost`` elements."""
         if isinstance(self._size, Tokens):
-            if width > self._size.count and not self._warned_of_long_rows:
+            if width > self._size.at(0) and not self._warned_of_long_rows:
                 self._warned_of_long_rows = True
                 self._warn(
                     f"A row of {width} tokens is longer than micro_batch={self._size}. It is a micro-batch of its own: leaving it"
                     " out would change the result."
                 )
-            return max(1, self._size.count // max(1, width))
+            return max(1, self._size.at(0) // max(1, width))
         if isinstance(self._size, int):
             return self._size
         assert self._sizes is not None
@@ -232,7 +232,7 @@ class Planner:
         for count in range(1, allowed):
             for extent in extents:
                 extent.add(rows[count])
-            if max(untrimmed, *(extent.width for extent in extents)) * (count + 1) > self._size.count:
+            if max(untrimmed, *(extent.width for extent in extents)) * (count + 1) > self._size.at(0):
                 return count
         return allowed
 
@@ -240,7 +240,7 @@ class Planner:
         if isinstance(self._size, int):
             size = self._size
         elif isinstance(self._size, Tokens):
-            size = self._size.count
+            size = self._size.at(0)
         else:
             assert self._sizes is not None
             size = self._sizes.size_for(1, len(_cut(split, batch, 1)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +33,19 @@ def guard_against_zero(terms: Iterable[Term]) -> None:
         division.register_hook(zero_where_empty)
 
 
-def zero_loss_like(loss: Tensor) -> Tensor:
-    """A loss of 0 that depends on the same parameters as ``loss``, and gives each a gradient of zeros."""
-    if loss.grad_fn is None:
-        return loss * 0.0
-    return zero_loss_of(node.variable for node in nodes_below(loss.grad_fn) if node.name().endswith("AccumulateGrad"))
+@contextmanager
+def gradients_of_zero(loss: Tensor) -> Iterator[None]:
+    """A backward of ``loss`` in here adds zeros to the gradients of its parameters, whatever it computes.
+
+    For a loss without weight, which may be NaN: NaN * 0 is NaN. The backward itself runs, with the collectives that are in it.
+    """
+    nodes = () if loss.grad_fn is None else nodes_below(loss.grad_fn)
+    handles = [node.variable.register_hook(torch.zeros_like) for node in nodes if node.name().endswith("AccumulateGrad")]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def zero_loss_of(parameters: Iterable[Tensor]) -> Tensor:

@@ -57,11 +57,12 @@ class Keeper:
         self._walk()
 
     @torch.no_grad()
-    def take(self, gradients_of: Iterable[Tensor] | None = None) -> Snapshot:
+    def take(self, gradients_of: Iterable[Tensor] | None = None, watches_parameters: bool = True) -> Snapshot:
         """Keep everything as it is now.
 
         Args:
             gradients_of: parameters whose gradients the attempt adds to. One that is None so far costs no memory.
+            watches_parameters: whether to raise where a parameter was changed; not where an optimizer may step meanwhile.
         """
         if self._ids_of_children() != self._child_ids:
             self._walk()
@@ -78,7 +79,8 @@ class Keeper:
         snapshot.kept.append((_put_back_tensors, self._copies.originals, self._copies.values))
         for module in self._with_attributes:
             snapshot.keep_attributes(module)
-        snapshot.watch([parameter for held in self._parameters_of for parameter in held.values() if parameter is not None])
+        if watches_parameters:
+            snapshot.watch([parameter for held in self._parameters_of for parameter in held.values() if parameter is not None])
         for parameter in gradients_of or ():
             gradient = parameter.grad
             snapshot.kept.append((_put_back_gradient, parameter, None if gradient is None else (gradient, gradient.clone())))
@@ -144,9 +146,11 @@ class Snapshot:
     def keep_attributes(self, module: nn.Module) -> None:
         """Keep what the module's attributes refer to, and the values of those that can be changed in place."""
         attributes = vars(module)
-        self.kept.append((_put_back_names, attributes, dict(attributes)))
+        self.kept.append((_put_back_names, attributes, {n: v for n, v in attributes.items() if not _is_part_of_parameter(v)}))
         for name in _names_of_state(tuple(attributes)):
             value = attributes[name]
+            if _is_part_of_parameter(value):
+                continue
             if (kind := _KINDS[type(value)]) is not None:
                 self._keep(value, kind, (module, name))
 
@@ -247,7 +251,8 @@ def _put_back_modes(modules: list[nn.Module], saved: list[bool]) -> None:
 
 def _put_back_names(names: dict[str, Any], saved: dict[str, Any]) -> None:
     for name in names.keys() - saved.keys():
-        del names[name]
+        if not _is_part_of_parameter(names[name]):
+            del names[name]
     names.update(saved)
 
 
@@ -265,6 +270,11 @@ def _put_back_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
 def _refill(target: Any, saved: Any, add: Callable[[Any, Any], None]) -> None:
     target.clear()
     add(target, saved)
+
+
+def _is_part_of_parameter(value: Any) -> bool:
+    """FSDP1 has the parts of a flat parameter as attributes, in memory that it frees between forwards."""
+    return isinstance(value, Tensor) and isinstance(value._base, nn.Parameter)
 
 
 def _put_back_tensors(targets: list[Tensor], saved: list[Tensor]) -> None:

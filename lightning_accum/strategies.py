@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.gradient_norm import clip_sharded_by_norm
 from lightning_accum.micro_batch import Tokens
 from lightning_accum.mixin import AccumulationMixin
-from lightning_accum.sync import DDPSync, SyncPolicy
+from lightning_accum.ranks import Ranks
+from lightning_accum.resume import PartialWindow
+from lightning_accum.sharded import ShardedMixin
+from lightning_accum.sync import DDPSync, FSDP1Sync, FSDP2Sync, SyncPolicy, forward_replaced
 
 
 class AccumulationStrategy(AccumulationMixin, SingleDeviceStrategy):
@@ -94,13 +107,11 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     """
 
     strategy_name = "accum_ddp"
+    _ddp_sync: DDPSync
 
     def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
-        if sync not in ("window", "micro_batch"):
-            raise MisconfigurationException(f'sync={sync!r}: expected "window" or "micro_batch"')
         super().__init__(*args, **kwargs)
-        self._sync_policy: SyncPolicy = sync
-        self._sync: DDPSync | None = None
+        self._sync_policy = _checked(sync)
 
     @override
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
@@ -109,10 +120,15 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
             return
         assert isinstance(self.model, DistributedDataParallel)
         self._check_what_ranks_cannot_split(self.model)
-        self._sync = DDPSync(self.model, self._sync_policy)
+        self._sync = self._ddp_sync = DDPSync(self.model, self._sync_policy)
 
     def _check_what_ranks_cannot_split(self, ddp: DistributedDataParallel) -> None:
         """Where ranks may come to different numbers of micro-batches, nothing in them may wait for another rank."""
+        if isinstance(self.policy.window, Tokens) and ddp.static_graph:
+            raise MisconfigurationException(
+                "DDPAccumulationStrategy(static_graph=True) reduces in the backward that it has recorded, but a window of Tokens is"
+                " known to have ended only after it. Leave static_graph out, or give the window in loader batches."
+            )
         size = self.policy.micro_batch
         if not isinstance(size, Tokens) and size != "auto":
             return
@@ -137,78 +153,199 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        if self.accumulation is None or self._sync is None:
+        if self.accumulation is None:
             with super().block_backward_sync():
                 yield
         else:
-            with self._sync.blocked():
+            with self._sync.blocked() if self.accumulation.plan is None else nullcontext():  # split, it blocks by itself
                 yield
 
     @override
     def blocked(self) -> AbstractContextManager[None]:
-        if self.accumulation is None or self._sync is None:
+        if self.accumulation is None:
             return self.block_backward_sync()
-        plan = self.accumulation.plan
-        return self._sync.blocked(is_last_of_batch=plan is None or plan.current == len(plan.pieces) - 1)
+        plan, window = self.accumulation.plan, self.policy.window
+        # inside a loader batch the ranks may be at different micro-batches when a window of tokens ends
+        is_last = plan is None or (plan.current == len(plan.pieces) - 1 and not isinstance(window, Tokens))
+        return self._sync.blocked(is_last_of_batch=is_last)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.accumulation is None or self._sync is None:
+        if self.accumulation is None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
             if self._is_retried():  # it may fail on this rank alone, so the others must not wait for it in there
                 return self.lightning_module.training_step(*args, **kwargs)
-            return self._sync.forward(self.lightning_module.training_step, *args, **kwargs)
+            return self._ddp_sync.forward(self.lightning_module.training_step, *args, **kwargs)
+
+    @override
+    def run_without_batch(self) -> Tensor | None:
+        if not self._is_retried():
+            return super().run_without_batch()
+        assert self.accumulation is not None
+        self.accumulation.window.skip()  # as the others agree on a scale in their first micro-batch
+        return self.end_window_apart() if self.accumulation.is_boundary else None
 
     @override
     def _forward_without_batch(self) -> None:
-        assert self.accumulation is not None
-        assert self._sync is not None
-        if self._is_retried():
-            self.accumulation.window.skip()  # the others agree on a scale in their first micro-batch, before this forward
-            if not self.accumulation.is_boundary:
-                return
-        with nullcontext() if self.accumulation.is_boundary else self._sync.blocked():
-            self._sync.forward_without_batch()
+        self._ddp_sync.forward_without_batch()
 
     @override
     def _backward_without_loss(self) -> None:
-        assert self._sync is not None
-        if self._is_retried():
-            self._sync.reduce_without_loss()
-        else:
-            self._sync.backward_without_loss()
+        self._ddp_sync.backward_without_loss()
+
+    @override
+    def _is_reduced_inside(self) -> bool:
+        is_blocked = isinstance(self.policy.window, Tokens) and self.policy.micro_batch is not None  # as in `blocked`
+        return self._sync_policy == "micro_batch" and not is_blocked
+
+    @override
+    def _reduce_apart(self) -> None:
+        self._ddp_sync.forward_without_batch()
+        super()._reduce_apart()
+        self._ddp_sync.reduce_without_loss()
 
     def _is_retried(self) -> bool:
         """Reduction waits for the end of the window, in a forward and backward of its own."""
         return self.policy.micro_batch == "auto"
 
-    @override
-    def _can_replace_loss(self) -> bool:
-        return self._sync is None or not self._sync.is_recording_graph()
+
+class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
+    """Exact gradient accumulation over FullyShardedDataParallel (FSDP1), ``Trainer(strategy="accum_fsdp")``.
+
+    Lightning runs it on CUDA only.
+
+    Args:
+        args: see :class:`lightning.pytorch.strategies.FSDPStrategy`; so are the keyword arguments.
+        sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"``. Once a window sends less, but
+            holds whole gradients on every rank until the window ends; the other holds shards. The result is the same.
+        kwargs: see above.
+
+    Raises:
+        MisconfigurationException: ``sync`` is neither of the two.
+
+    Example:
+        >>> strategy = FSDPAccumulationStrategy(sync="micro_batch")
+    """
+
+    strategy_name = "accum_fsdp"
+
+    def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sync_policy = _checked(sync)
 
     @override
-    def end_micro_batch(self) -> Tensor | None:
-        if self._sync is not None:
-            self._sync.complete_reduction()
-        return super().end_micro_batch()
+    def _make_sync(self) -> FSDP1Sync:
+        assert self.model is not None
+        return FSDP1Sync(self.model, self._sync_policy)
 
     @override
-    def _end_window(self) -> Tensor | None:
-        if self._sync is not None:
-            self._sync.note_used_parameters()
-        return super()._end_window()
+    def _redirect(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.model is self.lightning_module:  # the user wrapped parts of it
+            return step(*args, **kwargs)
+        assert self.lightning_module is not None
+        assert self.model is not None
+        with forward_replaced(self.lightning_module, step):
+            return self.model(*args, **kwargs)
 
     @override
-    def teardown(self) -> None:
-        self._sync = None
-        super().teardown()
+    def partial_window(self) -> PartialWindow | None:
+        if self.accumulation is not None and self.accumulation.position:
+            rank_zero_warn(
+                "With FSDP1 a checkpoint inside a window does not hold its gradients: going on from it, the first step is made on"
+                ' the rest of the window. strategy="accum_model_parallel" (FSDP2) holds them.'
+            )
+        return None
+
+    @override
+    def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
+        if not isinstance(self.model, FullyShardedDataParallel):
+            raise MisconfigurationException(
+                f"The norm of all gradients is known to one FullyShardedDataParallel around all, but {type(self.model).__name__}"
+                " wraps its parts by itself. Clip by value, or in its configure_gradient_clipping."
+            )
+        return self.model.clip_grad_norm_(largest)
+
+
+class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
+    """Exact gradient accumulation over ``fully_shard`` (FSDP2), ``Trainer(strategy="accum_model_parallel")``.
+
+    Also beside tensor parallelism: weights and gradients are summed over the data-parallel ranks only. As with Lightning's own, the
+    module applies ``fully_shard`` in its ``configure_model``.
+
+    Args:
+        args: see :class:`lightning.pytorch.strategies.ModelParallelStrategy`; so are the keyword arguments.
+        sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"``. Once a window sends less, but
+            holds whole gradients on every rank until the window ends; the other holds shards. The result is the same.
+        kwargs: see above.
+
+    Raises:
+        MisconfigurationException: ``sync`` is neither of the two; or, before training starts, ``fully_shard`` was not applied
+            though there are several data-parallel ranks, or a module divides its gradients by a number of its own.
+
+    Example:
+        >>> strategy = ModelParallelAccumulationStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    """
+
+    strategy_name = "accum_model_parallel"
+
+    def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sync_policy = _checked(sync)
+
+    @override
+    def _ranks(self) -> Ranks:
+        mesh = self.device_mesh["data_parallel"]
+        size, group = mesh.size(), mesh.get_group()
+        return Ranks(self.root_device, size, group, self.world_size, self.global_rank, self._timeout)
+
+    @override
+    def _rank_in_group(self) -> int:
+        return self.device_mesh["data_parallel"].get_local_rank()
+
+    @override
+    def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
+        return clip_sharded_by_norm(parameters, largest)
+
+    @override
+    def _make_sync(self) -> FSDP2Sync:
+        assert self.lightning_module is not None
+        sync = FSDP2Sync(self.lightning_module, self._sync_policy)
+        size = self.device_mesh["data_parallel"].size()
+        sharded = sync.parameters()
+        left = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in sharded]
+        if left and size > 1:
+            raise MisconfigurationException(
+                f"Nothing averages the gradients of {_names(left)} over the {size} data-parallel ranks: apply fully_shard to what"
+                f" they are in, in {type(self.lightning_module).__name__}.configure_model."
+            )
+        if factors := sync.divide_factors() - {float(size)}:
+            raise MisconfigurationException(
+                f"Gradients are divided by {factors.pop():g} (set_gradient_divide_factor), where the average over {size}"
+                " data-parallel ranks is expected. Leave it out: the weights of the window normalise them."
+            )
+        return sync
+
+
+def _checked(sync: SyncPolicy) -> SyncPolicy:
+    if sync not in ("window", "micro_batch"):
+        raise MisconfigurationException(f'sync={sync!r}: expected "window" or "micro_batch"')
+    return sync
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def register() -> None:
     """Add the strategies to Lightning's registry, under the names of Lightning's own with ``accum`` in front."""
-    entries: list[tuple[str, type[Strategy], dict[str, Any]]] = [("accum", AccumulationStrategy, {})]
+    entries: list[tuple[str, type[Strategy], dict[str, Any]]] = [
+        ("accum", AccumulationStrategy, {}),
+        ("accum_fsdp", FSDPAccumulationStrategy, {}),
+        ("accum_fsdp_cpu_offload", FSDPAccumulationStrategy, {"cpu_offload": True}),
+        ("accum_model_parallel", ModelParallelAccumulationStrategy, {}),
+    ]
     for launcher, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
         entries.append((f"accum_ddp{launcher}", DDPAccumulationStrategy, {"start_method": start_method}))
         for find_unused in (True, False):

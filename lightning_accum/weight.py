@@ -20,8 +20,8 @@ from lightning_accum.graph import Reading, read_loss, read_terms, terms_of
 from lightning_accum.nodes import kind_of
 from lightning_accum.safeguards import guard_against_zero, is_contrastive
 
-Weight: TypeAlias = Callable[[Any], Tensor]
-"""Counts what the mean loss of a batch is divided by: takes the batch, returns a scalar tensor (or a number)."""
+Weight: TypeAlias = Callable[[Any], Any]
+"""Counts what the mean loss of a batch is divided by: takes the batch, returns a scalar tensor or a number."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Weigher:
         warn: takes a warning that should be seen once.
     """
 
-    def __init__(self, weight: Weight | Literal["auto", "equal"], warn: Callable[[str], None]) -> None:
+    def __init__(self, weight: Literal["auto", "equal"] | Weight, warn: Callable[[str], None]) -> None:
         self._weight = weight
         self._warn = warn
         self._looks_for_contrast = 3  # micro-batches more: one of a single sample shows nothing
@@ -261,6 +261,22 @@ class Weigher:
                 f' divided by {float(reading.weight):g}. A window equals its full batch only with the latter: weight="auto"'
                 " reads it from the loss."
             )
+
+
+def expected_weight(batch: Any, weight: Weight | str) -> float:
+    """What a batch will about weigh, before there is a loss to tell: its labels that are not ignored, else its samples.
+
+    Example:
+        >>> expected_weight({"labels": torch.tensor([[1, 2, -100]])}, "auto")
+        2.0
+        >>> expected_weight([torch.zeros(3, 2)], "auto")
+        3.0
+    """
+    if callable(weight):
+        return float(weight(batch))
+    with suppress(Exception):
+        return float(TokenCount(shift=False)(batch))
+    return float(count_samples(batch) or 1)
 
 
 def _on_host(weight: Denominator | None) -> Denominator | None:

@@ -15,9 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_accum.denominator import Denominator
 from lightning_accum.weight import Contribution
+
+_MOST_RANKS = 2.0**20
+"""Two flags are in one number, and those of so many ranks do not run into each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class ClosedWindow:
         is_empty: nothing had any weight, so there is no gradient to step on.
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
         is_flagged: a rank had raised its :attr:`Window.flag`.
+        is_last: a rank had raised its :attr:`Window.is_last`.
     """
 
     loss: Tensor | float
@@ -39,6 +44,7 @@ class ClosedWindow:
     is_empty: bool = False
     do_terms_disagree: bool = False
     is_flagged: bool = False
+    is_last: bool = False
 
 
 class Window:
@@ -61,6 +67,8 @@ class Window:
         """The type of weights and totals. MPS has no float64; float32 counts are exact up to 2**24."""
         self.flag = False
         """Something that all ranks are to know of when the window ends; it travels with the weights."""
+        self.is_last = False
+        """This rank was told to end; all are to know of that, too."""
         self._reference: float | None = None
         self._seed: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
@@ -105,6 +113,40 @@ class Window:
         if self._seed is None or self._seed[0] != key:
             self._seed = (key, torch.full(loss.shape, key[0], dtype=loss.dtype, device=loss.device))
         return self._seed[1]
+
+    def weight_so_far(self) -> float:
+        """The sum of the weights of this rank; waits for the device that they are on.
+
+        Raises:
+            ValueError: the loss is a sum, which has no weight.
+        """
+        weights = [contribution.weight for contribution in self._contributions]
+        if any(weight is None for weight in weights):
+            raise ValueError(
+                "A window of Tokens ends when the weights of its micro-batches come to that many, but the loss is a sum, which has"
+                " none. Return a mean from training_step, or give the window in loader batches."
+            )
+        if any(isinstance(weight, Tensor) for weight in weights):
+            return float(self._tensor_of(weights).sum())  # type: ignore[arg-type]
+        return float(sum(weights))  # type: ignore[arg-type]
+
+    def weighed(self) -> list[list[Any]]:
+        """What was taken in so far, as numbers: the loss, weight (None for a sum) and other denominators of each micro-batch."""
+        return [
+            [float(loss), None if c.weight is None else float(c.weight), [float(other) for other in c.others]]
+            for loss, c in zip(self._losses, self._contributions, strict=True)
+        ]
+
+    @property
+    def reference(self) -> float | None:
+        """What the weights are divided by during the window; None before the first."""
+        return self._reference
+
+    def take_back(self, reference: float | None, weighed: Sequence[Sequence[Any]]) -> None:
+        """Go on with what :attr:`reference` and :meth:`weighed` were."""
+        self._reference = reference
+        self._losses = [loss for loss, _, _ in weighed]
+        self._contributions = [Contribution(weight, tuple(others)) for _, weight, others in weighed]
 
     def rewind(self, micro_batches: int) -> None:
         """Forget all but the first ``micro_batches`` with a loss."""
@@ -153,6 +195,7 @@ class Window:
         totals = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
         weight, loss, negative, terms, spread, micro_batches, sums, flags = totals
         self.discard()
+        told = {"is_flagged": flags % _MOST_RANKS > 0, "is_last": flags >= _MOST_RANKS}
         if negative or not math.isfinite(weight):
             raise ValueError(
                 f"Of the weights of the window's {micro_batches:.0f} micro-batches some are negative, infinite or NaN (their sum is"
@@ -165,18 +208,21 @@ class Window:
             )
         if sums:
             _scale(gradients, float(self._world_size))
-            return ClosedWindow(loss, micro_batches, int(micro_batches), is_flagged=flags > 0)
+            return ClosedWindow(loss, micro_batches, int(micro_batches), **told)
         if weight == 0:
-            return ClosedWindow(math.nan, 0.0, int(micro_batches), is_empty=True, is_flagged=flags > 0)
+            return ClosedWindow(math.nan, 0.0, int(micro_batches), is_empty=True, **told)
         assert self._reference is not None
         _scale(gradients, self._world_size * self._reference / weight)
         self._reference = _power_of_two_near(weight / micro_batches)
         # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n
         disagree = terms > 0 and spread * weight / terms**2 - 1 > 1e-6
-        return ClosedWindow(loss / weight, weight, int(micro_batches), do_terms_disagree=disagree, is_flagged=flags > 0)
+        return ClosedWindow(loss / weight, weight, int(micro_batches), do_terms_disagree=disagree, **told)
 
     # Eight numbers of this rank, to be summed over the ranks, 64 bytes in float64: the sums of n, of l*n (of l, for losses that are
-    # sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a sum; the flag.
+    # sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a sum; the flags.
+
+    def _flags(self) -> float:
+        return float(self.flag) + _MOST_RANKS * self.is_last
 
     def _sum_on_host(self) -> list[float]:
         weight = loss = negative = terms = spread = sums = 0.0
@@ -191,15 +237,15 @@ class Window:
             if contribution.others:
                 d = sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
                 terms, spread = terms + d, spread + (d**2 / n if n != 0 else d)
-        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, float(self.flag)]
+        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, self._flags()]
 
     def _sum_on_device(self) -> Tensor:
         contributions = self._contributions
         if not contributions:
-            return self._tensor_of([0.0] * 7 + [float(self.flag)])
+            return self._tensor_of([0.0] * 7 + [self._flags()])
         losses = self._tensor_of(self._losses)
         weights = [contribution.weight for contribution in contributions if contribution.weight is not None]
-        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), float(self.flag)])
+        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), self._flags()])
         zero = torch.zeros_like(counts[0])
         if len(weights) < len(contributions):
             return torch.cat((torch.stack((zero, losses.sum(), zero, zero, zero)), counts))
@@ -241,6 +287,7 @@ def _power_of_two_near(mean: float) -> float:
 def _scale(gradients: Sequence[Tensor], factor: float) -> None:
     if factor == 1.0 or not gradients:
         return
+    gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
     if dense:
         torch._foreach_mul_(dense, factor)

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry, XLAStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import Scalar, ddp, trainer, x
 from torch.profiler import ProfilerActivity, profile
@@ -58,6 +59,7 @@ def test_one_gradient_reduction_and_one_small_all_reduce_a_window(sync: str, red
 
 SCRIPT = '''
 import atexit
+import os
 import sys
 from datetime import timedelta
 
@@ -79,7 +81,10 @@ if __name__ == "__main__":
     run.strategy._timeout = timedelta(seconds=60)
     run.fit(module)
     if run.global_rank == 0:
-        print("TOTAL", module.total)
+        print("TOTAL", module.total, flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        os._exit(0)
 '''
 
 
@@ -210,3 +215,18 @@ def test_arguments_out_of_range(arguments: dict, match: str) -> None:
 
 def test_public_names() -> None:
     assert set(lightning_accum.__all__) <= set(dir(lightning_accum))
+
+
+@pytest.mark.parametrize(
+    ("engine", "instead"),
+    [
+        (DeepSpeedStrategy, 'Trainer\\(strategy="accum_fsdp"\\) or "accum_model_parallel" \\(FSDP2, fully_shard\\)'),
+        (XLAStrategy, "Leave this callback out, or use another device"),
+        (FSDPStrategy, 'Trainer\\(strategy="accum_fsdp"\\), or FSDPAccumulationStrategy'),
+        (ModelParallelStrategy, 'Trainer\\(strategy="accum_model_parallel"\\), or ModelParallelAccumulationStrategy'),
+    ],
+)
+def test_callback_with_another_engine_says_what_to_use(engine: type, instead: str) -> None:
+    run = SimpleNamespace(strategy=object.__new__(engine))  # DeepSpeed and XLA are not installed
+    with pytest.raises(MisconfigurationException, match=f"but the Trainer has {engine.__name__}. .*{instead}"):
+        GradientAccumulation(2).setup(run, Scalar([x(1)]), "fit")

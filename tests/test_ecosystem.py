@@ -182,7 +182,7 @@ class Remaining(torch.utils.data.DataLoader):
         return iter(list(super().__iter__())[begin:])
 
 
-def test_resume_inside_a_window_says_what_is_missing_and_keeps_its_boundaries(tmp_path) -> None:
+def test_resume_inside_a_window_keeps_its_boundaries(tmp_path) -> None:
     batches = [x(i) for i in range(1, 9)]
 
     class Saves(Scalar):
@@ -196,8 +196,23 @@ def test_resume_inside_a_window_says_what_is_missing_and_keeps_its_boundaries(tm
     trainer(callbacks=[window()], max_epochs=2).fit(Saves(batches * 1))
     module = Scalar()
     # saved in epoch 1 last: after batches 1..6 of it, two of them inside the second window of four
-    with pytest.warns(UserWarning, match="inside a window, after 2 of its loader batches"):
-        trainer(callbacks=[window()], max_epochs=2).fit(module, Remaining(batches, 6), ckpt_path=tmp_path / "inside.ckpt")
+    trainer(callbacks=[window()], max_epochs=2).fit(module, Remaining(batches, 6), ckpt_path=tmp_path / "inside.ckpt")
+    assert module.gradients == [(5 + 6 + 7 + 8) / 4]
+
+
+def test_resume_inside_a_window_of_plain_lightning_says_what_is_missing(tmp_path) -> None:
+    batches = [x(i) for i in range(1, 9)]
+
+    class Saves(Scalar):
+        def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
+            if batch_idx == 5:
+                self.trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+    trainer("auto", accumulate_grad_batches=4).fit(Saves(batches))
+    module = Scalar()
+    run = trainer(callbacks=[GradientAccumulation(4)])
+    with pytest.warns(UserWarning, match="inside a window and does not hold its gradients"):
+        run.fit(module, Remaining(batches, 6), ckpt_path=tmp_path / "inside.ckpt")
     assert module.gradients == [7.5]
 
 

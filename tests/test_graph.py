@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_accum.denominator import UnreadableLossError
 from lightning_accum.graph import read_loss, read_terms, terms_of
-from lightning_accum.safeguards import guard_against_zero, is_contrastive, zero_loss_like
+from lightning_accum.safeguards import gradients_of_zero, guard_against_zero, is_contrastive
 from lightning_accum.weight import Contribution
 from lightning_accum.window import Window
 
@@ -334,11 +334,15 @@ def test_ten_classes_in_a_batch_of_ten_are_not_contrastive() -> None:
     assert is_contrastive(terms_of(F.cross_entropy(logits[:4], torch.arange(4)))) is None
 
 
-def test_zero_loss_reaches_the_same_parameters_and_adds_zeros() -> None:
+def test_a_loss_without_weight_reaches_its_parameters_and_adds_zeros() -> None:
     net, batch = Net(), make(3, 1)
     with torch.no_grad():
         net.logits.weight[0, 0] = torch.inf
-    zero_loss_like(ce(net, batch)).backward()
+    loss = ce(net, batch)
+    with gradients_of_zero(loss):
+        loss.backward(retain_graph=True)
     assert torch.equal(net.logits.weight.grad, torch.zeros(3, 4, dtype=D))
     assert torch.equal(net.logits.bias.grad, torch.zeros(3, dtype=D))
     assert net.value.weight.grad is None
+    loss.backward()
+    assert net.logits.weight.grad.isnan().any()  # as without

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from support import Scalar, trainer, x
 
 import lightning_accum
@@ -51,6 +54,13 @@ def parameters(function) -> list[str]:
         (Strategy.training_step, ["self", "args", "kwargs"]),
         (Strategy.batch_to_device, ["self", "batch", "device", "dataloader_idx"]),
         (_ResultCollection.update_metrics, ["self", "key", "value", "batch_size"]),
+        (_FitLoop.setup_data, ["self"]),
+        (_FitLoop.run, ["self"]),
+        (_PrefetchDataFetcher.__iter__, ["self"]),
+        (_PrefetchDataFetcher.__next__, ["self"]),
+        (_DataConnector._prepare_dataloader, ["self", "dataloader", "shuffle", "mode"]),
+        (_DataConnector._resolve_sampler, ["self", "dataloader", "shuffle", "mode"]),
+        (_SignalConnector._sigterm_notifier_fn, ["self", "signum", "_"]),
     ],
 )
 def test_signature(function, expected: list[str]) -> None:
@@ -66,6 +76,22 @@ def test_logged_values_go_through_log_and_update_metrics() -> None:
     assert "batch_size" in parameters(_ResultCollection.log)
     assert "value._forward_cache" in inspect.getsource(_ResultMetric.update)
     assert "_current_fx_name" in inspect.getsource(pl.LightningModule.log)
+
+
+def test_ranks_are_kept_together_where_lightning_looks() -> None:
+    run = trainer("auto")
+    run.fit(Scalar([x(1), x(2)]))
+    assert run._signal_connector.received_sigterm is run.received_sigterm is False
+    assert type(run._data_connector) is _DataConnector
+    assert run.fit_loop._last_train_dl_reload_epoch == 0
+    setup_data = inspect.getsource(_FitLoop.setup_data)
+    assert "self._data_fetcher = _select_data_fetcher(" in setup_data
+    assert "trainer.val_check_batch = max(1, trainer.val_check_batch)" in setup_data
+    advance = inspect.getsource(_TrainingEpochLoop.advance)
+    assert "self.batch_progress.is_last_batch = data_fetcher.done" in advance
+    if "torch.distributed" in advance:  # since 2.6
+        assert "self._broadcast_sigterm_tensor()" in advance
+    assert "received_sigterm:\n            raise SIGTERMException" in inspect.getsource(_TrainingEpochLoop.on_advance_end)
 
 
 def test_the_divisor_has_one_place() -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
+
 Engine: TypeAlias = Literal["full batch", "Lightning", "lightning_accum"]
 
 GLOBAL_BATCH = 32
-SAMPLES = 296
-"""Nine windows and a tail of 8 samples in an epoch, which every mix below shares out evenly."""
-LONGEST = 512
+SAMPLES = 101
+"""Three windows and a tail of 5 samples in an epoch, which two ranks share as 51 and 50, and four as 26 and three times 25."""
+LONGEST = 256
 """Bytes at which a docstring is cut."""
+
+SHARDS_ON_CPU_SINCE = (2, 9)
+"""The torch from which FSDP2 runs without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -23,22 +28,35 @@ class Mix:
         ranks: processes.
         window: loader batches that a rank contributes to an optimizer step.
         batch: samples in a loader batch.
+        micro_batch: samples in each of the parts that a loader batch is split into; None where it is not split.
+        is_sharded: whether the ranks are held together by FSDP2; otherwise by DDP, where there are several.
     """
 
     engine: Engine
     ranks: int
     window: int
     batch: int
+    micro_batch: int | None = None
+    is_sharded: bool = False
+
+    @property
+    def held_by(self) -> Literal["one process", "DDP", "FSDP2"]:
+        """What makes one model of that of the ranks."""
+        return "FSDP2" if self.is_sharded else "DDP" if self.ranks > 1 else "one process"
 
     @property
     def shape(self) -> str:
-        """Ranks x window x batch.
+        """Ranks x window x batch, and what holds the ranks together.
 
         Example:
             >>> Mix("lightning_accum", ranks=2, window=4, batch=4).shape
-            '2 x 4 x 4'
+            '2 x 4 x 4 DDP'
+            >>> Mix("lightning_accum", ranks=1, window=1, batch=32, micro_batch=4).shape
+            '1 x 1 x 32/4'
         """
-        return f"{self.ranks} x {self.window} x {self.batch}"
+        split = "" if self.micro_batch is None else f"/{self.micro_batch}"
+        held = f" {self.held_by}" if self.ranks > 1 else ""
+        return f"{self.ranks} x {self.window} x {self.batch}{split}{held}"
 
     def steps(self, samples: int, epochs: int) -> int:
         """Optimizer steps in a training that steps on its tails as well."""
@@ -51,7 +69,23 @@ MIXES = (
     Mix("Lightning", ranks=1, window=8, batch=4),
     Mix("Lightning", ranks=2, window=4, batch=4),
     Mix("lightning_accum", ranks=1, window=8, batch=4),
-    Mix("lightning_accum", ranks=1, window=16, batch=2),
+    Mix("lightning_accum", ranks=1, window=32, batch=1),
+    Mix("lightning_accum", ranks=1, window=1, batch=32, micro_batch=4),
     Mix("lightning_accum", ranks=2, window=4, batch=4),
-    Mix("lightning_accum", ranks=2, window=8, batch=2),
+    Mix("lightning_accum", ranks=2, window=16, batch=1),
+    Mix("lightning_accum", ranks=4, window=8, batch=1),
+    Mix("lightning_accum", ranks=2, window=4, batch=4, is_sharded=True),
+    Mix("lightning_accum", ranks=4, window=2, batch=4, is_sharded=True),
 )
+
+
+def can_run(mix: Mix, torch_version: str = torch.__version__) -> bool:
+    """Whether the installed torch has what the mix needs.
+
+    Example:
+        >>> sharded = Mix("lightning_accum", ranks=2, window=4, batch=4, is_sharded=True)
+        >>> can_run(sharded, "2.5.1"), can_run(sharded, "2.13.0+cpu"), can_run(FULL_BATCH, "2.5.1")
+        (False, True, True)
+    """
+    version = tuple(int(part) for part in torch_version.split(".")[:2])
+    return not mix.is_sharded or version >= SHARDS_ON_CPU_SINCE

@@ -25,21 +25,24 @@ class ByteModel(pl.LightningModule):
         learning_rate: the peak of the schedule.
     """
 
-    def __init__(self, width: int = 48, depth: int = 2, heads: int = 2, longest: int = 514, learning_rate: float = 1e-2) -> None:
+    def __init__(self, width: int = 48, depth: int = 2, heads: int = 2, longest: int = 258, learning_rate: float = 1e-2) -> None:
         super().__init__()
         self.learning_rate = learning_rate
-        self.bytes = nn.Embedding(256, width)
-        self.positions = nn.Embedding(longest, width)
-        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        self.next_byte = nn.Linear(width, 256, bias=False)
+        self.net = _Transformer(width, depth, heads, longest)
+
+    @override
+    def configure_model(self) -> None:
+        """Shard each block and the rest, where the Trainer's strategy wants it (FSDP2)."""
+        if self.device_mesh is not None:
+            from torch.distributed.fsdp import fully_shard  # not in the oldest torch
+
+            for part in (*self.net.blocks, self.net):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     @override
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits of the next byte: (batch, length) to (batch, length, 256)."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        hidden = self.blocks(self.bytes(input_ids) + self.positions(positions))
-        logits: Tensor = self.next_byte(self.norm(hidden))
+        logits: Tensor = self.net(input_ids)
         return logits
 
     @override
@@ -57,6 +60,23 @@ class ByteModel(pl.LightningModule):
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.learning_rate, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class _Transformer(nn.Module):
+    def __init__(self, width: int, depth: int, heads: int, longest: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, width)
+        self.positions = nn.Embedding(longest, width)
+        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.next_byte = nn.Linear(width, 256, bias=False)
+
+    @override
+    def forward(self, input_ids: Tensor) -> Tensor:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        hidden = self.blocks(self.bytes(input_ids) + self.positions(positions))
+        logits: Tensor = self.next_byte(self.norm(hidden))
+        return logits
 
 
 class _Block(nn.Module):

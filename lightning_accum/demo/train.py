@@ -1,6 +1,6 @@
-"""One training run of the demo, in a process of its own: ``python -m lightning_accum.demo.train``.
+"""The training runs of the demo, one after another: ``python -m lightning_accum.demo.train``.
 
-Lightning starts the second rank by running the same command again.
+Every rank of every run is a process of its own, which is forked where that is safe: what takes seconds to import is imported once.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import argparse
 import json
 import logging
 import os
+import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,11 +24,14 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch import multiprocessing as mp
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F  # noqa: N812
 from typing_extensions import override
 
-from lightning_accum import GradientAccumulation
-from lightning_accum.demo.data import Docstrings, collate, count_targets
+from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
+from lightning_accum.demo.data import collate, count_targets, loader_of
 from lightning_accum.demo.mix import GLOBAL_BATCH, Mix
 from lightning_accum.demo.model import IGNORED, ByteModel, new_model
 
@@ -68,9 +73,8 @@ def train(mix: Mix, corpus: Sequence[bytes], epochs: int, on_step: OnStep) -> Tr
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=mix.ranks,
-        precision="64-true",
+        precision="32-true" if mix.is_sharded else "64-true",  # Lightning has FSDP2 in no other; the model is float64 by itself
         max_epochs=epochs,
-        use_distributed_sampler=False,  # the data module deals the samples out
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -79,15 +83,21 @@ def train(mix: Mix, corpus: Sequence[bytes], epochs: int, on_step: OnStep) -> Tr
         **_accumulation(mix, record),
     )
     model = new_model()
-    trainer.fit(model, datamodule=Docstrings(corpus, mix.batch))
+    trainer.fit(model, loader_of(corpus, mix.batch))
+    whole = new_model()
+    whole.load_state_dict({name: _gathered(parameter) for name, parameter in model.named_parameters()})
     return Trained(
-        final_loss=mean_loss(model, corpus),
+        final_loss=mean_loss(whole, corpus),
         losses=record.losses,
         optimizer_steps=record.optimizer_steps,
         scheduler_steps=record.scheduler_steps,
         seconds=record.seconds,
-        parameters={name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        parameters={name: parameter.detach() for name, parameter in whole.named_parameters()},
     )
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.no_grad()
@@ -106,7 +116,11 @@ def mean_loss(model: ByteModel, corpus: Sequence[bytes]) -> float:
 def _accumulation(mix: Mix, record: Callback) -> dict[str, Any]:
     """All that differs between the runs: what the Trainer is told."""
     if mix.engine == "lightning_accum":
-        return {"strategy": "accum" if mix.ranks == 1 else "accum_ddp", "callbacks": [GradientAccumulation(mix.window), record]}
+        strategy = "accum" if mix.ranks == 1 else "accum_ddp"
+        return {
+            "strategy": ModelParallelAccumulationStrategy(mix.ranks, 1) if mix.is_sharded else strategy,
+            "callbacks": [GradientAccumulation(mix.window, micro_batch=mix.micro_batch), record],
+        }
     return {
         "strategy": "auto" if mix.ranks == 1 else "ddp",
         "accumulate_grad_batches": mix.window,
@@ -132,13 +146,16 @@ class _Record(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
     ) -> None:
-        # the same measure for every run, from what the module itself logs: the mean over all bytes of the window
+        metrics = trainer.callback_metrics
         targets = count_targets(batch["labels"])
-        self._loss_and_targets += torch.stack([trainer.callback_metrics["train_loss"] * targets, targets])
+        self._loss_and_targets += torch.stack([metrics["train_loss"] * targets, targets])
         if trainer.global_step == len(self.losses):  # inside a window
             return
-        total, count = trainer.strategy.reduce(self._loss_and_targets, reduce_op="sum").tolist()
-        loss = total / count
+        if "window/loss" in metrics:
+            loss = metrics["window/loss"].item()
+        else:  # Lightning has no such number: here it is, the mean over all bytes, from what the module logs
+            total, count = trainer.strategy.reduce(self._loss_and_targets, reduce_op="sum").tolist()
+            loss = total / count
         self._loss_and_targets.zero_()
         self.losses.append(loss)
         self._on_step(len(self.losses), loss)
@@ -150,43 +167,75 @@ class _Record(Callback):
         self.scheduler_steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
 
 
-def command(mix: Mix, corpus: Path, epochs: int, result: Path) -> list[str]:
-    """The command line that trains ``mix`` in a process of its own.
+def command(mixes: Sequence[Mix], corpus: Path, epochs: int, folder: Path) -> list[str]:
+    """The command line that trains ``mixes`` one after another.
 
     Args:
-        mix: the run.
+        mixes: the runs.
         corpus: a file with a list of texts, written by ``torch.save``.
         epochs: how often to pass over them.
-        result: where to write the fields of :class:`Trained`, for ``torch.load``.
+        folder: where to write the fields of :class:`Trained` of each run, for ``torch.load``.
     """
-    arguments = ["--mix", json.dumps(asdict(mix)), "--corpus", str(corpus), "--epochs", str(epochs), "--result", str(result)]
+    as_json = json.dumps([asdict(mix) for mix in mixes])
+    arguments = ["--mixes", as_json, "--corpus", str(corpus), "--epochs", str(epochs), "--folder", str(folder)]
     return [sys.executable, "-m", "lightning_accum.demo.train", *arguments]
 
 
 def main() -> None:
-    """Train as the command line says, and print a line of JSON, ``[step, loss]``, after every optimizer step."""
+    """Train as the command line says.
+
+    Prints a line of JSON after every optimizer step, ``{"step": ..., "loss": ...}``, and after every run, ``{"result": its file}``.
+    """
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mix", type=lambda text: Mix(**json.loads(text)), required=True)
+    parser.add_argument("--mixes", type=lambda text: [Mix(**fields) for fields in json.loads(text)], required=True)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
     arguments = parser.parse_args()
+    corpus = torch.load(arguments.corpus, weights_only=True)
+    for position, mix in enumerate(arguments.mixes):
+        result = arguments.folder / f"{position}.pt"
+        _train_in_processes(mix, corpus, arguments.epochs, result)
+        print(json.dumps({"result": str(result)}), flush=True)
+
+
+def _train_in_processes(mix: Mix, corpus: Sequence[bytes], epochs: int, result: Path) -> None:
+    """Start the ranks of a run and print its steps until they have ended.
+
+    Raises:
+        torch.multiprocessing.ProcessException: one of them failed; all have been ended.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    method = "fork" if sys.platform == "linux" else "spawn"  # macOS has no safe fork, Windows none
+    steps, teller = mp.get_context(method).Pipe(duplex=False)
+    arguments = (mix, port, corpus, epochs, result, teller)
+    ranks = start_processes(_train_rank, arguments, mix.ranks, join=False, daemon=True, start_method=method)  # type: ignore[no-untyped-call]
+    has_ended = False
+    while not has_ended:
+        has_ended = ranks.join(timeout=0.1)
+        while steps.poll():
+            step, loss = steps.recv()
+            print(json.dumps({"step": step, "loss": loss}), flush=True)
+
+
+def _train_rank(rank: int, mix: Mix, port: int, corpus: Sequence[bytes], epochs: int, result: Path, teller: Connection) -> None:
+    """One process of a run: as if a launcher had started it, so that Lightning starts none."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the standard output is for the steps
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    # a pipe that the second rank does not inherit, so that its reader sees the end of this process
-    pipe = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    place = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": mix.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
 
     def on_step(step: int, loss: float) -> None:
-        if is_first:
-            print(json.dumps([step, loss]), file=pipe)
+        if rank == 0:
+            teller.send((step, loss))
 
-    trained = train(arguments.mix, torch.load(arguments.corpus, weights_only=True), arguments.epochs, on_step)
-    if is_first:
-        torch.save(vars(trained), arguments.result)
+    trained = train(mix, corpus, epochs, on_step)
+    if rank == 0:
+        torch.save(vars(trained), result)
     if torch.distributed.is_initialized():
         # Lightning leaves gloo's threads to the end of the interpreter, where now and then they abort it
         torch.distributed.destroy_process_group()

@@ -17,22 +17,38 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop, CountingTrainer
-from lightning_accum.loops.optimization import WindowOptimization
+from lightning_accum.loops.optimization import WindowOptimization, loss_unlogged
 from lightning_accum.loops.results import BatchResults
+from lightning_accum.loops.uneven import PatientSignals, UnrepeatingData, stop
 
 if TYPE_CHECKING:
     from lightning_accum.mixin import AccumulationMixin
+
+__all__ = [
+    "end_window_inside_batch",
+    "install",
+    "is_logging_due",
+    "loader_batches_into_window",
+    "loader_batches_seen",
+    "log_metrics",
+    "loss_unlogged",
+    "show_metrics",
+    "stop",
+]
 
 
 def install(trainer: pl.Trainer) -> None:
     """Hand the decisions of the Trainer's fit loop over to its strategy."""
     fit_loop = trainer.fit_loop
     _specialise(trainer, CountingTrainer)
+    _specialise(trainer._data_connector, UnrepeatingData)
+    _specialise(trainer._signal_connector, PatientSignals)
     _specialise(fit_loop, AccumulatingFitLoop)
     _specialise(fit_loop.epoch_loop, AccumulatingEpochLoop)
     _specialise(fit_loop.epoch_loop.automatic_optimization, WindowOptimization)
     _specialise(fit_loop.epoch_loop._results, BatchResults)
-    cast("BatchResults", fit_loop.epoch_loop._results).metrics_of_module = None
+    results = cast("BatchResults", fit_loop.epoch_loop._results)
+    results.metrics_of_module, results.strategy = None, cast("AccumulationMixin", trainer.strategy)
     for loop in (fit_loop.epoch_loop, fit_loop.epoch_loop.automatic_optimization):
         cast("AccumulatingEpochLoop | WindowOptimization", loop).strategy = cast("AccumulationMixin", trainer.strategy)
 
@@ -59,6 +75,11 @@ def loader_batches_into_window(trainer: pl.Trainer) -> int:
     if not epoch_loop.restarting or ready >= trainer.num_training_batches:
         return 0
     return ready % trainer.accumulate_grad_batches
+
+
+def end_window_inside_batch(trainer: pl.Trainer) -> None:
+    """A micro-batch has ended, but not its loader batch. Called on all ranks together."""
+    cast("AccumulatingEpochLoop", trainer.fit_loop.epoch_loop).end_window_inside_batch()
 
 
 def is_logging_due(trainer: pl.Trainer) -> bool:

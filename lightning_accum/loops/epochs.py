@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import math
+import signal
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from lightning_accum.boundary import count_windows
+from lightning_accum.boundary import Boundary, count_windows
+from lightning_accum.failures import telling_the_first_failure
 from lightning_accum.listeners import callbacks_of
 from lightning_accum.loops.optimization import WindowOptimization
+from lightning_accum.loops.uneven import EvenFetcher, Lengths, is_agreeing
+from lightning_accum.micro_batch import Tokens
+from lightning_accum.weight import count_samples, expected_weight
 
 if TYPE_CHECKING:
     from lightning_accum.mixin import AccumulationMixin
+    from lightning_accum.plan import MicroBatchSize
 
 
 class CountingTrainer(pl.Trainer):
@@ -36,17 +50,118 @@ class CountingTrainer(pl.Trainer):
             return lightnings
         scheduler = next((c for c in callbacks_of(self) if isinstance(c, GradientAccumulationScheduler)), None)
 
-        def size(epoch: int) -> int:
+        def size(epoch: int, step: int) -> int:
             if scheduler is not None:
                 return scheduler.get_accumulate_grad_batches(epoch)
-            return policy.size_at(epoch) or self.accumulate_grad_batches
+            return policy.size_at(epoch, step) or self.accumulate_grad_batches
+
+        if isinstance(policy.window, Tokens):
+            if any(has_iterable_dataset(loader) for loader in self.fit_loop._combined_loader.flattened):  # type: ignore[union-attr]
+                return lightnings  # to look at its first batches might use them up; it is the most that there can be
+            return self._estimated_windows(policy.window, int(batches) * max(epochs, 1))
 
         steps = count_windows(int(batches), max(epochs, 1), size, policy.tail)
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
+    def _estimated_windows(self, window: Tokens, batches: int) -> int:
+        """How many windows of tokens there will be, by the first loader batches. It is counted once, on all ranks."""
+        strategy = cast("AccumulationMixin", self.strategy)
+        if strategy.estimated_windows is None:
+            fetcher = self.fit_loop._data_fetcher
+            assert fetcher is not None
+            with isolate_rng(), _generators_kept(fetcher.combined_loader.flattened):
+                first = [item[0] for item in islice(fetcher.combined_loader, 8)]
+                iter(fetcher)  # it begins anew
+            weights = [expected_weight(batch, strategy.policy.weight) for batch in first]
+            mean = sum(weights) / max(1, len(weights))
+            samples = sum(count_samples(batch) or 1 for batch in first) / max(1, len(first))
+            unit = _weight_of_micro_batch(mean, samples, strategy.policy.micro_batch)
+            if strategy.ranks is not None:
+                mean, unit = strategy.ranks.sum(mean), strategy.ranks.sum(unit)
+            seen, strategy.estimated_windows = 0.0, 0
+            while unit > 0 and seen < mean * batches:
+                seen += math.ceil(window.at(seen) / unit) * unit
+                strategy.estimated_windows += 1
+            rank_zero_warn(
+                f"estimated_stepping_batches={strategy.estimated_windows} is an estimate: a window of {window} ends when its tokens"
+                f" are there, and the first {len(weights)} loader batches have {mean:.0f} on average, over all ranks."
+            )
+        steps = strategy.estimated_windows
+        return steps if self.max_steps == -1 else min(steps, self.max_steps)
+
+
+def _weight_of_micro_batch(weight: float, samples: float, size: MicroBatchSize | None) -> float:
+    """About what a micro-batch weighs, with any of which a window of tokens may end."""
+    if isinstance(size, Tokens):
+        return min(weight, size.at(0))
+    return weight * min(1.0, size / samples) if isinstance(size, int) else weight
+
+
+@contextmanager
+def _generators_kept(loaders: Iterable[Any]) -> Iterator[None]:
+    """Drawing from the loaders in here leaves their own random generators as they were."""
+    owners = [owner for loader in loaders for owner in (loader, getattr(loader, "sampler", None))]
+    found = [getattr(owner, "generator", None) for owner in owners]
+    generators = [generator for generator in found if isinstance(generator, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    yield
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
 
 class AccumulatingFitLoop(_FitLoop):
-    """The last window ends with the training."""
+    """The last window ends with the training, and an epoch is as long as that of the rank that has the most."""
+
+    @override
+    def run(self) -> None:
+        trainer = self.trainer
+        if trainer.world_size == 1:
+            super().run()
+            return
+        try:
+            with telling_the_first_failure(trainer.global_rank, passing=(SIGTERMException,)):
+                super().run()
+        except SIGTERMException as told:
+            if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+                told.code = 128 + signal.SIGTERM  # with status 0 the process that forked this one waits for its result
+            raise
+
+    @override
+    def setup_data(self) -> None:
+        before, strategy = self._data_fetcher, cast("AccumulationMixin", self.trainer.strategy)
+        super().setup_data()
+        fetcher = self._data_fetcher
+        if fetcher is before or strategy.ranks is None or strategy.ranks.world_size == 1:
+            return
+        if not self.trainer.lightning_module.automatic_optimization:
+            return
+        ranks, own = strategy.ranks, float(self.max_batches)
+        longest, shortest, source = ranks.largest(own, -own, ranks.rank if own > 0 else -1)
+        if longest != own:
+            self._take_length(int(longest) if longest != float("inf") else longest)
+        if type(fetcher) is not _PrefetchDataFetcher:
+            return
+        fetcher.__class__ = EvenFetcher
+        even = cast("EvenFetcher", fetcher)
+        even.strategy = strategy
+        # beside tensor parallelism the weights of a window do not go to all ranks, and a SIGTERM neither
+        if longest != float("inf") and ranks.size == ranks.world_size:
+            even.lengths = Lengths(int(longest), int(-shortest), int(source))
+        even.begin()
+
+    def _take_length(self, batches: float) -> None:
+        """What Lightning derives from the loader of this rank, from that of the longest."""
+        trainer = self.trainer
+        self.max_batches = batches
+        self._last_train_dl_reload_epoch = trainer.current_epoch
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            trainer.val_check_batch = None
+        elif isinstance(trainer.val_check_interval, int):
+            trainer.val_check_batch = trainer.val_check_interval
+        elif batches == float("inf"):
+            trainer.val_check_batch = batches
+        else:
+            trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
     @override
     def on_run_end(self) -> None:
@@ -63,14 +178,38 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     _takes_batch_idx = False
 
     @override
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        if self.strategy.accumulation is not None:
+            self.strategy.accumulation.is_stand_in = False
+        super().on_advance_end(data_fetcher)
+
+    @override
+    def _broadcast_sigterm_tensor(self) -> None:
+        if not is_agreeing(self.trainer):
+            super()._broadcast_sigterm_tensor()
+
+    @override
     def _should_accumulate(self) -> bool:
         accumulation = self.strategy.accumulation
         if accumulation is None:
             return super()._should_accumulate()
-        boundary = accumulation.boundary
-        if boundary.is_reached(self.batch_progress.total.ready, self.trainer.accumulate_grad_batches):
+        if accumulation.is_inside_batch:
             return False
-        return not (self._num_ready_batches_reached() and boundary.is_cut_by_the_end(self._is_last_epoch()))
+        boundary = accumulation.boundary
+        # tokens are counted after a micro-batch, in end_full_window
+        size = math.inf if isinstance(accumulation.policy.window, Tokens) else self.trainer.accumulate_grad_batches
+        if boundary.is_reached(self.batch_progress.total.ready, size):
+            return False
+        return self._counts_tokens_of_parts() or not self._is_cut_by_the_end(boundary)
+
+    def _counts_tokens_of_parts(self) -> bool:
+        """Several windows may end in one loader batch, so none of them may be the one that its step is wrapped around."""
+        accumulation = self.strategy.accumulation
+        assert accumulation is not None
+        return isinstance(accumulation.policy.window, Tokens) and accumulation.splitting is not None
+
+    def _is_cut_by_the_end(self, boundary: Boundary) -> bool:
+        return self._num_ready_batches_reached() and boundary.is_cut_by_the_end(self._is_last_epoch())
 
     def _is_last_epoch(self) -> bool:
         fit_loop = self.trainer.fit_loop
@@ -98,6 +237,37 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             kwargs["batch_idx"] = batch_idx
         return kwargs
 
+    def end_full_window(self) -> None:
+        """A loader batch has ended: so does the window, if it has come to its tokens."""
+        accumulation, seen = self.strategy.accumulation, self.batch_progress.total.ready
+        if accumulation is None or not isinstance(accumulation.policy.window, Tokens) or accumulation.boundary.position(seen) <= 0:
+            return
+        if self.global_step == self.max_steps:  # reached inside of the loader batch
+            accumulation.discard(seen)
+            self.strategy.drop_gradients()
+            return
+        is_full = accumulation.is_full()  # on all ranks
+        if is_full or (self._counts_tokens_of_parts() and self._is_cut_by_the_end(accumulation.boundary)):
+            accumulation.boundary.cut_short(seen)
+            self._step_without_batch()
+
+    def end_window_inside_batch(self) -> None:
+        """A micro-batch has ended, but not its loader batch: so does the window, if it has come to its tokens."""
+        accumulation = self.strategy.accumulation
+        assert accumulation is not None
+        if not accumulation.is_full() or self.global_step == self.max_steps:
+            return
+        accumulation.is_inside_batch = True
+        try:
+            self._step_without_batch()
+        finally:
+            accumulation.is_inside_batch = False
+        self._update_learning_rates("step", update_plateau_schedulers=False)
+        self._update_learning_rates("step", update_plateau_schedulers=True)
+        zero_grad = self.optimization._make_zero_grad_fn(self.batch_idx, self.trainer.optimizers[0])
+        if zero_grad is not None:
+            zero_grad()
+
     def finish_window(self, is_end_of_training: bool) -> None:
         """An unfinished window meets the end of its epoch, or of the training."""
         accumulation = self.strategy.accumulation
@@ -106,14 +276,13 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             return
         if accumulation.policy.tail == "drop":
             lost = accumulation.discard(seen)
-            call._call_lightning_module_hook(self.trainer, "zero_grad")
+            self.strategy.drop_gradients()
             rank_zero_info(
                 f"GradientAccumulation(tail='drop'): the gradients of {lost} loader batches at the end of epoch"
                 f" {self.trainer.current_epoch} are dropped."
             )
             return
         accumulation.boundary.cut_short(seen)
-        accumulation.is_boundary = True
         self._step_without_batch()
         if self.trainer.lightning_module.automatic_optimization:
             super().update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -151,12 +320,18 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             accumulation.discard(seen)
             accumulation.after_optimizer_step(has_stepped=False)
         elif accumulation.is_boundary:
-            self._step_without_batch()
+            self.optimization._optimizer_step(self.batch_idx, self.strategy.run_without_batch)
         else:
+            counts_tokens = self._counts_tokens_of_parts() and not accumulation.splitting.is_retried  # type: ignore[union-attr]
+            rounds = strategy.most_micro_batches(0) if counts_tokens else 0
             strategy.run_without_batch()
+            for _ in range(rounds - 1):
+                strategy.end_window_inside_batch()
+        accumulation.end_loader_batch(seen)
+        self.end_full_window()
 
     def _step_without_batch(self) -> None:
-        self.optimization._optimizer_step(self.batch_idx, self.strategy.run_without_batch)
+        self.optimization._optimizer_step(self.batch_idx, self.strategy.end_window_apart)
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -34,6 +35,14 @@ class WindowOptimization(_AutomaticOptimization):
     strategy: AccumulationMixin
     visited = 0
     """The loader batch whose training_step ran last, counted from 1 over all epochs."""
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        outputs = super().run(optimizer, batch_idx, kwargs)
+        if (accumulation := self.strategy.accumulation) is not None:
+            accumulation.end_loader_batch(self.visited)
+        self.trainer.fit_loop.epoch_loop.end_full_window()  # type: ignore[attr-defined]  # it has been made an AccumulatingEpochLoop
+        return outputs
 
     @override
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -117,7 +126,7 @@ class WindowOptimization(_AutomaticOptimization):
         if strategy.accumulation is None:
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return
-        with noting_gradient_norm(self.trainer, strategy.accumulation):
+        with noting_gradient_norm(self.trainer, strategy):
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
         strategy.after_optimizer_step()
         closed = strategy.accumulation.closed
@@ -146,6 +155,19 @@ class WindowClosure(Closure):
                 "The optimizer calls its closure more than once in a step, as LBFGS does. A window of several loader batches"
                 " cannot be run again: their data is gone. Use a window of 1, or another optimizer."
             )
+        if not accumulation.is_stand_in:
+            return self._run(*args, **kwargs)
+        if self._zero_grad_fn is not None:  # what it does to the module is to last
+            self._zero_grad_fn()
+        snapshot = self._strategy.keeper.take(watches_parameters=False)
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            snapshot.restore()
+
+    def _run(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        accumulation = self._strategy.accumulation
+        assert accumulation is not None
         if accumulation.plan is not None:
             return self._run_micro_batches()
         self._result = self.closure(*args, **kwargs)
@@ -187,6 +209,14 @@ class WindowClosure(Closure):
         self._result = ClosureResult(None, extra=extra)
         self._result.loss = loss
         return window_loss
+
+
+def loss_unlogged(trainer: pl.Trainer, batch: Any) -> Tensor | None:
+    """The loss of a batch that is not trained on: nothing is logged."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, epoch_loop.batch_idx)
+    with torch.enable_grad(), collecting_logs(trainer):
+        return _result_of(call._call_lightning_module_hook(trainer, "training_step", *kwargs.values())).closure_loss
 
 
 def _result_of(output: Any) -> ClosureResult:

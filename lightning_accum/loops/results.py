@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.wrappers import ClasswiseWrapper, MultitaskWrapper
 from torchmetrics.wrappers.abstract import WrapperMetric
@@ -15,10 +17,14 @@ from typing_extensions import override
 
 from lightning_accum.batch_log import BatchLog
 
+if TYPE_CHECKING:
+    from lightning_accum.mixin import AccumulationMixin
+
 
 class BatchResults(_ResultCollection):
     """Keeps what is logged in a micro-batch apart until its batch ends."""
 
+    strategy: AccumulationMixin | None = None
     batch_log: BatchLog | None = None
     metrics_of_module: tuple[int, list[Metric]] | None = None
     """The epoch in which they were looked for, and the metrics."""
@@ -32,10 +38,24 @@ class BatchResults(_ResultCollection):
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        if self.batch_log is None:
-            super().update_metrics(key, value, batch_size)
-        else:
+        if self.batch_log is not None:
             self.batch_log.collect(key, value, batch_size, self._is_batch_size_given)
+            return
+        accumulation = None if self.strategy is None else self.strategy.accumulation
+        if accumulation is not None and accumulation.is_stand_in and isinstance(value, Tensor):
+            # it takes part in the other ranks' reduction, and adds nothing: the same batch was counted before
+            value, batch_size = _weightless(value, self[key]), 0
+        super().update_metrics(key, value, batch_size)
+        metric = self[key]
+        if self.strategy is not None and self.strategy.world_size > 1 and metric.is_tensor and metric.meta.is_mean_reduction:
+            # Lightning averages it over the ranks, which cuts off the fraction of a whole number
+            metric.cumulated_batch_size = metric.cumulated_batch_size.double()
+
+
+def _weightless(value: Tensor, metric: _ResultMetric) -> Tensor:
+    if metric.meta.is_sum_reduction:
+        return torch.zeros_like(value)
+    return value.nan_to_num() if metric.meta.is_mean_reduction else value  # times its batch size of 0
 
 
 @contextmanager

@@ -1,23 +1,23 @@
-"""When gradients are reduced over the ranks: one small object an engine."""
+"""Reduction of the gradients of a DistributedDataParallel module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_accum.nodes import Node, nodes_below
 from lightning_accum.safeguards import zero_loss_of
+from lightning_accum.sync.base import Sync, SyncPolicy, forward_replaced
 
-SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
 
-
-class DDPSync:
+class DDPSync(Sync):
     """Reduction of the gradients of a DistributedDataParallel module.
 
     Reducing more often than once a window is exact too: an averaged gradient stays what it is under another average.
@@ -36,6 +36,7 @@ class DDPSync:
         self._stand_in: Tensor | None = None
         self._last_node: Node | None = None
 
+    @override
     def blocked(self, is_last_of_batch: bool = True) -> AbstractContextManager[Any]:
         """A micro-batch that is not the last of its window: no reduction in its forward and backward.
 
@@ -68,7 +69,7 @@ class DDPSync:
             return output
 
         self._stand_in = self._last_node = None
-        with _forward_replaced(self._ddp.module, or_stand_in):
+        with forward_replaced(self._ddp.module, or_stand_in):
             output = self._ddp(*args, **kwargs)
         if self._stand_in is not None:
             self._stand_in = output  # as the wrapper returned it
@@ -78,6 +79,7 @@ class DDPSync:
             self._last_node = loss.grad_fn if isinstance(loss, Tensor) else None
         return output
 
+    @override
     def complete_reduction(self) -> None:
         """Reduce what earlier micro-batches gave gradients to, and the last one did not reach.
 
@@ -120,6 +122,7 @@ class DDPSync:
             self._never_used = self._trainable
         if not self._never_used or self._ddp.find_unused_parameters:
             self.backward_without_loss()
+            self._settle()
             return
         # for a module without such parameters only once
         device = self._never_used[0].device
@@ -129,8 +132,19 @@ class DDPSync:
         self._never_used = [p for p, is_one in zip(self._never_used, is_used.tolist(), strict=True) if not is_one]
         for parameter in self._never_used:
             parameter.grad = None
+        self._settle()
 
-    def note_used_parameters(self) -> None:
+    def _settle(self) -> None:
+        # In the forward after a reduction DistributedDataParallel sends buffers to all ranks, and after the first also the order in
+        # which gradients came. That is done here, on all ranks together: their next forwards are of micro-batches, and one rank may
+        # have one when another has none left in its loader batch.
+        if self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            self._ddp._sync_buffers()  # type: ignore[no-untyped-call]
+            self._ddp.require_forward_param_sync = False
+        self._ddp.reducer._rebuild_buckets()
+
+    @override
+    def end_window(self) -> None:
         """Remember which parameters a window gave gradients to."""
         if not self._used and (self._ddp.find_unused_parameters or self._ddp.static_graph):
             self._used = [parameter for parameter in self._trainable if parameter.grad is not None]
@@ -141,25 +155,3 @@ class DDPSync:
             # a parameter that no rank uses must stay without a gradient, or weight decay and momentum would move it
             parameters = [parameter for parameter in self._trainable if parameter.grad is not None] or self._used or parameters
         return zero_loss_of(parameters)
-
-
-@contextmanager
-def _forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Have the next call of ``module`` run ``function``, which may itself call ``module.forward``."""
-    original = vars(module).get("forward")
-
-    def restore() -> None:
-        if original is None:
-            vars(module).pop("forward", None)
-        else:
-            module.forward = original
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        restore()
-        return function(*args, **kwargs)
-
-    module.forward = once
-    try:
-        yield
-    finally:
-        restore()

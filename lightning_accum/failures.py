@@ -1,0 +1,120 @@
+"""The first failure of a distributed training, told on every rank.
+
+When a rank raises, the others end with what follows from it: "Connection closed by peer", or a timeout. So a rank that fails leaves
+a note in the key-value store of the process group, and a rank whose communication fails looks for one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+_LONGEST_ANSWER = 5.0  # seconds that the store has, when the host that it is on neither answers nor closes the connection
+_PATIENCE = 2.0  # seconds in which another rank's note may follow the end of its connection
+_MESSAGES = ("Connection closed", "Connection reset", "Timed out waiting", "timeout caused pair closure", "gloo", "NCCL")
+"""Of errors of communication that are RuntimeErrors. Not "timed out" alone: a DataLoader's time-out is a failure of its own."""
+_run = 0
+"""Runs so far, alike on all ranks. Each has a note of its own: a failure that was caught is not told as that of a later run."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank, and the type and message of what it failed with."""
+
+    rank: int
+    error: str
+
+
+class RankFailedError(RuntimeError):
+    """Another rank failed first. The error of this rank is its ``__cause__``."""
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """What rank ``rank`` failed with."""
+    return Failure(rank, "".join(traceback.format_exception_only(error)).strip()[:2000])
+
+
+def note_failure(error: BaseException, rank: int) -> None:
+    """Note for all ranks that this one failed, unless another did before.
+
+    Does nothing for an error of communication, which follows from another, and without a process group, or when its store is gone:
+    the store is in the process of rank 0, or in torchrun's.
+    """
+    if not _is_of_communication(error):
+        _first(failure_of(error, rank))
+
+
+def first_failure() -> Failure | None:
+    """The failure that was noted first; None where there is none, or no store to tell.
+
+    Example:
+        >>> first_failure() is None  # there is no process group
+        True
+    """
+    return _first()
+
+
+@contextmanager
+def telling_the_first_failure(rank: int, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    """Note an error of the body, or raise what another rank failed with before.
+
+    An error passes unchanged if it is the first, if the first was the same, or if none was noted. All ranks enter equally often.
+
+    Args:
+        rank: this rank.
+        passing: exceptions that are not errors, beside KeyboardInterrupt and SystemExit; they pass and are not noted.
+
+    Raises:
+        RankFailedError: another rank failed first.
+    """
+    global _run
+    _run += 1
+    try:
+        yield
+    except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is no Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, RankFailedError, *passing)):
+            raise
+        own = failure_of(error, rank)
+        first = _first(patience=_PATIENCE) if _is_of_communication(error) else _first(own)
+        if first is None or first.rank == rank or first.error == own.error:
+            raise
+        told = f"Rank {first.rank} failed first, with {first.error.rstrip('.')}. This rank could not go on without it"
+        raise RankFailedError(f"{told} ({own.error.splitlines()[0]}).") from error
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(name in str(error) for name in _MESSAGES)):
+        return True
+    return error.__cause__ is not None and _is_of_communication(error.__cause__)
+
+
+def _first(own: Failure | None = None, patience: float = 0.0) -> Failure | None:
+    """What was noted first, ``own`` if nothing was. None if the store is gone or slow: that must not hold up the error in hand."""
+    key, end, found = f"lightning_accum/first_failure/{_run}", time.monotonic() + patience, []
+
+    def ask() -> None:
+        with suppress(Exception):
+            # private, but the public ProcessGroup.get_group_store of torch 2.13 is not in 2.5; the same in both
+            from torch.distributed.distributed_c10d import _get_default_store
+
+            store = _get_default_store()
+            while own is None and not store.check([key]):  # get alone would wait for as long as a collective does
+                if time.monotonic() >= end:
+                    return
+                time.sleep(0.05)
+            # compare_set is atomic: it sets what was not there, and returns what is there now
+            note = store.get(key) if own is None else store.compare_set(key, "", json.dumps([own.rank, own.error]))
+            found.append(Failure(*json.loads(note)))
+
+    with suppress(RuntimeError):  # the interpreter ends, and starts no thread
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_LONGEST_ANSWER)
+    return found[0] if found else None

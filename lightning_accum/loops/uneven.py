@@ -1,0 +1,210 @@
+"""Ranks whose loaders yield different numbers of batches end together, and together stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from typing_extensions import override
+
+from lightning_accum.failures import RankFailedError, failure_of, note_failure
+from lightning_accum.ranks import Turn
+from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
+
+if TYPE_CHECKING:
+    from lightning_accum.accumulation import Accumulation
+    from lightning_accum.mixin import AccumulationMixin
+
+
+@dataclass
+class Lengths:
+    """The loaders of all ranks, in batches of an epoch.
+
+    Attributes:
+        longest: of the rank that has the most.
+        shortest: of that with the fewest; 0 for a rank that will need the batch of another to stand in.
+        a_rank_with_batches: one of those that have any.
+        is_shared: the ranks without have got that batch.
+    """
+
+    longest: int
+    shortest: int
+    a_rank_with_batches: int
+    is_shared: bool = False
+
+
+class EvenFetcher(_PrefetchDataFetcher):
+    """Yields as many batches as that of the rank that has the most.
+
+    A rank that has none gets its last one again, marked as standing in: it weighs nothing. So it takes part in all that the other
+    ranks wait for, in the module, in callbacks and in Lightning. Where lengths are known, the ranks tell them to each other when
+    the loaders are set up; else each tells before every batch what it has.
+    """
+
+    strategy: AccumulationMixin
+    lengths: Lengths | None = None
+    _own_done = False
+    _last: Any = None
+
+    @override
+    def __iter__(self) -> EvenFetcher:
+        super().__iter__()
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        """The iterator is new: the other ranks may have more than this one."""
+        self._own_done, self.done = self.done, False
+
+    @override
+    def __next__(self) -> Any:
+        accumulation = self.strategy.accumulation
+        assert accumulation is not None
+        batch = self._next_by_agreement(accumulation) if self.lengths is None else self._next_by_length(accumulation, self.lengths)
+        accumulation.is_stand_in = batch is None and self._last is not None
+        if accumulation.is_stand_in:
+            return self._last, self.fetched - 1, 0
+        self._last = batch
+        return batch, self.fetched - 1, 0
+
+    def _next_by_length(self, accumulation: Accumulation, lengths: Lengths) -> Any:
+        """The batch of this rank; None where it has none."""
+        batch, is_there = self._next_of_this_rank()
+        self.fetched += not is_there
+        self.done = self.fetched >= lengths.longest
+        if lengths.shortest == 0 and not lengths.is_shared:
+            lengths.is_shared = True
+            shared = accumulation.ranks.share(batch, lengths.a_rank_with_batches)
+            self._last = shared if batch is None else None
+        return batch
+
+    def _next_by_agreement(self, accumulation: Accumulation) -> Any:
+        """The batch of this rank; None where it has none, and another rank does.
+
+        Raises:
+            StopIteration: no rank has one.
+            SIGTERMException: a rank was told to end.
+            RankFailedError: the loader of another rank failed.
+        """
+        ranks, trainer = accumulation.ranks, self.strategy.trainer()
+        batch, is_there, failure = None, False, None
+        try:
+            batch, is_there = self._next_of_this_rank()
+        except Exception as error:
+            failure = error
+            note_failure(error, ranks.rank)
+        turn = ranks.agree(
+            Turn(
+                is_alive=is_there,
+                batch_from=0 if batch is None else ranks.rank + 1,
+                has_more=not self._own_done,
+                lacks_batch=batch is None and self._last is None,
+                is_stopped=accumulation.window.is_last,
+                failed=0 if failure is None else ranks.rank + 1,
+            )
+        )
+        if turn.failed:
+            # told by the rank itself: a note is gone where that was rank 0, and has ended already
+            first = ranks.share(None if failure is None else failure_of(failure, ranks.rank), turn.failed - 1)
+            if failure is not None:
+                raise failure
+            told = f"The loader of rank {first.rank} failed, with {first.error.rstrip('.')}"
+            raise RankFailedError(f"{told}. No rank goes on without it.")
+        if turn.is_stopped:
+            stop(trainer)
+            raise SIGTERMException
+        self.done = not turn.has_more
+        if not turn.is_alive:
+            self.done = True
+            raise StopIteration
+        if turn.lacks_batch and turn.batch_from:
+            shared = ranks.share(batch, turn.batch_from - 1)
+            if batch is None and self._last is None:
+                self._last = shared
+        return batch
+
+    def _next_of_this_rank(self) -> tuple[Any, bool]:
+        """A batch, and whether there was one: a loader may yield None."""
+        self.done = self._own_done
+        try:
+            return (None, False) if self.done else (super().__next__()[0], True)
+        except StopIteration:
+            self.done = True
+            return None, False
+        finally:
+            self._own_done = self.done
+
+    @override
+    def teardown(self) -> None:
+        self._last = None
+        super().teardown()
+
+
+def is_agreeing(trainer: pl.Trainer) -> bool:
+    """Whether this package keeps the ranks together; not where training_step draws its batches by itself."""
+    return isinstance(trainer.fit_loop._data_fetcher, EvenFetcher)
+
+
+class UnrepeatingData(_DataConnector):
+    """Every sample counts once an epoch: the sampler that Lightning puts into a loader repeats none to even out the ranks."""
+
+    @override
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        sampler = getattr(dataloader, "sampler", None)
+        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        if isinstance(sampler, SameOrderSampler):
+            sampler.deal(**kwargs)
+        return super()._prepare_dataloader(dataloader, shuffle, mode)
+
+    @override
+    def _resolve_sampler(
+        self, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
+    ) -> Sampler[Any] | Iterable[Any]:
+        sampler = super()._resolve_sampler(dataloader, shuffle, mode)
+        # the user's own stays as it is
+        if mode == RunningStage.TRAINING and sampler is not dataloader.sampler and isinstance(sampler, DistributedSampler):
+            leave_out_repeats(sampler)
+        return sampler
+
+
+class PatientSignals(_SignalConnector):
+    """In a fit over ranks, SIGTERM waits until all ranks know of it: by the end of the window, in validation by that of the next.
+
+    Lightning broadcasts from inside of the handler, between whatever collectives the ranks are in, and stops a rank by itself.
+    """
+
+    _is_waiting = False
+    """SIGTERM has come in this fit."""
+
+    @override
+    def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:
+        trainer = self.trainer
+        accumulation = cast("AccumulationMixin", trainer.strategy).accumulation
+        has_begun = trainer.fit_loop._data_fetcher is not None  # the sanity check comes before
+        if accumulation is None or trainer.world_size == 1 or (has_begun and not is_agreeing(trainer)):
+            super()._sigterm_notifier_fn(signum, frame)
+            return
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not accumulation.window.is_last:
+            launcher.kill(signum)
+        accumulation.window.is_last = self._is_waiting = True
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        is_waiting, self._is_waiting = self._is_waiting, False
+        if is_waiting and not self.received_sigterm and self.trainer.state.status == TrainerStatus.RUNNING:
+            raise SIGTERMException  # there was no window any more that could have told the others
+
+
+def stop(trainer: pl.Trainer) -> None:
+    """All ranks know that one was told to end: Lightning ends them after the loader batch in hand."""
+    trainer._signal_connector.received_sigterm = True

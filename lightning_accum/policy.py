@@ -1,0 +1,68 @@
+"""The policy of a training: what the user asked for, all in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from lightning_accum.boundary import Tail
+from lightning_accum.lr_schedule import SchedulerCounts
+from lightning_accum.micro_batch import Tokens
+from lightning_accum.plan import MicroBatchSize, Split
+from lightning_accum.weight import Weight
+
+WindowSize: TypeAlias = int | Tokens | Mapping[int, int] | Callable[[int], int] | None
+"""Of a window: loader batches; tokens; ``{epoch: loader batches}``; loader batches by optimizer step; None: the Trainer says."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What :class:`~lightning_accum.GradientAccumulation` was asked for; its arguments explain the fields."""
+
+    window: WindowSize = None
+    weight: Literal["auto", "equal"] | Weight = "auto"
+    tail: Tail = "step"
+    scheduler_counts: SchedulerCounts = "optimizer_steps"
+    log: bool = True
+    micro_batch: MicroBatchSize | None = None
+    split: Split | None = None
+    trim_padding: bool | str = True
+
+    def size_at(self, epoch: int, step: int) -> int | None:
+        """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say.
+
+        Raises:
+            ValueError: a function of the step gave no int, or less than 1.
+        """
+        if isinstance(self.window, Mapping):
+            return self.window[max(start for start in self.window if start <= epoch)]
+        if callable(self.window):
+            size = self.window(step)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"window(step) must be an int of at least 1, but window({step}) is {size!r}")
+            return size
+        return None if isinstance(self.window, Tokens) else self.window
+
+    def in_words(self, size: int) -> str:
+        """What ends a window, for a comparison with that of a checkpoint.
+
+        Args:
+            size: loader batches in a window now.
+        """
+        weight = self.weight if isinstance(self.weight, str) else getattr(self.weight, "__name__", repr(self.weight))
+        if " at 0x" in weight:  # which is not the same in another process
+            weight = type(self.weight).__name__
+        if isinstance(self.window, Tokens):
+            what = "tokens as a function tells" if callable(self.window.count) else f"{self.window.count} tokens"
+        elif isinstance(self.window, Mapping):
+            what = f"{dict(self.window)} loader batches by epoch"
+        else:
+            what = "loader batches as a function tells" if callable(self.window) else f"{self.window or size} loader batches"
+        return f"{what} (weight: {weight})"
+
+    def may_be_longer_than_one(self, trainers_own: int) -> bool:
+        """Whether a window may have several loader batches."""
+        if self.window is None or isinstance(self.window, int):
+            return (self.window or trainers_own) > 1
+        return not isinstance(self.window, Mapping) or max(self.window.values()) > 1

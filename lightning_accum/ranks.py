@@ -1,0 +1,91 @@
+"""What ranks tell each other beside gradients and weights: one small all-reduce a loader batch."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a rank has when a loader batch is due; after :meth:`Ranks.agree`, what any rank has.
+
+    Attributes:
+        is_alive: its loader gave something, a batch or None.
+        batch_from: one more than the rank, where it has a batch; the highest of them.
+        has_more: its loader goes on after this.
+        lacks_batch: it has none, and never had one.
+        is_stopped: it was told to end, by SIGTERM.
+        failed: one more than the rank, where its loader raised an error; the highest of them.
+    """
+
+    is_alive: bool = False
+    batch_from: int = 0
+    has_more: bool = False
+    lacks_batch: bool = False
+    is_stopped: bool = False
+    failed: int = 0
+
+
+class Ranks:
+    """The ranks of a training, and those among them whose gradients are averaged.
+
+    Args:
+        device: of this rank.
+        size: ranks whose gradients are averaged.
+        group: these ranks; None for all.
+        world_size: all ranks, those of tensor parallelism too.
+        rank: this one.
+        timeout: for what they tell each other; None for torch's own.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        world_size: int = 1,
+        rank: int = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.device = device
+        self.size = size
+        self.group = group
+        self.world_size = world_size
+        self.rank = rank
+        self._world: dist.ProcessGroup | None = None
+        self._device = device
+        if world_size > 1 and device.type != "cpu" and dist.is_gloo_available():
+            # from host to host: the answer is needed there, and asking for it on the device would wait for all that it has to do
+            self._world, self._device = dist.new_group(backend="gloo", timeout=timeout), torch.device("cpu")
+
+    def agree(self, turn: Turn) -> Turn:
+        """What any of the ranks has. Called on all of them."""
+        values = torch.tensor([int(value) for value in astuple(turn)], device=self._device)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._world)
+        is_alive, batch_from, has_more, lacks_batch, is_stopped, failed = values.tolist()
+        return Turn(bool(is_alive), batch_from, bool(has_more), bool(lacks_batch), bool(is_stopped), failed)
+
+    def sum(self, number: float) -> float:
+        """The sum over those whose gradients are averaged. Called on all."""
+        if self.world_size == 1:
+            return number
+        value = torch.tensor([number], dtype=torch.float64, device=self._device)
+        dist.all_reduce(value, group=self._world)
+        return float(value) * self.size / self.world_size  # those of tensor parallelism have the same numbers
+
+    def largest(self, *numbers: float) -> list[float]:
+        """The largest of the ranks' numbers; inf is one. Called on all of them."""
+        values = torch.tensor(numbers, dtype=torch.float32 if self._device.type == "mps" else torch.float64, device=self._device)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._world)
+        return values.tolist()
+
+    def share(self, batch: Any, source: int) -> Any:
+        """The batch of rank ``source``. Called on all of them."""
+        batches = [batch if self.rank == source else None]
+        dist.broadcast_object_list(batches, source, group=self._world, device=self._device)
+        return batches[0]

@@ -1,0 +1,54 @@
+"""What every engine's reduction of gradients has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+
+SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
+
+
+class Sync:
+    """When gradients are reduced over the ranks. This one is for one rank: never."""
+
+    def blocked(self, is_last_of_batch: bool = True) -> AbstractContextManager[Any]:
+        """A micro-batch that is not the last of its window: no reduction in its forward and backward.
+
+        Args:
+            is_last_of_batch: it is the last of its loader batch.
+        """
+        return nullcontext()
+
+    def begin_backward(self) -> None:
+        """A micro-batch has a loss, and its backward is next."""
+
+    def complete_reduction(self) -> None:
+        """The last backward of a window is done."""
+
+    def end_window(self) -> None:
+        """The gradients of a window are reduced."""
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Have the next call of ``module`` run ``function``, which may itself call ``module.forward``."""
+    original = vars(module).get("forward")
+
+    def restore() -> None:
+        if original is None:
+            vars(module).pop("forward", None)
+        else:
+            module.forward = original
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        return function(*args, **kwargs)
+
+    module.forward = once
+    try:
+        yield
+    finally:
+        restore()

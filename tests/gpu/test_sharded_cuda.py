@@ -1,0 +1,120 @@
+"""Sharded modules, DDP and NCCL on GPUs: exactness, waiting for the device, peak memory. Skipped without CUDA.
+
+pytest tests/gpu/test_sharded_cuda.py -s                                          # one GPU
+torchrun --nproc_per_node 2 -m pytest tests/gpu/test_sharded_cuda.py -s           # as many as there are
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from sharded import DoublePrecision, ShardedLanguage, whole_parameters
+from support import Language, loader, pad, relative_error, sentences, train_by_hand
+from torch import nn
+
+from lightning_accum import (
+    DDPAccumulationStrategy,
+    FSDPAccumulationStrategy,
+    GradientAccumulation,
+    ModelParallelAccumulationStrategy,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+ROWS = sentences(101)
+
+
+def of_rank(batch: int, window: int) -> list[dict[str, torch.Tensor]]:
+    """This rank's loader batches: windows of 32 rows over all ranks."""
+    rank, batches = int(os.environ.get("RANK", "0")), []
+    for start in range(0, len(ROWS), 32):
+        own = ROWS[start : start + 32][rank::RANKS]
+        batches += [pad(own[i : i + batch]) for i in range(0, batch * window, batch) if own[i : i + batch]]
+    return batches
+
+
+def strategies(sync: str) -> dict[str, Any]:
+    return {
+        "ddp": DDPAccumulationStrategy(sync=sync),
+        "fsdp1": FSDPAccumulationStrategy(sync=sync),
+        "fsdp2": ModelParallelAccumulationStrategy(data_parallel_size=RANKS, tensor_parallel_size=1, sync=sync),
+    }
+
+
+def fit(engine: str, sync: str, module: pl.LightningModule, batches: list[Any], window: int) -> pl.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    plugins = [DoublePrecision()] if engine == "fsdp1" else []
+    run = pl.Trainer(
+        accelerator="gpu",
+        devices=RANKS,
+        strategy=strategies(sync)[engine],
+        plugins=plugins,
+        max_epochs=2,
+        callbacks=[GradientAccumulation(window)],
+        **quiet,
+    )
+    run.fit(module, loader(batches))
+    return run
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
+def test_a_window_equals_its_full_batch_over_nccl(engine: str, sync: str) -> None:
+    class Module(ShardedLanguage):
+        def configure_model(self) -> None:
+            if engine != "fsdp1":  # which Lightning wraps whole on CUDA
+                super().configure_model()
+
+    module = Module("adamw")
+    expected = train_by_hand(Language("adamw"), [pad(ROWS[i : i + 32]) for i in range(0, 101, 32)], 2)
+    window = 8 // RANKS
+    fit(engine, sync, module, of_rank(4, window), window)
+    found = whole_parameters(module)
+    error = relative_error([found[name].cpu() for name, _ in expected.named_parameters()], expected.parameters())
+    print(f"{engine} {sync} on {RANKS}: {error:.1e}")
+    assert error < 1e-11  # sums on a GPU have another order
+
+
+class Deep(pl.LightningModule):
+    """Parameters that can be seen in memory: 16 layers of 4 MiB."""
+
+    def __init__(self, engine: str) -> None:
+        super().__init__()
+        self.engine = engine
+        self.layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+
+    def configure_model(self) -> None:
+        if self.engine == "fsdp2":
+            from torch.distributed.fsdp import fully_shard
+
+            for layer in self.layers:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layers(batch).square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 2:  # buffers are there
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.set_sync_debug_mode("error" if batch_idx % 4 in (1, 2) else "default")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_nobody_waits_for_the_device_inside_a_window(engine: str, sync: str) -> None:
+    module = Deep(engine)
+    run = fit(engine, sync, module, [torch.randn(64, 1024) for _ in range(12)], window=4)
+    assert run.global_step == 6  # torch would have raised at the first wait
+    print(f"{engine} {sync} on {RANKS}: {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB at the peak")

@@ -1,0 +1,153 @@
+"""Sharded strategies in forked processes, for tests: FSDP1 and FSDP2 run on the CPU over gloo."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
+from support import Language, Scalar
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_accum import FSDPAccumulationStrategy, ModelParallelAccumulationStrategy
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:
+    fully_shard = None
+
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+needs_sharding_on_cpu = pytest.mark.skipif(_VERSION < (2, 9), reason="needs a torch that shards on the CPU")
+
+
+class _Launcher(_MultiProcessingLauncher):
+    """Lightning's own, which hands whole parameters back."""
+
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
+        state = whole_parameters(trainer.strategy.model)
+        if trainer.global_rank == 0:
+            torch.save(state, "parameters.pt")
+            return _WorkerOutput(None, None, trainer.state, results, self.get_extra_results(trainer))
+        return None
+
+    def _recover_results_in_main_process(self, worker_output: _WorkerOutput, trainer: pl.Trainer) -> None:
+        super()._recover_results_in_main_process(worker_output, trainer)
+        trainer.whole = torch.load("parameters.pt")
+
+
+def whole_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By name, gathered from all ranks."""
+    if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+        with FullyShardedDataParallel.summon_full_params(module, writeback=False):
+            return {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in module.named_parameters()}
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in module.named_parameters()}
+
+
+class _Forked:
+    def _configure_launcher(self) -> None:
+        self._launcher = _Launcher(self, start_method="fork")
+
+
+class ForkedFSDP2(_Forked, ModelParallelAccumulationStrategy):
+    pass
+
+
+class ForkedFSDP1(_Forked, FSDPAccumulationStrategy):
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        if any(isinstance(child, FullyShardedDataParallel) for child in model.modules()):
+            return super()._setup_model(model)
+        # as Lightning does, which has no device_id for a CPU
+        options = {"mixed_precision": self.mixed_precision_config, **self.kwargs}
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+class DoublePrecision(FSDPPrecision):
+    """Lightning has FSDP1 in single precision at most."""
+
+    def __init__(self) -> None:
+        super().__init__("32-true")
+
+    mixed_precision_config = None  # Lightning's reduces in float32
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
+def fsdp2(data: int = 2, tensor: int = 1, **kwargs: Any) -> ForkedFSDP2:
+    kwargs = {"timeout": timedelta(seconds=60), "save_distributed_checkpoint": False, **kwargs}
+    return ForkedFSDP2(data_parallel_size=data, tensor_parallel_size=tensor, **kwargs)
+
+
+def fsdp1(**kwargs: Any) -> ForkedFSDP1:
+    return ForkedFSDP1(**{"timeout": timedelta(seconds=60), **kwargs})
+
+
+def shard(module: pl.LightningModule, parts: list[torch.nn.Module], **kwargs: Any) -> None:
+    """Shard ``parts``, as the strategy of the Trainer does."""
+    if isinstance(module.trainer.strategy, FSDPAccumulationStrategy):
+        raise NotImplementedError
+    mesh = module.device_mesh["data_parallel"]
+    for part in parts:
+        fully_shard(part, mesh=mesh, **kwargs)
+
+
+class ShardedLanguage(Language):
+    """The language model of the tests, cut for FSDP2, with or without tensor parallelism, or for FSDP1."""
+
+    def __init__(self, optimizer: str = "sgd", reshard_after_forward: bool | None = None) -> None:
+        super().__init__(optimizer)
+        self.reshard_after_forward = reshard_after_forward
+
+    def configure_model(self) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, FSDPAccumulationStrategy):
+            for i, block in enumerate(self.net.blocks):
+                self.net.blocks[i] = FullyShardedDataParallel(block, device_id=torch.device("cpu"), use_orig_params=True)
+            self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), use_orig_params=True)
+            return
+        if not isinstance(strategy, ModelParallelAccumulationStrategy):
+            return
+        tensor = self.device_mesh["tensor_parallel"]
+        if tensor.size() > 1:
+            for block in self.net.blocks:
+                parallelize_module(block, tensor, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
+        options = {} if self.reshard_after_forward is None else {"reshard_after_forward": self.reshard_after_forward}
+        shard(self, [*self.net.blocks, self.net], **options)
+
+
+class ShardedScalar(Scalar):
+    """One parameter, in a layer that is sharded: the gradient is the mean of x."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        del self.w
+        self.layer = torch.nn.Linear(1, 1, bias=False).double()
+        torch.nn.init.zeros_(self.layer.weight)
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, FSDPAccumulationStrategy):
+            self.layer = FullyShardedDataParallel(self.layer, device_id=torch.device("cpu"), use_orig_params=True)
+        elif isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
+            shard(self, [self.layer])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append(float("nan"))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor | None:
+        if x.isnan().any():
+            return None
+        return self.layer(x[:, None]).mean()
+
+
+def total_of(run: pl.Trainer) -> float:
+    """The sum of the gradients that a :class:`ShardedScalar` of learning rate 1 stepped."""
+    return -run.whole["layer.weight"].item()

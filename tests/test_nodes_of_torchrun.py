@@ -1,0 +1,101 @@
+"""Two nodes of one process each, started by torchrun as on two machines, here over the loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from sharded import needs_sharding_on_cpu
+
+DEADLINE = 90
+SCRIPT = '''
+import atexit
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from sharded import ShardedScalar, whole_parameters
+from support import trainer, x
+import lightning_accum
+
+# the rank of node 1 ends an epoch earlier
+BATCHES = [[x(1), x(1, 2, 3), x(4), x(9, 8), x(6)], [x(5), x(7), x(2, 2)]]
+
+
+class Ends(ShardedScalar):
+    """Lightning leaves gloo's threads to the end of the interpreter, where now and then they abort it, with its own "ddp" too."""
+
+    def setup(self, stage):
+        atexit.register(lambda: torch.distributed.is_initialized() and torch.distributed.destroy_process_group())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+if __name__ == "__main__":
+    Path(f"node{os.environ['GROUP_RANK']}.pid").write_text(str(os.getpid()))
+    module = Ends(by_rank=BATCHES)
+    run = trainer(sys.argv[1], devices=1, num_nodes=2, accumulate_grad_batches=2)
+    run.strategy._timeout = timedelta(seconds=60)
+    run.fit(module)
+    total = -whole_parameters(module)["layer.weight"].item()
+    found = [run.node_rank, run.global_rank, run.world_size, run.global_step, total]
+    Path(f"node{run.node_rank}.txt").write_text(" ".join(map(repr, found)))
+'''
+
+WINDOWS = [[1, 1, 2, 3, 5, 7], [4, 9, 8, 2, 2], [6]]
+TOTAL = sum(sum(window) / len(window) for window in WINDOWS)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start_node(node: int, port: int, strategy: str) -> subprocess.Popen:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(node)]
+    torchrun += ["--rdzv_backend", "static", "--master_addr", "127.0.0.1", "--master_port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    with open(f"node{node}.log", "wb") as log:
+        return subprocess.Popen([*torchrun, "script.py", strategy], env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def end(node: int, torchrun: subprocess.Popen) -> None:
+    """End a node that is late: first the process that torchrun has started, which does not end with it."""
+    pid = Path(f"node{node}.pid")
+    if pid.exists():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+    torchrun.kill()
+    torchrun.wait()
+
+
+@pytest.mark.parametrize("strategy", ["accum_ddp", pytest.param("accum_model_parallel", marks=needs_sharding_on_cpu)])
+def test_two_nodes_equal_the_full_batch(strategy: str) -> None:
+    Path("script.py").write_text(SCRIPT)
+    port, deadline = free_port(), time.monotonic() + DEADLINE
+    nodes = [start_node(node, port, strategy) for node in range(2)]
+    try:
+        while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        late = [node for node in range(2) if nodes[node].poll() is None]
+        for node in late:
+            end(node, nodes[node])
+    logs = [Path(f"node{node}.log").read_text()[-3000:] for node in range(2)]
+    assert not late, "\n".join([f"nodes {late} had not ended after {DEADLINE} s", *logs])
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(logs)
+    for node in range(2):
+        node_rank, global_rank, world_size, global_step, total = Path(f"node{node}.txt").read_text().split()
+        assert [int(node_rank), int(global_rank), int(world_size), int(global_step)] == [node, node, 2, 3]
+        assert float(total) == pytest.approx(TOTAL, rel=1e-14)

@@ -1,0 +1,350 @@
+"""A checkpoint taken anywhere goes on to the bit, in another process, also from inside a window."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from sharded import ShardedLanguage, fsdp2, needs_sharding_on_cpu, whole_parameters
+from support import Scalar, ddp, fp16_on_cpu, pad, relative_error, sentences, trainer, x
+
+from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy, Tokens
+
+ROWS = sentences(72)
+BATCHES = 18
+"""In an epoch, over all ranks: of 4 rows."""
+
+
+class StatefulLoader:
+    """Knows its place in the data, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+        self.at = self.begin_at = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.begin_at = self.begin_at % len(self), 0
+        for index in range(start, len(self)):
+            self.at = index + 1
+            yield self.batches[index]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin_at = state["at"]
+
+
+class Module(ShardedLanguage):
+    """In single precision, where sums in another order would show, with a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.float()
+
+    def train_dataloader(self) -> StatefulLoader:
+        share = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        starts = range(4 * share["rank"], len(ROWS), 4 * share["num_replicas"])
+        return StatefulLoader([pad(ROWS[start : start + 4]) for start in starts])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=12)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Save(Callback):
+    """Takes a checkpoint after a loader batch, and goes on or ends there."""
+
+    def __init__(self, after: int | None, ends: bool) -> None:
+        self.after, self.ends, self.batches = after, ends, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.batches += 1
+        if self.batches == self.after:
+            trainer.save_checkpoint("inside.ckpt")
+            if self.ends:
+                raise Interrupted
+
+
+class Record(Callback):
+    """Writes down all that a training ends with."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if "window/optimizer_steps" in trainer.callback_metrics:
+            self.losses[int(trainer.callback_metrics["window/optimizer_steps"])] = float(trainer.callback_metrics["window/loss"])
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        parameters, record = whole_parameters(pl_module), {"losses": self.losses}
+        if trainer.global_rank == 0:
+            record["parameters"] = parameters
+            record["global_step"] = trainer.global_step
+            record["schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+            record["total_weight"] = float(trainer.callback_metrics["window/total_weight"])
+            if not isinstance(trainer.strategy, ModelParallelAccumulationStrategy):
+                record["optimizers"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
+            torch.save(record, "record.pt")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.losses[-trainer.current_epoch] = -1.0
+
+
+def train(
+    make: Callable[[], Any],
+    ranks: int,
+    save_after: int | None = None,
+    ends: bool = False,
+    resumes: bool = False,
+    module: type[Module] = Module,
+    **policy: Any,
+) -> dict[str, Any] | None:
+    """Train for an epoch in new processes. Returns what it ended with; None where it was interrupted."""
+    Path("record.pt").unlink(missing_ok=True)
+
+    def fit() -> None:
+        callbacks = [GradientAccumulation(**policy), Save(save_after, ends), Record()]
+        run = trainer(make(), devices=ranks, callbacks=callbacks)
+        run.fit(module(), ckpt_path="inside.ckpt" if resumes else None)
+
+    if ranks > 1:  # forks by itself
+        try:
+            fit()
+        except Exception as error:
+            if "Interrupted" not in str(error) or not ends:
+                raise
+    else:
+        process = multiprocessing.get_context("fork").Process(target=fit)
+        process.start()
+        process.join(120)
+        assert (process.exitcode != 0) == ends
+    return None if ends else torch.load("record.pt", weights_only=False)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """To the bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def assert_goes_on(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
+    for step, loss in found.pop("losses").items():
+        assert expected["losses"][step] == loss, f"{where}: loss of window {step}"
+    for name, value in found.items():
+        assert is_same(expected[name], value), f"{where}: {name}"
+
+
+POLICIES = {
+    "3": {"window": 3},
+    "3, split": {"window": 3, "micro_batch": 2},
+    "tokens": {"window": Tokens(60)},
+    "by step": {"window": lambda step: 1 + step % 3},
+    "one batch, split": {"window": 1, "micro_batch": 1},
+    "carry": {"window": 4, "tail": "carry"},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_checkpoint_after_any_loader_batch_goes_on_to_the_bit(policy: str) -> None:
+    expected = train(lambda: "accum", 1, **POLICIES[policy])
+    for after in range(1, BATCHES) if policy.startswith("3") else (2, 5, 7):
+        train(lambda: "accum", 1, after, ends=True, **POLICIES[policy])
+        found = train(lambda: "accum", 1, resumes=True, **POLICIES[policy])
+        assert_goes_on(expected, found, f"checkpoint after {after}")
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("policy", ["3", "3, split", "tokens"])
+def test_on_two_ranks_too(policy: str, sync: str) -> None:
+    expected = train(lambda: ddp(sync=sync), 2, **POLICIES[policy])
+    for after in range(1, BATCHES // 2) if sync == "window" and policy != "tokens" else (1, 5):
+        train(lambda: ddp(sync=sync), 2, after, ends=True, **POLICIES[policy])
+        found = train(lambda: ddp(sync=sync), 2, resumes=True, **POLICIES[policy])
+        assert_goes_on(expected, found, f"checkpoint after {after}")
+
+
+@needs_sharding_on_cpu
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_with_sharded_modules_as_the_run_that_took_the_checkpoint(sync: str, distributed: bool) -> None:
+    """Which reduced its gradients for it, so that they were added up in another order than without."""
+
+    def make() -> Any:
+        return fsdp2(sync=sync, save_distributed_checkpoint=distributed)
+
+    without = train(make, 2, window=3)
+    for after in (4, 5, 8):
+        expected = train(make, 2, after, window=3)
+        remove("inside.ckpt")
+        train(make, 2, after, ends=True, window=3)
+        assert_goes_on(expected, train(make, 2, resumes=True, window=3), f"checkpoint after {after}")
+        error = relative_error(expected["parameters"].values(), without["parameters"].values())
+        assert error < 2**-22  # some units of single precision
+
+
+def remove(path: str) -> None:
+    if Path(path).is_dir():
+        shutil.rmtree(path)
+    else:
+        Path(path).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_partial_gradients_go_on_on_another_number_of_ranks(before: int, after: int, sync: str) -> None:
+    """A window begun on some ranks and ended on others is the step of all that was in it."""
+
+    def fit(ranks: int, by_rank: list[list[float]], resumes: bool) -> float:
+        module = Scalar(by_rank=[[x(value) for value in own] for own in by_rank])
+        callbacks = [GradientAccumulation(Tokens(10**6)), Save(None if resumes else 3, ends=not resumes)]
+        run = trainer("accum" if ranks == 1 else ddp(sync=sync), devices=ranks, callbacks=callbacks)
+        with nullcontext() if resumes else pytest.raises(Exception, match="Interrupted|"):
+            run.fit(module, ckpt_path="inside.ckpt" if resumes else None)
+        return module.total
+
+    begun = [[float(10 * rank + i) for i in range(8)] for rank in range(before)]
+    ended = [[float(100 * rank + i) for i in range(8)] for rank in range(after)]
+    fit(before, begun, resumes=False)
+    # these loaders do not know their place, so Lightning draws the first 5 of 8
+    values = [value for own in begun for value in own[:3]] + [value for own in ended for value in own[:5]]
+    assert fit(after, ended, resumes=True) == pytest.approx(sum(values) / len(values), rel=1e-14)
+
+
+def test_a_checkpoint_of_another_policy_begins_a_new_window_and_says_so() -> None:
+    callbacks = [GradientAccumulation(4), Save(3, ends=True)]
+    with pytest.raises(Interrupted):
+        trainer("accum", callbacks=callbacks).fit(Scalar([x(i) for i in range(8)]))
+    module = Scalar([x(i) for i in range(8)])
+    told = (
+        r"after 3 loader batches of a window of 4 loader batches \(weight: auto\). Now it is 5 loader batches \(weight: auto\): the"
+        " gradients in the checkpoint are dropped, and a new window begins"
+    )
+    with pytest.warns(UserWarning, match=told):
+        trainer("accum", callbacks=[GradientAccumulation(5)]).fit(module, ckpt_path="inside.ckpt")
+    assert module.total == pytest.approx((0 + 1 + 2 + 3 + 4) / 5, rel=1e-15)
+
+
+def test_a_checkpoint_inside_a_window_loads_as_weights_only_and_says_what_it_adds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lightning.pytorch.utilities.rank_zero")
+    module = Scalar([x(i) for i in range(8)])
+    module.big = torch.nn.Linear(1024, 1024, bias=False).double()
+    module.loss = lambda batch: (module.w * batch).mean() + module.big.weight.square().mean()
+    with pytest.raises(Interrupted):
+        trainer("accum", callbacks=[GradientAccumulation(4), Save(3, ends=True)]).fit(module)
+    assert "after 3 loader batches of a window; their gradients add 8.0 MiB to it" in caplog.text
+    state = torch.load("inside.ckpt", weights_only=True)["callbacks"]["GradientAccumulation"]
+    assert state["window"]["gradients"][0]["big.weight"].shape == (1024, 1024)
+
+
+def test_at_a_boundary_a_checkpoint_has_no_gradients() -> None:
+    with pytest.raises(Interrupted):
+        trainer("accum", callbacks=[GradientAccumulation(4), Save(4, ends=True)]).fit(Scalar([x(i) for i in range(8)]))
+    state = torch.load("inside.ckpt", weights_only=True)["callbacks"]["GradientAccumulation"]
+    assert "window" not in state
+    assert all(isinstance(value, (int, float, list)) for value in state.values())
+
+
+def test_a_checkpoint_inside_a_window_loads_in_plain_lightning() -> None:
+    with pytest.raises(Interrupted):
+        trainer("accum", callbacks=[GradientAccumulation(4), Save(3, ends=True)]).fit(Scalar([x(i) for i in range(8)]))
+    trainer("auto").fit(Scalar([x(i) for i in range(8)]), ckpt_path="inside.ckpt")
+
+
+def test_reduced_at_micro_batches_too_a_split_window_of_tokens_goes_on_from_each_ranks_gradients() -> None:
+    class Uneven(Module):
+        def train_dataloader(self) -> StatefulLoader:
+            rank = self.trainer.global_rank
+            return StatefulLoader([pad(ROWS[i : i + 5] if rank == 0 else ROWS[i + 5 : i + 6 + i % 3]) for i in range(0, 48, 8)])
+
+    def make() -> Any:
+        return ddp(sync="micro_batch")
+
+    policy = {"window": Tokens(60), "micro_batch": 2, "module": Uneven}
+    expected = train(make, 2, **policy)
+    for after in (1, 2, 3, 4):
+        train(make, 2, after, ends=True, **policy)
+        assert_goes_on(expected, train(make, 2, resumes=True, **policy), f"checkpoint after {after}")
+
+
+def test_a_checkpoint_that_is_only_validated_does_not_go_on_in_a_later_fit() -> None:
+    class Validated(Scalar):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            pass
+
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+    with pytest.raises(Interrupted):
+        trainer("accum", callbacks=[GradientAccumulation(3), Save(5, ends=True)]).fit(Validated([x(i) for i in range(1, 7)]))
+    run, module = trainer("accum", callbacks=[GradientAccumulation(3)]), Validated([x(i) for i in range(1, 7)])
+    run.validate(module, ckpt_path="inside.ckpt")
+    run.fit(module)
+    assert module.gradients == [2.0, 5.0]
+
+
+def test_a_callback_that_has_been_through_a_fit_goes_on_from_a_checkpoint() -> None:
+    with pytest.raises(Interrupted):
+        trainer("accum", callbacks=[GradientAccumulation(3), Save(5, ends=True)]).fit(Scalar([x(i) for i in range(1, 7)]))
+    callback, module = GradientAccumulation(3), Scalar([x(i) for i in range(1, 7)])
+    trainer("accum", callbacks=[callback]).fit(Scalar([x(1)] * 6))
+    trainer("accum", callbacks=[callback]).fit(module, ckpt_path="inside.ckpt")
+    assert module.gradients == pytest.approx(
+        [(4 + 5 + 1) / 3], rel=1e-15
+    )  # this loader begins anew, and Lightning knows that one batch is left
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp16", "plain"), ("plain", "fp16")])
+def test_partial_gradients_go_on_in_another_precision(before: str, after: str) -> None:
+    def fit(precision: str, ends: bool, resumes: bool) -> Scalar:
+        module = Scalar([x(i).float() for i in range(1, 7)])
+        module.w = torch.nn.Parameter(torch.zeros(()))
+        plugins = [fp16_on_cpu()] if precision == "fp16" else None
+        run = trainer("accum", plugins=plugins, callbacks=[GradientAccumulation(3), Save(5, ends)])
+        run.fit(module, ckpt_path="inside.ckpt" if resumes else None)
+        return module
+
+    with pytest.raises(Interrupted):
+        fit(before, ends=True, resumes=False)
+    module = fit(after, ends=False, resumes=True)
+    assert module.gradients[-1] == pytest.approx((4 + 5 + 1) / 3, rel=1e-3)  # fp16 rounds the losses
+
+
+def test_parameters_frozen_since_the_checkpoint_stay_where_they_are() -> None:
+    class Two(Scalar):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+        def loss(self, batch: torch.Tensor) -> torch.Tensor:
+            return ((self.w + self.v) * batch).mean()
+
+    with pytest.raises(Interrupted):
+        trainer("accum", callbacks=[GradientAccumulation(3), Save(5, ends=True)]).fit(Two([x(i) for i in range(1, 7)]))
+    module = Two([x(i) for i in range(1, 7)])
+    module.v.requires_grad_(False)
+    trainer("accum", callbacks=[GradientAccumulation(3)]).fit(module, ckpt_path="inside.ckpt")
+    assert module.v.item() == -2.0  # where the first window, before the checkpoint, had put it
+    assert module.w.item() != -2.0

@@ -1,0 +1,490 @@
+"""Ranks whose loaders yield different numbers of batches: all end together, and every sample counts once."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from sharded import DoublePrecision, ShardedScalar, fsdp1, fsdp2, needs_sharding_on_cpu, total_of
+from support import ListOfBatches, ddp, loader, trainer, x
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torchmetrics import MeanMetric, SumMetric
+
+from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
+
+EPOCHS = 2
+SHORT = timedelta(seconds=20)
+ENGINES = pytest.mark.parametrize(
+    "engine", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu), pytest.param("fsdp1", marks=needs_sharding_on_cpu)]
+)
+LENGTHS_KNOWN = pytest.mark.parametrize("has_length", [True, False], ids=["sized", "iterable"])
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def batches(*lengths: int) -> list[list[Tensor]]:
+    """So many batches for each rank, of one to three values that do not come twice."""
+    values = iter(range(1, 1000))
+    return [[x(*(next(values) ** 2 for _ in range(1 + (rank + i) % 3))) for i in range(n)] for rank, n in enumerate(lengths)]
+
+
+def means(by_rank: Sequence[Sequence[Tensor]], window: int) -> list[float]:
+    """The gradient of each window: the mean of all its values, of all ranks."""
+    longest = max(map(len, by_rank))
+    windows = [[batch for rank in by_rank for batch in rank[i : i + window]] for i in range(0, longest, window)]
+    return [torch.cat(parts).mean().item() for parts in windows]
+
+
+class Stream(IterableDataset):
+    """Without a length."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+class Uneven(ShardedScalar):
+    """Each data-parallel rank has batches of its own. What training ended with is in a file for each rank."""
+
+    def __init__(self, by_rank: Sequence[Sequence[Any]] = (), has_length: bool = True) -> None:
+        super().__init__(by_rank=by_rank)
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self.has_length = has_length
+
+    def data_rank(self) -> int:
+        if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
+            return self.device_mesh["data_parallel"].get_local_rank()
+        return self.trainer.global_rank
+
+    def train_dataloader(self) -> DataLoader:
+        own = self.by_rank[self.data_rank()]
+        return DataLoader(ListOfBatches(own) if self.has_length else Stream(own), batch_size=None)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10**6)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def facts(self) -> dict[str, Any]:
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        return {
+            "global_step": self.trainer.global_step,
+            "epoch": self.trainer.current_epoch,
+            "scheduler": self.lr_schedulers().last_epoch,
+            "batches": epoch_loop.batch_progress.total.completed,
+            "batches of the epoch": epoch_loop.batch_progress.current.completed,
+            "length": self.trainer.num_training_batches,
+        }
+
+    def on_train_end(self) -> None:
+        torch.save(self.facts(), f"rank{self.global_rank}.pt")
+
+
+def facts_of(ranks: int) -> list[dict[str, Any]]:
+    return [torch.load(f"rank{rank}.pt") for rank in range(ranks)]
+
+
+def fit(engine: str, module: pl.LightningModule, ranks: int = 2, window: int = 1, **kwargs: Any) -> float:
+    """The sum of all gradients that were stepped."""
+    options: dict[str, Any] = {"devices": ranks, "max_epochs": EPOCHS, "accumulate_grad_batches": window}
+    if engine == "ddp":
+        options["strategy"] = ddp(timeout=SHORT)
+    elif engine == "fsdp1":
+        options |= {"strategy": fsdp1(timeout=SHORT), "plugins": [DoublePrecision()]}
+    else:
+        options["strategy"] = fsdp2(ranks, timeout=SHORT)
+    run = trainer(**{**options, **kwargs})
+    run.fit(module)
+    module.metrics_of_run = {name: value.item() for name, value in run.callback_metrics.items()}
+    return total_of(run) if hasattr(run, "whole") else -module.layer.weight.item()
+
+
+# --- the promise ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@LENGTHS_KNOWN
+@ENGINES
+def test_two_ranks_equal_the_full_batch_and_count_alike(engine: str, has_length: bool, window: int) -> None:
+    by_rank = batches(5, 2) if window != 2 else batches(2, 5)
+    total = fit(engine, Uneven(by_rank, has_length), window=window)
+    expected = means(by_rank, window)
+    assert total == pytest.approx(EPOCHS * sum(expected), rel=1e-12)
+    steps = EPOCHS * len(expected)
+    own = {"global_step": steps, "epoch": EPOCHS, "scheduler": steps, "batches": 5 * EPOCHS, "batches of the epoch": 5}
+    assert facts_of(2) == [{**own, "length": 5 if has_length else float("inf")}] * 2
+
+
+@LENGTHS_KNOWN
+@ENGINES
+def test_three_ranks_equal_the_full_batch(engine: str, has_length: bool) -> None:
+    by_rank = batches(2, 5, 1)
+    total = fit(engine, Uneven(by_rank, has_length), ranks=3, window=2)
+    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
+    assert facts_of(3) == [facts_of(1)[0]] * 3
+
+
+@LENGTHS_KNOWN
+@pytest.mark.parametrize("lengths", [(3, 0), (0, 3)], ids=str)
+@ENGINES
+def test_rank_without_any_batch_adds_nothing(engine: str, lengths: tuple[int, int], has_length: bool) -> None:
+    by_rank = batches(*lengths)
+    total = fit(engine, Uneven(by_rank, has_length), window=2)
+    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
+    assert facts_of(2) == [facts_of(1)[0]] * 2
+
+
+@needs_sharding_on_cpu
+@LENGTHS_KNOWN
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1"])
+def test_dropped_tail_where_a_rank_has_no_batch(engine: str, has_length: bool) -> None:
+    by_rank = batches(3, 0)
+    total = fit(engine, Uneven(by_rank, has_length), callbacks=[GradientAccumulation(2, tail="drop")])
+    assert total == pytest.approx(EPOCHS * torch.cat(by_rank[0][:2]).mean().item(), rel=1e-12)
+
+
+class StopsInside(pl.Callback):
+    """After the first of the window's batches."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        trainer.should_stop = True
+
+
+@needs_sharding_on_cpu
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1"])
+def test_early_stop_inside_a_window_where_a_rank_has_no_batch(engine: str) -> None:
+    by_rank = batches(3, 0)
+    total = fit(engine, Uneven(by_rank), window=2, callbacks=[StopsInside()])
+    assert total == pytest.approx(by_rank[0][0].mean().item(), rel=1e-12)
+
+
+@needs_sharding_on_cpu
+@LENGTHS_KNOWN
+def test_data_parallel_ranks_beside_tensor_parallelism(has_length: bool) -> None:
+    by_rank = batches(1, 4)
+    total = fit("fsdp2", Uneven(by_rank, has_length), strategy=fsdp2(2, 2, timeout=SHORT), devices=4, window=3)
+    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 3)), rel=1e-12)
+    assert facts_of(4) == [facts_of(1)[0]] * 4
+
+
+@LENGTHS_KNOWN
+def test_carried_window_goes_on_in_the_next_epoch(has_length: bool) -> None:
+    by_rank = batches(5, 2)
+    total = fit("ddp", Uneven(by_rank, has_length), callbacks=[GradientAccumulation(3, tail="carry")])
+    nothing = [x()] * 3  # what the shorter rank has for the rest of its epoch
+    assert total == pytest.approx(sum(means([by_rank[0] * EPOCHS, (by_rank[1] + nothing) * EPOCHS], 3)), rel=1e-12)
+
+
+@LENGTHS_KNOWN
+def test_limited_batches(has_length: bool) -> None:
+    by_rank = batches(5, 2)
+    total = fit("ddp", Uneven(by_rank, has_length), window=2, limit_train_batches=3)
+    assert total == pytest.approx(EPOCHS * sum(means([rank[:3] for rank in by_rank], 2)), rel=1e-12)
+
+
+@LENGTHS_KNOWN
+@pytest.mark.parametrize("window", [1, 2])
+def test_split_batches(window: int, has_length: bool) -> None:
+    by_rank = [[x(1, 2, 3, 4, 5), x(6, 7, 8)], [x(10, 20, 30), x(40), x(50, 60), x(70, 80, 90, 100, 110)]]
+    policy = GradientAccumulation(window, micro_batch=2)
+    total = fit("ddp", Uneven(by_rank, has_length), callbacks=[policy])
+    assert total == pytest.approx(EPOCHS * sum(means(by_rank, window)), rel=1e-12)
+
+
+@needs_sharding_on_cpu
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+@LENGTHS_KNOWN
+def test_split_batches_of_sharded_modules(has_length: bool, engine: str) -> None:
+    by_rank = [[x(1, 2, 3, 4, 5), x(6, 7, 8)], [x(10, 20, 30), x(40), x(50, 60), x(70, 80, 90, 100, 110)]]
+    total = fit(engine, Uneven(by_rank, has_length), callbacks=[GradientAccumulation(2, micro_batch=2)])
+    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sync": "micro_batch"}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}],
+    ids=" ".join,
+)
+@LENGTHS_KNOWN
+def test_options_of_distributed_data_parallel(has_length: bool, options: dict[str, Any]) -> None:
+    by_rank = batches(0, 5, 2)
+    strategy = ddp(timeout=SHORT, **options)
+    total = fit("ddp", Uneven(by_rank, has_length), 3, window=3, strategy=strategy)
+    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 3)), rel=1e-12)
+
+
+class ByEpoch(Uneven):
+    """In each epoch the loaders have other lengths."""
+
+    def train_dataloader(self) -> DataLoader:
+        by_epoch = [by_rank[self.data_rank()] for by_rank in self.by_rank]
+        if self.has_length:
+            return DataLoader(ListOfBatches(by_epoch[self.trainer.current_epoch]), batch_size=None)
+        return DataLoader(Streams(by_epoch), batch_size=None)
+
+
+class Streams(IterableDataset):
+    """Others in each epoch."""
+
+    def __init__(self, by_epoch: Sequence[Sequence[Any]]) -> None:
+        self.by_epoch = list(by_epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.by_epoch.pop(0))
+
+
+@LENGTHS_KNOWN
+@ENGINES
+def test_lengths_that_change_from_epoch_to_epoch(engine: str, has_length: bool) -> None:
+    by_epoch = [batches(3, 1), batches(0, 2), batches(4, 4), batches(1, 3)]
+    reload = {"reload_dataloaders_every_n_epochs": 1} if has_length else {}
+    total = fit(engine, ByEpoch(by_epoch, has_length), window=2, max_epochs=len(by_epoch), **reload)
+    assert total == pytest.approx(sum(mean for by_rank in by_epoch for mean in means(by_rank, 2)), rel=1e-12)
+
+
+class Combined(Uneven):
+    """Two loaders for each rank, the second twice as long."""
+
+    mode = ""
+
+    def train_dataloader(self) -> CombinedLoader:
+        own = self.by_rank[self.data_rank()]
+        return CombinedLoader({"one": loader(own), "two": loader([batch + 1 for batch in own * 2])}, self.mode)
+
+    def training_step(self, batch: dict[str, Tensor | None], batch_idx: int) -> Tensor:
+        return self.loss(torch.cat([part for part in batch.values() if part is not None]))
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
+def test_combined_loaders(mode: str) -> None:
+    by_rank = batches(2, 5)
+    module = Combined(by_rank)
+    module.mode = mode
+    total = fit("ddp", module, window=2)
+
+    def of(own: list[Tensor]) -> list[Tensor]:
+        twos, ones = [batch + 1 for batch in own * 2], {"max_size_cycle": own * 2, "max_size": own + [x()] * len(own)}
+        return [torch.cat(pair) for pair in zip(ones.get(mode, own), twos, strict=False)]
+
+    assert total == pytest.approx(EPOCHS * sum(means([of(own) for own in by_rank], 2)), rel=1e-12)
+
+
+@LENGTHS_KNOWN
+def test_no_rank_has_any_batch(has_length: bool) -> None:
+    assert fit("ddp", Uneven(batches(0, 0), has_length), window=2) == 0.0
+    assert not Path("rank0.pt").exists() or facts_of(2)[0]["global_step"] == 0
+
+
+# --- what standing in leaves alone ------------------------------------------------------------------------------------
+
+
+class Logs(Uneven):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.of_metric, self.count = MeanMetric(), SumMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        options = {"sync_dist": True, "on_epoch": True}
+        self.log("mean", batch.mean(), on_step=True, batch_size=len(batch), **options)
+        self.log("sum", batch.sum(), on_step=True, reduce_fx="sum", batch_size=len(batch), **options)
+        self.log("mean without a size", batch.mean(), on_step=False, **options)
+        self.log("largest", batch.max(), on_step=False, reduce_fx="max", batch_size=len(batch), **options)
+        self.log("not synced", batch.mean(), on_step=True, on_epoch=True, batch_size=len(batch))
+        self.of_metric(batch)  # forward: of the batch, and of the epoch
+        self.count.update(torch.ones(len(batch)))
+        self.log("of metric", self.of_metric, on_step=True, on_epoch=True)
+        self.log("count", self.count, on_step=False, on_epoch=True)
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.log("at the end", batch.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
+
+
+@LENGTHS_KNOWN
+@ENGINES
+def test_what_is_logged_in_an_epoch_counts_every_sample_once(engine: str, has_length: bool) -> None:
+    by_rank = batches(2, 5)
+    module = Logs(by_rank, has_length)
+    fit(engine, module, window=2)
+    of_ranks = [torch.cat(batches_of_rank) for batches_of_rank in by_rank]
+    values = torch.cat(of_ranks)
+    found = {name.removesuffix("_epoch"): value for name, value in module.metrics_of_run.items()}
+    # torchmetrics sums in float32: seven means, with some ten roundings of 2**-24 together; whole numbers are exact
+    for name in ("mean", "mean without a size", "of metric", "at the end"):
+        assert found[name] == pytest.approx(values.mean().item(), rel=1e-6), name
+    assert found["sum"] == values.sum()
+    assert found["largest"] == values.max()
+    assert found["count"] == len(values)
+    assert found["not synced"] == pytest.approx(of_ranks[0].mean().item(), rel=1e-6)
+
+
+class Changes(Uneven):
+    """Its training_step changes what a module can hold."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls, self.seen = 0, []
+        self.norm = nn.BatchNorm1d(1, affine=False).double()
+        self.register_buffer("drawn", torch.zeros(1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.calls += 1
+        self.seen.append(batch.sum().item())
+        self.drawn += torch.rand(1)
+        return self.loss(batch) + self.norm(batch[:, None]).sum() * 0
+
+    def facts(self) -> dict[str, Any]:
+        norm = {name: buffer.item() for name, buffer in self.norm.named_buffers()}
+        return {"calls": self.calls, "seen": self.seen, "drawn": self.drawn.item(), **norm}
+
+
+@LENGTHS_KNOWN
+@ENGINES
+def test_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_length: bool) -> None:
+    by_rank = [[x(1, 2), x(3, 5)], [x(6, 7), x(8, 1), x(9, 2), x(4, 4), x(5, 3)]]
+    options = {"strategy": ddp(timeout=SHORT, broadcast_buffers=False)} if engine == "ddp" else {}
+    module = Changes(by_rank, has_length)
+    fit(engine, module, window=2, **options)
+    for rank, own in enumerate(by_rank):
+        found = facts_of(2)[rank]
+        norm = nn.BatchNorm1d(1, affine=False).double()
+        for batch in own * EPOCHS:
+            norm(batch[:, None])
+        assert found["seen"] == [batch.sum().item() for batch in own] * EPOCHS
+        assert found["calls"] == len(own) * EPOCHS
+        assert {name: found[name] for name, _ in norm.named_buffers()} == {n: b.item() for n, b in norm.named_buffers()}
+
+
+# --- what Lightning does beside ---------------------------------------------------------------------------------------
+
+
+class Validates(Uneven):
+    """Notes how many batches it had trained on at each validation."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.validated_at: list[int] = []
+
+    def val_dataloader(self) -> DataLoader:
+        return loader([x(1), x(2)])
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.layer(batch[:, None]).mean(), sync_dist=True)
+        if batch_idx == 0:
+            self.validated_at.append(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
+
+    def facts(self) -> dict[str, Any]:
+        return {"validated at": self.validated_at}
+
+
+@pytest.mark.parametrize(
+    ("has_length", "interval", "expected"),
+    [(True, 1.0, [5, 10]), (False, 1.0, [5, 10]), (True, 0.5, [2, 4, 7, 9]), (False, 2, [2, 4, 7, 9])],
+)
+@ENGINES
+def test_validation_is_on_all_ranks_at_once(engine: str, has_length: bool, interval: float, expected: list[int]) -> None:
+    by_rank = batches(5, 2)
+    options = {"val_check_interval": interval, "num_sanity_val_steps": 0}
+    total = fit(engine, Validates(by_rank, has_length), window=2, **options)
+    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
+    assert facts_of(2) == [{"validated at": expected}] * 2
+
+
+@LENGTHS_KNOWN
+@ENGINES
+def test_checkpoints_are_of_every_other_optimizer_step(engine: str, has_length: bool) -> None:
+    path = Path("checkpoints").absolute()
+    callbacks = [ModelCheckpoint(path, filename="{step}", every_n_train_steps=2, save_top_k=-1)]
+    by_rank = batches(2, 5)
+    options = {"callbacks": callbacks, "enable_checkpointing": True}
+    if engine == "fsdp1":  # whole checkpoints crash torch itself on a CPU
+        options["strategy"] = fsdp1(timeout=SHORT, state_dict_type="sharded")
+    total = fit(engine, Uneven(by_rank, has_length), window=2, **options)
+    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
+    assert sorted(os.listdir(path)) == [f"step={step}.ckpt" for step in (2, 4, 6)]
+
+
+# --- samplers ---------------------------------------------------------------------------------------------------------
+
+
+class Numbers(Dataset):
+    """Map-style, and notes which were asked for."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.asked.append(index)
+        return torch.tensor(float(index) ** 2, dtype=torch.float64)
+
+
+class MapStyle(Uneven):
+    def __init__(self, length: int, has_own_sampler: bool = False) -> None:
+        super().__init__()
+        self.dataset, self.has_own_sampler = Numbers(length), has_own_sampler
+
+    def train_dataloader(self) -> DataLoader:
+        ranks = self.trainer.world_size
+        sampler = DistributedSampler(self.dataset, ranks, self.global_rank, shuffle=True) if self.has_own_sampler else None
+        return DataLoader(self.dataset, batch_size=2, sampler=sampler)
+
+    def facts(self) -> dict[str, Any]:
+        return {"asked": self.dataset.asked, "batches": self.trainer.fit_loop.epoch_loop.batch_progress.total.completed}
+
+
+def asked_in_epochs(ranks: int) -> list[list[list[int]]]:
+    """By epoch and rank."""
+    by_rank = [facts["asked"] for facts in facts_of(ranks)]
+    return [[asked[len(asked) // EPOCHS * e : len(asked) // EPOCHS * (e + 1)] for asked in by_rank] for e in range(EPOCHS)]
+
+
+def means_of_asked(ranks: int, window: int) -> list[float]:
+    def in_batches(asked: list[int]) -> list[Tensor]:
+        return [x(*(index**2 for index in asked[i : i + 2])) for i in range(0, len(asked), 2)]
+
+    return [mean for epoch in asked_in_epochs(ranks) for mean in means([in_batches(asked) for asked in epoch], window)]
+
+
+@pytest.mark.parametrize("samples", [7, 10])
+@pytest.mark.parametrize("ranks", [2, 3])
+@ENGINES
+def test_every_sample_of_a_map_style_dataset_counts_once(engine: str, ranks: int, samples: int) -> None:
+    module = MapStyle(samples)
+    total = fit(engine, module, ranks, window=10, use_distributed_sampler=True)  # the epoch is one window
+    for epoch in asked_in_epochs(ranks):
+        assert sorted(chain(*epoch)) == list(range(samples))
+    assert total == pytest.approx(EPOCHS * sum(i**2 for i in range(samples)) / samples, rel=1e-12)
+
+
+def test_windows_inside_an_epoch_of_a_map_style_dataset() -> None:
+    total = fit("ddp", MapStyle(7), 3, window=1, use_distributed_sampler=True)
+    assert total == pytest.approx(sum(means_of_asked(3, 1)), rel=1e-12)
+    assert {len(asked) for asked in asked_in_epochs(3)[0]} == {2, 3}
+    assert [facts["batches"] for facts in facts_of(3)] == [2 * EPOCHS] * 3  # also where they have one batch
+
+
+@pytest.mark.parametrize("use_distributed_sampler", [True, False])
+def test_sampler_of_the_user_is_left_as_it_is(use_distributed_sampler: bool) -> None:
+    total = fit("ddp", MapStyle(7, has_own_sampler=True), window=2, use_distributed_sampler=use_distributed_sampler)
+    for epoch in asked_in_epochs(2):
+        counts = Counter(chain(*epoch))
+        assert sorted(counts) == list(range(7))
+        assert sorted(counts.values()) == [1] * 6 + [2]  # torch's repeats one
+    assert total == pytest.approx(sum(means_of_asked(2, 2)), rel=1e-12)
