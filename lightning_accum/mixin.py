@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_accum import loops
 from lightning_accum.accumulation import Accumulates, Accumulation
+from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.listeners import callbacks_of, is_step_heard
 from lightning_accum.lr_schedule import StepWatch
@@ -67,6 +68,8 @@ class AccumulationMixin(Accumulates, Strategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.ranks = self._ranks()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            let_gloo_rest_at_exit()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
