@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import (
@@ -26,7 +27,7 @@ from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.micro_batch import Tokens
 from lightning_accum.plan import MicroBatchSize, Split
-from lightning_accum.policy import Policy, WindowSize
+from lightning_accum.policy import BatchNormPolicy, OnNonfinite, Policy, WindowSize
 from lightning_accum.resume import PartialWindow
 from lightning_accum.weight import Weight
 
@@ -74,6 +75,11 @@ class GradientAccumulation(Callback):
         scheduler_counts: a scheduler with ``interval="step"`` steps once every ``frequency`` ``"optimizer_steps"`` that really
             happened; or once every ``frequency`` of the ``"micro_batches"`` (loader batches) that these took, for a schedule
             that was written for training without accumulation.
+        accumulate_dtype: the type that gradients are added up in, where it is not that of the parameters: ``torch.float32`` under
+            parameters in bfloat16.
+        on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite: ``"propagate"``, ``"skip"`` or
+            ``"raise"``.
+        batch_norm: ``"warn"``, or ``"exact"`` statistics of the whole batch where batches are split.
         trim_padding: whether to sort the rows of a split batch by length and to trim each micro-batch to its longest row.
             Lengths are read from an attention mask, or from labels of -100 at the end of rows whose inputs repeat one value; or
             from the mask or the lengths under a key that is given here instead of True. It is tried on two rows first, without
@@ -101,6 +107,9 @@ class GradientAccumulation(Callback):
         weight: Literal["auto", "equal"] | Weight = "auto",
         tail: Tail = "step",
         scheduler_counts: SchedulerCounts = "optimizer_steps",
+        accumulate_dtype: torch.dtype | None = None,
+        on_nonfinite: OnNonfinite = "propagate",
+        batch_norm: BatchNormPolicy = "warn",
         trim_padding: bool | str = True,
         split: Split | None = None,
         log: bool = True,
@@ -113,7 +122,27 @@ class GradientAccumulation(Callback):
             raise MisconfigurationException(f'tail={tail!r}: expected "step", "drop" or "carry"')
         if scheduler_counts not in ("optimizer_steps", "micro_batches"):
             raise MisconfigurationException(f'scheduler_counts={scheduler_counts!r}: expected "optimizer_steps" or "micro_batches"')
-        self.policy = Policy(window, weight, tail, scheduler_counts, log, micro_batch, split, trim_padding)
+        if not (accumulate_dtype is None or (isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point)):
+            raise MisconfigurationException(
+                f"accumulate_dtype={accumulate_dtype!r}: expected a floating-point torch.dtype, such as torch.float32, or None"
+            )
+        if on_nonfinite not in ("propagate", "skip", "raise"):
+            raise MisconfigurationException(f'on_nonfinite={on_nonfinite!r}: expected "propagate", "skip" or "raise"')
+        if batch_norm not in ("warn", "exact"):
+            raise MisconfigurationException(f'batch_norm={batch_norm!r}: expected "warn" or "exact"')
+        self.policy = Policy(
+            window,
+            weight,
+            tail,
+            scheduler_counts,
+            log,
+            micro_batch,
+            split,
+            trim_padding,
+            accumulate_dtype,
+            on_nonfinite,
+            batch_norm,
+        )
         self._accumulation: Accumulation | None = None
         self._state: dict[str, Any] = {}
         self._trainers_own: int | None = None

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
+
 from lightning_accum.boundary import Tail
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.micro_batch import Tokens
@@ -14,6 +16,9 @@ from lightning_accum.weight import Weight
 
 WindowSize: TypeAlias = int | Tokens | Mapping[int, int] | Callable[[int], int] | None
 """Of a window: loader batches; tokens; ``{epoch: loader batches}``; loader batches by optimizer step; None: the Trainer says."""
+
+OnNonfinite: TypeAlias = Literal["propagate", "skip", "raise"]
+BatchNormPolicy: TypeAlias = Literal["warn", "exact"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,9 @@ class Policy:
     micro_batch: MicroBatchSize | None = None
     split: Split | None = None
     trim_padding: bool | str = True
+    accumulate_dtype: torch.dtype | None = None
+    on_nonfinite: OnNonfinite = "propagate"
+    batch_norm: BatchNormPolicy = "warn"
 
     def size_at(self, epoch: int, step: int) -> int | None:
         """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say.
