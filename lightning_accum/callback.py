@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.boundary import Tail
 from lightning_accum.lr_schedule import SchedulerCounts
+from lightning_accum.manual import ManualWindows
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.micro_batch import Tokens
 from lightning_accum.plan import MicroBatchSize, Split
@@ -144,6 +145,7 @@ class GradientAccumulation(Callback):
             batch_norm,
         )
         self._accumulation: Accumulation | None = None
+        self._manual: ManualWindows | None = None
         self._state: dict[str, Any] = {}
         self._trainers_own: int | None = None
         self._metrics: WindowMetrics | None = None
@@ -154,7 +156,7 @@ class GradientAccumulation(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._accumulation, self._state = None, {}  # of an earlier fit, or of a checkpoint that was validated
+        self._accumulation, self._manual, self._state = None, None, {}  # of an earlier fit, or of a checkpoint that was validated
         if not isinstance(trainer.strategy, Accumulates):
             raise MisconfigurationException(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
@@ -170,11 +172,6 @@ class GradientAccumulation(Callback):
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and"
                 f" GradientAccumulation({self.policy.window!r}) both set the window. Set it in one of them."
             )
-        if not pl_module.automatic_optimization and self.policy.may_be_longer_than_one(1):
-            raise MisconfigurationException(
-                f"GradientAccumulation({self.policy.window!r}) steps the optimizer for you, but {type(pl_module).__name__} has"
-                " automatic_optimization=False and steps it by itself."
-            )
         self._trainers_own = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = size  # where tuners, monitors and Lightning itself look for it
 
@@ -189,11 +186,19 @@ class GradientAccumulation(Callback):
         self._metrics = None
         accumulation.resumed_state, self._state = self._state, {}
 
+    def connect_manual(self, windows: ManualWindows) -> None:
+        """Take hold of the windows of a module that optimizes by itself. Called by the strategy."""
+        self._manual, self._metrics = windows, None
+        windows.resume(self._state)
+        self._state = {}
+
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_epoch(trainer)  # Lightning leaves out on_train_epoch_start where training goes on inside an epoch
         if self.policy.log and self._accumulation is not None:
             self._metrics = WindowMetrics(trainer, pl_module, self._accumulation.resumed_state.get("epoch_loss"))
+        elif self.policy.log and self._manual is not None:
+            self._metrics = WindowMetrics(trainer, pl_module)
         # Lightning calls the hooks of every callback at every micro-batch, 2 us for an empty one, and passes over what cannot be
         # called. A hook that a subclass overrides stays.
         for hook in _HOOKS_OF_A_MICRO_BATCH:
@@ -213,9 +218,15 @@ class GradientAccumulation(Callback):
 
     def set_size(self, trainer: pl.Trainer) -> None:
         """A window is about to begin: have its size where tuners, monitors and Lightning look for it. Called by the strategy."""
-        if self._accumulation is None or not (isinstance(self.policy.window, Mapping) or callable(self.policy.window)):
+        if not (isinstance(self.policy.window, Mapping) or callable(self.policy.window)):
             return
-        size = self.policy.size_at(trainer.current_epoch, self._accumulation.clock.optimizer_steps)
+        if self._accumulation is not None:
+            steps = self._accumulation.clock.optimizer_steps
+        elif self._manual is not None:
+            steps = self._manual.windows
+        else:
+            return
+        size = self.policy.size_at(trainer.current_epoch, steps)
         assert size is not None
         trainer.accumulate_grad_batches = size
 
@@ -225,6 +236,14 @@ class GradientAccumulation(Callback):
         """Log the window that has just ended. Called by the strategy."""
         if self._metrics is not None and self._accumulation is not None:
             self._metrics.log_window(self._accumulation)
+
+    def show_manual_window(self, trainer: pl.Trainer) -> None:
+        """As :meth:`show_window`, for a module that optimizes by itself. Called by the strategy."""
+        if self._metrics is not None and self._manual is not None and self._manual.closed:
+            first, *others = self._manual.closed
+            losses = {f"window/loss_{index}": closed.loss for index, closed in enumerate(others, 2)}
+            self._metrics.log(first, self._manual.total_weight, self._manual.windows, losses)
+        self.set_size(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -255,6 +274,8 @@ class GradientAccumulation(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        if self._manual is not None:
+            return self._manual.state_dict()
         if self._accumulation is None:
             return self._state
         state = self._accumulation.state_dict()
@@ -267,7 +288,9 @@ class GradientAccumulation(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._accumulation is None:
+        if self._manual is not None:
+            self._manual.resume(state_dict)
+        elif self._accumulation is None:
             self._state = state_dict
         else:  # sharded modules are restored after the strategy has been set up
             self._accumulation.resumed_state = state_dict

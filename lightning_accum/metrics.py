@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,9 @@ from torchmetrics import MeanMetric
 
 from lightning_accum import loops
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.window import ClosedWindow
+
+_NOTHING: Mapping[str, Tensor | float] = MappingProxyType({})
 
 
 class WindowMetrics:
@@ -53,25 +57,39 @@ class WindowMetrics:
         if closed is None or closed.is_empty or closed is self._last:
             return
         self._last = closed
+        others: dict[str, Tensor | float] = {}
+        if accumulation.splitting is not None and accumulation.splitting.largest is not None:
+            others["window/micro_batch_size"] = accumulation.splitting.largest
+        if accumulation.gradient_norm is not None:
+            others["window/grad_norm"] = accumulation.gradient_norm
+        self.log(closed, accumulation.total_weight, accumulation.clock.optimizer_steps, others)
+
+    def log(
+        self, closed: ClosedWindow, total_weight: Tensor | float, steps: int, others: Mapping[str, Tensor | float] = _NOTHING
+    ) -> None:
+        """Show a window.
+
+        Args:
+            closed: what it was.
+            total_weight: of all windows so far.
+            steps: optimizer steps so far.
+            others: more to be shown, by name.
+        """
         self._epoch.append((closed.loss, closed.weight))
         if len(self._epoch) == 100:
             self._fold_epoch()
-        steps = accumulation.clock.optimizer_steps
         metrics: dict[str, Tensor | float] = {
             "window/loss": closed.loss,
             "window/weight": closed.weight,
-            "window/total_weight": accumulation.total_weight,
+            "window/total_weight": total_weight,
             "window/micro_batches": closed.micro_batches,
             "window/optimizer_steps": steps,
+            **others,
         }
-        if accumulation.splitting is not None and accumulation.splitting.largest is not None:
-            metrics["window/micro_batch_size"] = accumulation.splitting.largest
-        if accumulation.gradient_norm is not None:
-            metrics["window/grad_norm"] = accumulation.gradient_norm
         if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:
             metrics["window/weight_per_second"] = rate
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, Tensor)}
-        as_tensors = torch.tensor(list(numbers.values()), dtype=accumulation.window.dtype).unbind()
+        as_tensors = torch.tensor(list(numbers.values()), dtype=torch.float64).unbind()
         shown = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
         shown.update(zip(numbers, as_tensors, strict=True))
         loops.show_metrics(self._trainer, shown)

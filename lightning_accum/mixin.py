@@ -25,6 +25,7 @@ from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.listeners import callbacks_of, is_step_heard
 from lightning_accum.lr_schedule import StepWatch
+from lightning_accum.manual_optimization import ManualOptimization, hide_window_size
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.resume import PartialWindow, gather_gradients, gather_weighed, put_back
@@ -47,6 +48,14 @@ class AccumulationMixin(Accumulates, Strategy):
     """How many windows of tokens a training will have; None where it was not asked."""
     _sync: Sync = Sync()
     _keeper: Keeper | None = None
+    manual: ManualOptimization | None = None
+    """The windows of a module that optimizes by itself; None for any other, and where a window is one micro-batch on one rank."""
+    reduces_every_backward_by_itself = False
+    """Where the module optimizes by itself, the engine averages gradients over the ranks in every backward."""
+    takes_gradient = True
+    """``backward`` takes the ``gradient`` argument."""
+    _hidden_size: int | None = None
+    _callback: GradientAccumulation | None = None
     is_waited_for_in_forward = False
     """The forward and backward of a micro-batch wait for those of the other ranks, whether gradients are reduced or not."""
     is_heard: bool | None = None
@@ -61,6 +70,8 @@ class AccumulationMixin(Accumulates, Strategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         loops.install(trainer)
+        if not model.automatic_optimization:
+            self._hidden_size = hide_window_size(trainer)
         if _callback_of(trainer) is None:
             callbacks_of(trainer).insert(0, GradientAccumulation())  # the strategy alone: default policy
 
@@ -77,6 +88,7 @@ class AccumulationMixin(Accumulates, Strategy):
         if trainer.state.fn == TrainerFn.FITTING:
             callback = _callback_of(trainer)
             self.policy = Policy() if callback is None else callback.policy
+        self._show_window_size(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._begin(trainer, callback)
@@ -85,6 +97,7 @@ class AccumulationMixin(Accumulates, Strategy):
         module = self.lightning_module
         assert module is not None
         if not module.automatic_optimization:
+            self._begin_manual(trainer, callback)
             return
         self._check_what_windows_cannot_do(trainer, module)
         assert self.ranks is not None
@@ -95,11 +108,35 @@ class AccumulationMixin(Accumulates, Strategy):
         self._keeper = None
         self._watch = StepWatch(self.optimizers[0])
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
-        self._takes_gradient = not is_overridden("backward", module)
+        self.takes_gradient = not is_overridden("backward", module)
         self._is_announced = False
         self.is_heard = None
         self._is_step_heard = True
         self._heard_at: tuple[int, int] | None = None
+
+    def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
+        assert self.ranks is not None
+        if self.ranks.size == 1 and not self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
+            return
+        assert self.lightning_module is not None
+        self.takes_gradient = not is_overridden("backward", self.lightning_module)
+        self.manual = ManualOptimization(self, self.policy, self.ranks, _warn)
+        self._callback = callback
+        if callback is not None:
+            callback.connect_manual(self.manual.windows)
+
+    def end_manual_window(self) -> None:
+        """A window of a module that optimizes by itself has ended."""
+        if self._callback is not None:
+            self._callback.show_manual_window(self.trainer())
+
+    def begin_manual_micro_batch(self) -> None:
+        """A micro-batch of a module that optimizes by itself is about to run."""
+
+    def _show_window_size(self, trainer: pl.Trainer) -> None:
+        size, self._hidden_size = self._hidden_size, None
+        if size is not None:
+            trainer.accumulate_grad_batches = size
 
     def _ranks(self) -> Ranks:
         """Those whose gradients are averaged."""
@@ -132,6 +169,8 @@ class AccumulationMixin(Accumulates, Strategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        if self.manual is not None:
+            self.manual.windows.discard(loops.loader_batches_seen(self.trainer()))
         if self.accumulation is not None:
             trainer = self.trainer()
             size = self.policy.size_at(trainer.current_epoch, trainer.global_step) or trainer.accumulate_grad_batches
@@ -158,6 +197,11 @@ class AccumulationMixin(Accumulates, Strategy):
         if self.accumulation is not None:
             self._watch.remove()
             self.accumulation = None
+        if self.manual is not None:
+            self.manual.end()
+            self.manual = None
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            self._show_window_size(self.trainer())
         super().teardown()
 
     @property
@@ -192,6 +236,8 @@ class AccumulationMixin(Accumulates, Strategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.manual is not None:
+            return self.manual.backward(super().backward, closure_loss, optimizer, *args, **kwargs)
         if self.accumulation is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss, seed = self._weigh(closure_loss)
@@ -230,7 +276,7 @@ class AccumulationMixin(Accumulates, Strategy):
         self._sync.begin_backward()
         if seed is None:
             return loss, None
-        return (loss, seed) if self._takes_gradient else (loss * seed, None)
+        return (loss, seed) if self.takes_gradient else (loss * seed, None)
 
     def end_micro_batch(self) -> Tensor | None:
         """Leave training_step; at a boundary, end the window.
@@ -370,6 +416,8 @@ class AccumulationMixin(Accumulates, Strategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self.manual is not None:
+            return self.manual.optimizer_step(super().optimizer_step, optimizer, closure, model, **kwargs)
         if self.accumulation is None or self.accumulation.is_plain():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._watch.optimizer is not optimizer:

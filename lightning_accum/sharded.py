@@ -33,6 +33,7 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
     """
 
     is_waited_for_in_forward = True
+    reduces_every_backward_by_itself = True
     _sharded_sync: ShardedSync
     _stand_in: Tensor | None = None
     _snapshot: Snapshot | None = None

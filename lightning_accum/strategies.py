@@ -170,10 +170,22 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         return self._sync.blocked(is_last_of_batch=is_last)
 
     @override
+    def begin_manual_micro_batch(self) -> None:
+        assert self.manual is not None
+        ddp = self.model
+        assert isinstance(ddp, DistributedDataParallel)
+        if self.manual.windows.is_first and ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            ddp._sync_buffers()  # type: ignore[no-untyped-call]  # as DistributedDataParallel does in a forward
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self.manual is not None:  # its windows reduce gradients themselves, each backward by itself
+            assert isinstance(self.model, DistributedDataParallel)
+            with self.precision_plugin.train_step_context(), self.model.no_sync():
+                return self.lightning_module.training_step(*args, **kwargs)
         if self.accumulation is None:
             return super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
             if self._is_retried():  # it may fail on this rank alone, so the others must not wait for it in there
                 return self.lightning_module.training_step(*args, **kwargs)

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop, CountingTrainer
+from lightning_accum.loops.manual import WindowManualOptimization
 from lightning_accum.loops.optimization import WindowOptimization, loss_unlogged
 from lightning_accum.loops.results import BatchResults
 from lightning_accum.loops.uneven import PatientSignals, UnrepeatingData, stop
@@ -46,11 +47,15 @@ def install(trainer: pl.Trainer) -> None:
     _specialise(fit_loop, AccumulatingFitLoop)
     _specialise(fit_loop.epoch_loop, AccumulatingEpochLoop)
     _specialise(fit_loop.epoch_loop.automatic_optimization, WindowOptimization)
+    _specialise(fit_loop.epoch_loop.manual_optimization, WindowManualOptimization)
     _specialise(fit_loop.epoch_loop._results, BatchResults)
     results = cast("BatchResults", fit_loop.epoch_loop._results)
     results.metrics_of_module, results.strategy = None, cast("AccumulationMixin", trainer.strategy)
-    for loop in (fit_loop.epoch_loop, fit_loop.epoch_loop.automatic_optimization):
-        cast("AccumulatingEpochLoop | WindowOptimization", loop).strategy = cast("AccumulationMixin", trainer.strategy)
+    epoch_loop = fit_loop.epoch_loop
+    for loop in (epoch_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization):
+        cast("AccumulatingEpochLoop | WindowOptimization | WindowManualOptimization", loop).strategy = cast(
+            "AccumulationMixin", trainer.strategy
+        )
 
 
 def _specialise(instance: Any, mixin: type) -> None:

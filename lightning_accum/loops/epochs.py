@@ -33,6 +33,7 @@ from lightning_accum.micro_batch import Tokens
 from lightning_accum.weight import count_samples, expected_weight
 
 if TYPE_CHECKING:
+    from lightning_accum.manual import ManualWindows
     from lightning_accum.mixin import AccumulationMixin
     from lightning_accum.plan import MicroBatchSize
 
@@ -181,6 +182,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         if self.strategy.accumulation is not None:
             self.strategy.accumulation.is_stand_in = False
+        if self.strategy.manual is not None:
+            self.strategy.manual.windows.waits = False  # what is stepped between loader batches is no part of one
         super().on_advance_end(data_fetcher)
 
     @override
@@ -191,6 +194,10 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     @override
     def _should_accumulate(self) -> bool:
         accumulation = self.strategy.accumulation
+        if self.strategy.manual is not None:
+            boundary, seen = self.strategy.manual.windows.boundary, self.batch_progress.total.ready
+            is_reached = boundary.is_reached(seen, self.trainer.accumulate_grad_batches)
+            return not (is_reached or self._is_cut_by_the_end(boundary))
         if accumulation is None:
             return super()._should_accumulate()
         if accumulation.is_inside_batch:
@@ -219,8 +226,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
         super().run(data_fetcher)
-        accumulation = self.strategy.accumulation
-        if accumulation is not None and accumulation.policy.tail != "carry":
+        if self.strategy.policy.tail != "carry":
             self.finish_window(is_end_of_training=False)
 
     @override
@@ -272,21 +278,37 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         """An unfinished window meets the end of its epoch, or of the training."""
         accumulation = self.strategy.accumulation
         seen = self.batch_progress.total.ready
+        if self.strategy.manual is not None:
+            self._drop_manual_window(self.strategy.manual.windows, seen)
+            return
         if accumulation is None or accumulation.boundary.position(seen) <= 0:
             return
         if accumulation.policy.tail == "drop":
-            lost = accumulation.discard(seen)
+            self._tell_dropped(accumulation.discard(seen))
             self.strategy.drop_gradients()
-            rank_zero_info(
-                f"GradientAccumulation(tail='drop'): the gradients of {lost} loader batches at the end of epoch"
-                f" {self.trainer.current_epoch} are dropped."
-            )
             return
         accumulation.boundary.cut_short(seen)
         self._step_without_batch()
         if self.trainer.lightning_module.automatic_optimization:
             super().update_lr_schedulers("step", update_plateau_schedulers=False)
             super().update_lr_schedulers("step", update_plateau_schedulers=True)
+
+    def _drop_manual_window(self, windows: ManualWindows, seen: int) -> None:
+        """Only the module's own training_step steps, and no loader batch is left for it to do so."""
+        lost = windows.discard(seen)
+        if lost > 0 and windows.policy.tail == "drop":
+            self._tell_dropped(lost)
+        elif lost > 0:
+            rank_zero_warn(
+                f"Training ended inside a window, and the module steps by itself: the gradients of the last {lost} loader batches"
+                " are dropped."
+            )
+
+    def _tell_dropped(self, lost: int) -> None:
+        rank_zero_info(
+            f"GradientAccumulation(tail='drop'): the gradients of {lost} loader batches at the end of epoch"
+            f" {self.trainer.current_epoch} are dropped."
+        )
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:

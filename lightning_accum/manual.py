@@ -1,0 +1,266 @@
+"""Windows of a module that calls backward and steps its optimizers by itself (manual optimization).
+
+Each call of ``manual_backward`` in ``training_step`` has a loss of its own, and so a window of its own: the first calls of all
+micro-batches belong together, the second calls, and so on. What a call gives to the gradients is kept apart until the boundary.
+There each call leaves in ``.grad`` what it would have left there after one batch of all the window's micro-batches, and the
+module's own code goes on with that: clipping, ``step``, ``zero_grad``, in its order. Before the boundary, steps of optimizers and
+schedulers wait. ``zero_grad`` need not: nothing that is accumulated is in ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_accum.boundary import Boundary
+from lightning_accum.policy import Policy
+from lightning_accum.ranks import Ranks
+from lightning_accum.weight import Weigher
+from lightning_accum.window import ClosedWindow, Window
+
+_BUCKET = 25 * 2**20
+"""Bytes of gradients in one all-reduce, as DistributedDataParallel has."""
+
+
+@dataclass
+class Call:
+    """One of the backward calls in a ``training_step``.
+
+    Attributes:
+        window: the losses and weights of this call.
+        weigher: finds those weights.
+        sums: what it has given to the gradients in the window so far.
+        micro_batches: how many micro-batches of the window have made this call.
+    """
+
+    window: Window
+    weigher: Weigher
+    sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    micro_batches: int = 0
+
+
+class ManualWindows:
+    """The state of manual optimization during one ``fit``.
+
+    Args:
+        policy: what was asked for.
+        ranks: those whose gradients are averaged, and the device of this one.
+        parameters: gives all that may get a gradient.
+        warn: takes a warning to be seen once, on rank zero.
+        loss_scale: what a GradScaler multiplies losses by at the moment.
+        reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as those of sharded modules are.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        parameters: Callable[[], list[nn.Parameter]],
+        warn: Callable[[str], None],
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        reduces_by_itself: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.ranks = ranks
+        self.boundary = Boundary(policy.tail)
+        self.calls: list[Call] = []
+        self.waits = False
+        """Steps of optimizers and schedulers wait: the micro-batch in hand does not end its window."""
+        self.is_boundary = True
+        """The micro-batch in training_step is the last of its window."""
+        self.closed: list[ClosedWindow] = []
+        """The window of each call, at the last boundary."""
+        self.windows = 0
+        """Windows that have ended."""
+        self.total_weight = 0.0
+        """The weight that the first calls had in all of them."""
+        self._parameters = parameters
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._loss_scale = loss_scale
+        self._reduces_by_itself = reduces_by_itself
+        self.is_weightless = False
+        """The loss of the call in hand is known on the host to have no weight."""
+        self._batch: Any = None
+        self._next_call = 0
+        self._micro_batches = 0
+        self._before: list[tuple[nn.Parameter, Tensor]] = []
+        self._stepped: list[str] = []
+
+    @property
+    def is_first(self) -> bool:
+        """The micro-batch in hand is the first of its window."""
+        return self._micro_batches == 1
+
+    # --- one micro-batch --------------------------------------------------------------------------------------------
+
+    def begin_micro_batch(self, batch: Any, is_boundary: bool) -> None:
+        """Enter training_step."""
+        self._batch, self.is_boundary, self.waits = batch, is_boundary, not is_boundary
+        self._next_call, self._micro_batches, self._stepped = 0, self._micro_batches + 1, []
+        if is_boundary:
+            self.closed = []
+
+    def begin_backward(self, loss: Tensor) -> Tensor | None:
+        """Take in the loss of the next call, and put aside what is in ``.grad``.
+
+        Returns:
+            The ``gradient`` for its backward; None for plain 1.
+        """
+        if self._stepped and self._micro_batches + (not self.is_boundary) > 1:
+            self._warn_once(
+                f"training_step steps {self._stepped[0]} and then calls manual_backward again. If that loss was computed with what"
+                " was stepped, the micro-batches of a window before its last compute it with what was there before, and a window"
+                " differs from its full batch. To be exact, call step after the last backward, or split the loader's batches with"
+                " GradientAccumulation(micro_batch=...)."
+            )
+        if self._next_call == len(self.calls):
+            window = Window(self.ranks.device, self.ranks.size, self.ranks.group)
+            self.calls.append(Call(window, Weigher(self.policy.weight, self._warn_once)))
+        call = self.calls[self._next_call]
+        call.micro_batches += 1
+        contribution = call.weigher(loss, self._batch)
+        self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
+        self._before = [(p, p.grad) for p in self._parameters() if p.grad is not None]
+        for parameter, _ in self._before:
+            parameter.grad = None
+        return call.window.add(loss, contribution)
+
+    def end_backward(self) -> None:
+        """Take what the call gave to the gradients; at the boundary, leave what the full batch would have given."""
+        call = self.calls[self._next_call]
+        self._next_call += 1
+        scale = self._loss_scale()
+        given = {p: p.grad.detach() for p in self._parameters() if p.grad is not None}
+        for parameter, gradient in given.items():
+            own = gradient / scale if scale != 1.0 else gradient
+            if parameter in call.sums:
+                call.sums[parameter] += own
+            else:  # a copy, since the module may clip what it sees
+                call.sums[parameter] = own if own is not gradient or self.is_boundary else own.clone()
+        if self.is_boundary:
+            given = self._close(call, scale)
+        before = dict(self._before)
+        self._before = []
+        for parameter, gradient in given.items():
+            parameter.grad = gradient if parameter not in before else before[parameter] + gradient
+        for parameter, gradient in before.items():
+            if parameter not in given:
+                parameter.grad = gradient
+
+    def _close(self, call: Call, scale: float) -> dict[nn.Parameter, Tensor]:
+        """End the window of a call. Returns the gradients of the full batch."""
+        sums, call.sums = call.sums, {}
+        call.window.reduce()
+        if self.ranks.size > 1 and not self._reduces_by_itself:
+            sums = self._averaged(sums)
+        closed = call.window.close(list(sums.values()))
+        self.closed.append(closed)
+        if closed.do_terms_disagree:
+            self._warn_once(
+                "The terms of a loss are means over counts that are not proportional from micro-batch to micro-batch. All of them"
+                f" take the weight of the main one ({call.weigher.criterion}); for the others a window differs from its full batch."
+            )
+        if closed.is_empty:
+            return {}
+        if scale != 1.0:
+            torch._foreach_mul_(list(sums.values()), scale)
+        return sums
+
+    def _averaged(self, sums: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """The mean over the ranks; a parameter that only other ranks have used is among them."""
+        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad or parameter in sums]
+        device = self.ranks.device
+        is_used = torch.tensor([parameter in sums for parameter in parameters], dtype=torch.uint8, device=device)
+        dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self.ranks.group)
+        used = [parameter for parameter, flag in zip(parameters, is_used.tolist(), strict=True) if flag]
+        summed = {parameter: sums[parameter] if parameter in sums else torch.zeros_like(parameter) for parameter in used}
+        for bucket in _buckets(summed.values()):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(self.ranks.size)
+            dist.all_reduce(flat, group=self.ranks.group)
+            for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+        return summed
+
+    def end_micro_batch(self, seen: int) -> None:
+        """Leave training_step, with loader batch number ``seen``."""
+        self._batch = None
+        made = {call.micro_batches for call in self.calls}
+        if made - {self._micro_batches}:
+            self._warn_once(
+                f"training_step called manual_backward {len(self.calls)} times in some of the {self._micro_batches} micro-batches"
+                f" of a window, and {self._next_call} times in another. A window equals its full batch only where all do the same;"
+                " does it depend on batch_idx?"
+            )
+        if self.is_boundary:
+            if self.closed and not self.closed[0].is_empty:
+                self.total_weight += float(self.closed[0].weight)
+            self.windows += 1
+            self.discard(seen)
+
+    def discard(self, seen: int) -> int:
+        """Forget the unfinished window. Returns the loader batches that it had."""
+        lost = self.boundary.position(seen)
+        for call in self.calls:
+            call.window.discard()
+            call.sums, call.micro_batches = {}, 0
+        self._micro_batches = 0
+        self.boundary.close(seen)
+        return lost
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on counting."""
+        if self._micro_batches:
+            self._warn_once(
+                "The checkpoint is taken inside a window, and where the module optimizes by itself it does not hold the window's"
+                " gradients: going on from it, a new window begins."
+            )
+        return {"optimizer_steps": self.windows, "total_weight": self.total_weight}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave; from the beginning where that is empty."""
+        self.windows, self.total_weight = int(state.get("optimizer_steps", 0)), float(state.get("total_weight", 0.0))
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def may_step(self, name: str) -> bool:
+        """Whether an optimizer of this name steps now, rather than at the boundary. After the closure of the step has run."""
+        self._stepped.append(name)
+        if self.waits:
+            return False
+        is_empty = bool(self.closed) and all(closed.is_empty for closed in self.closed)
+        if is_empty:
+            self._warn_once(
+                "A window ended without any weight (all labels ignored, or no loss): there is no optimizer step for it, parameters"
+                " and optimizer state stay as they are."
+            )
+        return not is_empty
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
+
+
+def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Gradients of one type and device together, up to so many bytes."""
+    open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
+    full = []
+    for gradient in gradients:
+        kind = (gradient.dtype, gradient.device)
+        bucket, size = open_buckets.get(kind, ([], 0))
+        bucket.append(gradient)
+        size += gradient.numel() * gradient.element_size()
+        if size >= _BUCKET:
+            full.append(bucket)
+            open_buckets.pop(kind, None)
+        else:
+            open_buckets[kind] = (bucket, size)
+    return full + [bucket for bucket, _ in open_buckets.values()]

@@ -1,0 +1,434 @@
+"""Modules that optimize by themselves, unchanged: windows equal their own run on joined batches."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support import OPTIMIZERS, ddp, loader, relative_error, trainer
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+F64 = torch.float64
+
+
+def joined(batches: list[Any]) -> Any:
+    return torch.cat(batches) if isinstance(batches[0], Tensor) else [torch.cat(parts) for parts in zip(*batches, strict=True)]
+
+
+class Manual(pl.LightningModule):
+    """What the modules here share: batches, an own loader for each rank, two optimizers. Nothing in them knows of windows."""
+
+    def __init__(self, by_rank: list[list[Any]], optimizer: str = "sgd") -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.automatic_optimization = False
+        self.by_rank, self.optimizer = by_rank, optimizer
+        self.build()
+        self.register_buffer("seen", torch.zeros(2))
+        self.to(F64)
+
+    def on_train_end(self) -> None:  # a buffer comes back from other processes
+        schedulers = self.trainer.strategy.lr_scheduler_configs
+        last = schedulers[0].scheduler.last_epoch if schedulers else 0
+        self.seen = torch.tensor([self.trainer.global_step, last], dtype=F64)
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(self.by_rank[self.trainer.global_rank])
+
+    def configure_optimizers(self) -> Any:
+        return [OPTIMIZERS[self.optimizer](net.parameters()) for net in (self.generator, self.discriminator)]
+
+    def build(self) -> None:
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class GAN(Manual):
+    """Both backwards, then both steps. The generator's backward leaves gradients in the discriminator, which zero_grad clears."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        fake = self.generator(noise)
+        loss_g = F.softplus(-self.discriminator(fake)).mean()
+        loss_real = F.softplus(-self.discriminator(real)).mean()
+        loss_fake = F.softplus(self.discriminator(fake.detach())).mean()
+        opt_g.zero_grad()
+        self.manual_backward(loss_g)
+        opt_d.zero_grad()
+        self.manual_backward(loss_real)
+        self.manual_backward(loss_fake)
+        self.clip_gradients(opt_d, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+        opt_g.step()
+        opt_d.step()
+        self.log("loss_g", loss_g)
+        return loss_g
+
+
+class Toggled(Manual):
+    """Each optimizer's turn in toggle_optimizer; zero_grad after the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        self.toggle_optimizer(opt_g)
+        loss_g = F.softplus(-self.discriminator(self.generator(noise))).mean()
+        self.manual_backward(loss_g)
+        self.untoggle_optimizer(opt_g)
+        self.toggle_optimizer(opt_d)
+        with torch.no_grad():
+            fake = self.generator(noise)
+        both = self.discriminator(torch.cat((real, fake))).flatten()
+        labels = torch.cat((torch.ones(len(real)), torch.zeros(len(fake)))).to(both)
+        self.manual_backward(F.binary_cross_entropy_with_logits(both, labels))
+        self.untoggle_optimizer(opt_d)
+        for optimizer in (opt_d, opt_g):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+class Closures(Manual):
+    """Steps by closures, each of which runs its own backward. The two networks do not depend on each other."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+
+        def closure_g() -> Tensor:
+            opt_g.zero_grad()
+            loss = self.generator(noise).square().mean()
+            self.manual_backward(loss)
+            return loss
+
+        def closure_d() -> Tensor:
+            opt_d.zero_grad()
+            loss = (self.discriminator(real) - 1).abs().mean()
+            self.manual_backward(loss)
+            return loss
+
+        opt_g.step(closure=closure_g)
+        opt_d.step(closure=closure_d)
+
+
+class MAML(Manual):
+    """An inner step through which the outer loss is differentiated: a gradient of a gradient."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        support, query = batch  # each (tasks, samples, 3): two inputs and a target
+        losses = []
+        for task_support, task_query in zip(support, query, strict=True):
+            weights = dict(self.net.named_parameters())
+            for _ in range(2):
+                found = functional_call(self.net, weights, (task_support[:, :2],))
+                inner = F.mse_loss(found[:, 0], task_support[:, 2])
+                gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+                weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+            found = functional_call(self.net, weights, (task_query[:, :2],))
+            losses.append((found[:, 0] - task_query[:, 2]).square())
+        loss = torch.cat(losses).mean()
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class TwoSchedulers(GAN):
+    """Each optimizer has a scheduler, which the module steps after every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers = super().configure_optimizers()
+        schedulers = [
+            torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7),
+            torch.optim.lr_scheduler.LambdaLR(optimizers[1], lambda step: 1 / (1 + step)),
+        ]
+        return optimizers, schedulers
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        return loss
+
+
+class RawOptimizers(GAN):
+    """The module's own references to its optimizers, without Lightning's wrapper."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+
+SIZES = [[3, 1, 4, 2, 2, 5, 1], [2, 2, 6, 1, 3, 1, 4]]  # of the loader batches of two ranks; the last window is a tail
+
+
+def draw(module: type[Manual], ranks: int, seed: int = 3) -> list[list[Any]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch(size: int) -> Any:
+        if module is MAML:
+            return [
+                torch.randn(size, 5, 3, generator=generator, dtype=F64),
+                torch.randn(size, 4, 3, generator=generator, dtype=F64),
+            ]
+        return [torch.randn(size, 2, generator=generator, dtype=F64), torch.randn(size, 3, generator=generator, dtype=F64)]
+
+    return [[batch(size) for size in sizes] for sizes in SIZES[:ranks]]
+
+
+def full_batches(by_rank: list[list[Any]], size: int) -> list[Any]:
+    """The same data, in one process: a batch for each window, of all ranks."""
+    windows = range(0, len(by_rank[0]), size)
+    return [joined([batch for batches in by_rank for batch in batches[begin : begin + size]]) for begin in windows]
+
+
+ALL = [GAN, Toggled, Closures, MAML, TwoSchedulers, RawOptimizers]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_windows_equal_the_modules_own_run_on_joined_batches(kind: type[Manual], ranks: int, optimizer: str) -> None:
+    by_rank = draw(kind, ranks)
+    expected = kind([full_batches(by_rank, 3)], optimizer)
+    plain = trainer("auto", max_epochs=2)
+    plain.fit(expected)
+
+    module = kind(by_rank, optimizer)
+    run = trainer(ddp() if ranks == 2 else "accum", devices=ranks, max_epochs=2, accumulate_grad_batches=3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*then calls manual_backward.*") if kind is not Closures else None
+        run.fit(module)
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+    steps = 0 if kind is RawOptimizers else 6 if kind is MAML else 12
+    assert module.seen.tolist() == expected.seen.tolist() == [steps, 6 if kind is TwoSchedulers else 0]
+
+
+def fitted(module: Manual, size: int = 3, *, ranks: int = 1, callback: bool = False, **kwargs: Any) -> pl.Trainer:
+    arguments = {"callbacks": [GradientAccumulation(size)]} if callback else {"accumulate_grad_batches": size}
+    run = trainer(ddp() if ranks == 2 else "accum", devices=ranks, **arguments, **kwargs)
+    run.fit(module)
+    return run
+
+
+def own_run(kind: type[Manual], by_rank: list[list[Any]], size: int = 3, **kwargs: Any) -> Manual:
+    expected = kind([full_batches(by_rank, size)])
+    trainer("auto", **kwargs).fit(expected)
+    return expected
+
+
+@needs_sharding_on_cpu
+@pytest.mark.parametrize("kind", [GAN, TwoSchedulers])
+def test_sharded_modules(kind: type[Manual]) -> None:
+    class Sharded(kind):
+        def configure_model(self) -> None:
+            from torch.distributed.fsdp import fully_shard
+
+            for net in (self.generator, self.discriminator):
+                fully_shard(net, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # clip_gradients is refused by Lightning on shards
+            self.clip_gradients = lambda *args, **kwargs: None
+            return super().training_step(batch, batch_idx)
+
+        def on_train_end(self) -> None:
+            if self.global_rank == 0:
+                torch.save(whole_parameters(self), "whole.pt")
+            else:
+                whole_parameters(self)
+
+    class Unclipped(kind):
+        def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    by_rank = draw(kind, 2)
+    expected = own_run(Unclipped, by_rank)
+    trainer(fsdp2(), devices=2, accumulate_grad_batches=3).fit(Sharded(by_rank))
+    whole = torch.load("whole.pt")
+    assert relative_error([whole[name] for name, _ in expected.named_parameters()], expected.parameters()) < 1e-12
+
+
+def test_loss_scale_of_float16() -> None:
+    """The sums are kept without the scale, which the first optimizer's step may change before the second's backward."""
+
+    class Wide(GAN):
+        def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    by_rank = draw(GAN, 1)
+    scaled, plain = Wide(by_rank), Wide(by_rank)
+    with torch.autocast("cpu", enabled=False):
+        precision = fp16_on_cpu()
+        precision.forward_context = precision.train_step_context = lambda: torch.autocast("cpu", enabled=False)
+        precision.scaler.set_growth_factor(4.0)
+        precision.scaler.set_growth_interval(1)
+        fitted(scaled, plugins=[precision])
+    assert precision.scaler.get_scale() > 256
+    fitted(plain)
+    assert relative_error(scaled.parameters(), plain.parameters()) < 1e-12
+
+
+def test_callback_logs_each_loss_once_a_window() -> None:
+    by_rank = draw(GAN, 1)
+    module = GAN(by_rank)
+    run = fitted(module, callback=True)
+    full = full_batches(by_rank, 3)[-1:]  # the last window, whose losses depend on the parameters before it
+    before = own_run(GAN, [sum([by_rank[0][i : i + 1] for i in range(6)], [])])
+    real, noise = full[0]
+    fake = before.generator(noise)
+    losses = {
+        "window/loss": F.softplus(-before.discriminator(fake)).mean(),
+        "window/loss_2": F.softplus(-before.discriminator(real)).mean(),
+        "window/loss_3": F.softplus(before.discriminator(fake)).mean(),
+    }
+    for name, loss in losses.items():
+        assert run.callback_metrics[name].item() == pytest.approx(loss.item(), rel=1e-12)
+    assert run.callback_metrics["window/optimizer_steps"] == 3
+    assert run.callback_metrics["window/total_weight"] == sum(SIZES[0])
+    assert run.accumulate_grad_batches == 1  # given back
+
+
+class Dependent(Manual):
+    """The discriminator steps, then the generator's loss is computed with the new discriminator."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        fake = self.generator(noise)
+        loss_d = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
+        opt_d.zero_grad()
+        self.manual_backward(loss_d)
+        opt_d.step()
+        opt_g.zero_grad()
+        self.manual_backward(F.softplus(-self.discriminator(fake)).mean())
+        opt_g.step()
+
+
+def test_a_step_before_a_loss_that_depends_on_it_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"steps optimizer 1 \(SGD\) and then calls manual_backward again"):
+        fitted(Dependent(draw(GAN, 1)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*then calls manual_backward.*")
+        fitted(Dependent(draw(GAN, 1)), size=1)
+
+
+def test_parameters_that_only_some_ranks_use() -> None:
+    class Sometimes(GAN):
+        def build(self) -> None:
+            super().build()
+            self.shift, self.never = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+        def configure_optimizers(self) -> Any:
+            both = [*self.generator.parameters(), self.shift, self.never]
+            return [torch.optim.AdamW(both, lr=0.1, weight_decay=0.5), torch.optim.SGD(self.discriminator.parameters(), lr=0.1)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            real, noise = batch
+            is_large = noise[:, :1] > 0.8  # the joined batch always has some, a micro-batch may have none
+            opt_g, opt_d = self.optimizers()
+            fake = self.generator(noise)
+            if is_large.any():
+                fake = fake + is_large * self.shift
+            opt_g.zero_grad()
+            opt_d.zero_grad()
+            self.manual_backward(F.softplus(-self.discriminator(fake)).mean())
+            opt_g.step()
+            opt_d.step()
+
+    by_rank = draw(GAN, 2)
+    assert any(not (batch[1][:, 0] > 0.8).any() for batches in by_rank for batch in batches)
+    expected = own_run(Sometimes, by_rank)
+    module = Sometimes(by_rank)
+    fitted(module, ranks=2)
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+    assert torch.equal(module.never, torch.ones(2, dtype=F64))  # no gradient, so no weight decay
+
+
+@pytest.mark.parametrize(("tail", "windows"), [("drop", 2), ("carry", 5)])
+def test_tails(tail: str, windows: int) -> None:
+    by_rank = draw(GAN, 1)
+    module = GAN(by_rank)
+    epochs = 1 if tail == "drop" else 2
+    run = trainer("accum", max_epochs=epochs, callbacks=[GradientAccumulation(3, tail=tail)])
+    run.fit(module)
+    seen = (by_rank[0] * epochs)[: None if tail == "carry" else 6]
+    expected = own_run(GAN, [seen])
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+    assert run.global_step == 2 * windows
+
+
+def test_window_by_epoch_and_step() -> None:
+    by_rank = draw(GAN, 1)
+    for window in ({0: 3, 1: 2}, lambda step: 3 if step < 3 else 2):
+        module = GAN(by_rank)
+        trainer("accum", max_epochs=2, callbacks=[GradientAccumulation(window)]).fit(module)
+        batches = full_batches(by_rank, 3) + full_batches(by_rank, 2)
+        expected = GAN([batches])
+        trainer("auto").fit(expected)
+        assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+
+
+def test_a_loader_batch_without_a_backward_has_no_weight() -> None:
+    class Skips(GAN):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if len(batch[0]) else None
+
+    by_rank = draw(GAN, 1)
+    empty = [torch.zeros(0, 2, dtype=F64), torch.zeros(0, 3, dtype=F64)]
+    module = Skips([[by_rank[0][0], empty, by_rank[0][1], None, by_rank[0][2]]])
+    with pytest.warns(UserWarning, match="called manual_backward 3 times in some"):
+        fitted(module, size=5)
+    expected = own_run(GAN, [by_rank[0][:3]])
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+
+
+def test_what_is_refused_before_training() -> None:
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    from lightning_accum import Tokens
+
+    by_rank = draw(GAN, 1)
+    for policy, message in [
+        ({"window": Tokens(10)}, "steps its optimizers inside training_step"),
+        ({"window": 2, "on_nonfinite": "skip"}, "on_nonfinite"),
+        ({"window": 2, "accumulate_dtype": torch.float32}, "accumulate_dtype"),
+    ]:
+        with pytest.raises(MisconfigurationException, match=message):
+            trainer("accum", callbacks=[GradientAccumulation(**policy)]).fit(GAN(by_rank))
+
+    class Closing(GAN):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(MisconfigurationException, match="LBFGS"):
+        fitted(Closing(by_rank))
+
+
+def test_optimizers_and_schedulers_are_left_as_they_were() -> None:
+    kept: list[Any] = []
+
+    class Keeps(TwoSchedulers):
+        def configure_optimizers(self) -> Any:
+            optimizers, schedulers = super().configure_optimizers()
+            kept.extend([*optimizers, *schedulers])
+            return optimizers, schedulers
+
+        def on_train_end(self) -> None:
+            assert "step" not in self.trainer.strategy.lr_scheduler_configs[0].scheduler.state_dict()
+
+    fitted(Keeps(draw(GAN, 1)))
+    assert [type(one) for one in kept[2:]] == [torch.optim.lr_scheduler.ExponentialLR, torch.optim.lr_scheduler.LambdaLR]
+    before = kept[1].param_groups[0]["params"][0].clone()
+    kept[1].step()
+    assert not torch.equal(before, kept[1].param_groups[0]["params"][0])  # it does not wait any more
