@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -81,12 +80,6 @@ class ManualOptimization:
             return result
 
         return run(optimizer, already_run, *args, **kwargs)
-
-
-def hide_window_size(trainer: Trainer) -> int:
-    """Lightning refuses manual optimization with ``accumulate_grad_batches``; it looks once. Returns what was there."""
-    size, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
-    return size
 
 
 def _name_of(optimizer: Optimizer, optimizers: list[Optimizer]) -> str:

@@ -25,7 +25,7 @@ from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.listeners import callbacks_of, is_step_heard
 from lightning_accum.lr_schedule import StepWatch
-from lightning_accum.manual_optimization import ManualOptimization, hide_window_size
+from lightning_accum.manual_optimization import ManualOptimization
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.resume import PartialWindow, gather_gradients, gather_weighed, put_back
@@ -71,13 +71,15 @@ class AccumulationMixin(Accumulates, Strategy):
             return
         loops.install(trainer)
         if not model.automatic_optimization:
-            self._hidden_size = hide_window_size(trainer)
+            # Lightning refuses manual optimization with it, and looks only once, before the environment is set up
+            self._hidden_size, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
         if _callback_of(trainer) is None:
             callbacks_of(trainer).insert(0, GradientAccumulation())  # the strategy alone: default policy
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._show_window_size()
         self.ranks = self._ranks()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             let_gloo_rest_at_exit()
@@ -88,7 +90,6 @@ class AccumulationMixin(Accumulates, Strategy):
         if trainer.state.fn == TrainerFn.FITTING:
             callback = _callback_of(trainer)
             self.policy = Policy() if callback is None else callback.policy
-        self._show_window_size(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._begin(trainer, callback)
@@ -133,10 +134,10 @@ class AccumulationMixin(Accumulates, Strategy):
     def begin_manual_micro_batch(self) -> None:
         """A micro-batch of a module that optimizes by itself is about to run."""
 
-    def _show_window_size(self, trainer: pl.Trainer) -> None:
+    def _show_window_size(self) -> None:
         size, self._hidden_size = self._hidden_size, None
         if size is not None:
-            trainer.accumulate_grad_batches = size
+            self.trainer().accumulate_grad_batches = size
 
     def _ranks(self) -> Ranks:
         """Those whose gradients are averaged."""
@@ -200,8 +201,7 @@ class AccumulationMixin(Accumulates, Strategy):
         if self.manual is not None:
             self.manual.end()
             self.manual = None
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            self._show_window_size(self.trainer())
+        self._show_window_size()  # if something failed before it was
         super().teardown()
 
     @property

@@ -8,11 +8,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import OPTIMIZERS, ddp, loader, relative_error, trainer
+from sharded import fsdp2, needs_sharding_on_cpu, whole_parameters
+from support import OPTIMIZERS, ddp, fp16_on_cpu, loader, relative_error, trainer
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+
+from lightning_accum import GradientAccumulation
 
 F64 = torch.float64
 
@@ -267,16 +270,17 @@ def test_loss_scale_of_float16() -> None:
             pass
 
     by_rank = draw(GAN, 1)
-    scaled, plain = Wide(by_rank), Wide(by_rank)
-    with torch.autocast("cpu", enabled=False):
+    for size, batches in ((3, by_rank), (1, [full_batches(by_rank, 3)])):
         precision = fp16_on_cpu()
         precision.forward_context = precision.train_step_context = lambda: torch.autocast("cpu", enabled=False)
         precision.scaler.set_growth_factor(4.0)
         precision.scaler.set_growth_interval(1)
-        fitted(scaled, plugins=[precision])
-    assert precision.scaler.get_scale() > 256
-    fitted(plain)
-    assert relative_error(scaled.parameters(), plain.parameters()) < 1e-12
+        module = Wide(batches)
+        fitted(module, size, plugins=[precision]) if size > 1 else trainer("auto", plugins=[precision]).fit(module)
+        assert precision.scaler.get_scale() == 256 * 4**6
+        if size > 1:
+            found = module
+    assert relative_error(found.parameters(), module.parameters()) < 1e-12
 
 
 def test_callback_logs_each_loss_once_a_window() -> None:
@@ -284,7 +288,7 @@ def test_callback_logs_each_loss_once_a_window() -> None:
     module = GAN(by_rank)
     run = fitted(module, callback=True)
     full = full_batches(by_rank, 3)[-1:]  # the last window, whose losses depend on the parameters before it
-    before = own_run(GAN, [sum([by_rank[0][i : i + 1] for i in range(6)], [])])
+    before = own_run(GAN, [by_rank[0][:6]])
     real, noise = full[0]
     fake = before.generator(noise)
     losses = {
@@ -334,7 +338,7 @@ def test_parameters_that_only_some_ranks_use() -> None:
             return [torch.optim.AdamW(both, lr=0.1, weight_decay=0.5), torch.optim.SGD(self.discriminator.parameters(), lr=0.1)]
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            real, noise = batch
+            noise = batch[1]
             is_large = noise[:, :1] > 0.8  # the joined batch always has some, a micro-batch may have none
             opt_g, opt_d = self.optimizers()
             fake = self.generator(noise)
