@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -24,13 +24,15 @@ from typing_extensions import override
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.boundary import Tail
 from lightning_accum.lr_schedule import SchedulerCounts
-from lightning_accum.manual import ManualWindows
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.micro_batch import Tokens
 from lightning_accum.plan import MicroBatchSize, Split
 from lightning_accum.policy import BatchNormPolicy, OnNonfinite, Policy, WindowSize
 from lightning_accum.resume import PartialWindow
 from lightning_accum.weight import Weight
+
+if TYPE_CHECKING:
+    from lightning_accum.manual_optimization import ManualOptimization
 
 _HOOKS_OF_A_MICRO_BATCH = (
     "on_train_batch_start",
@@ -145,7 +147,7 @@ class GradientAccumulation(Callback):
             batch_norm,
         )
         self._accumulation: Accumulation | None = None
-        self._manual: ManualWindows | None = None
+        self._manual: ManualOptimization | None = None
         self._state: dict[str, Any] = {}
         self._trainers_own: int | None = None
         self._metrics: WindowMetrics | None = None
@@ -186,10 +188,10 @@ class GradientAccumulation(Callback):
         self._metrics = None
         accumulation.resumed_state, self._state = self._state, {}
 
-    def connect_manual(self, windows: ManualWindows) -> None:
-        """Take hold of the windows of a module that optimizes by itself. Called by the strategy."""
-        self._manual, self._metrics = windows, None
-        windows.resume(self._state)
+    def connect_manual(self, manual: ManualOptimization) -> None:
+        """As :meth:`connect`, for a module that optimizes by itself. Called by the strategy."""
+        self._manual, self._metrics, self._may_gather = manual, None, True
+        manual.resume(self._state)
         self._state = {}
 
     @override
@@ -223,7 +225,7 @@ class GradientAccumulation(Callback):
         if self._accumulation is not None:
             steps = self._accumulation.clock.optimizer_steps
         elif self._manual is not None:
-            steps = self._manual.windows
+            steps = self._manual.windows.windows
         else:
             return
         size = self.policy.size_at(trainer.current_epoch, steps)
@@ -239,10 +241,11 @@ class GradientAccumulation(Callback):
 
     def show_manual_window(self, trainer: pl.Trainer) -> None:
         """As :meth:`show_window`, for a module that optimizes by itself. Called by the strategy."""
-        if self._metrics is not None and self._manual is not None and self._manual.closed:
-            first, *others = self._manual.closed
+        windows = None if self._manual is None else self._manual.windows
+        if self._metrics is not None and windows is not None and windows.closed:
+            first, *others = windows.closed
             losses = {f"window/loss_{index}": closed.loss for index, closed in enumerate(others, 2)}
-            self._metrics.log(first, self._manual.total_weight, self._manual.windows, losses)
+            self._metrics.log(first, windows.total_weight, windows.windows, losses)
         self.set_size(trainer)
 
     @override
@@ -275,7 +278,7 @@ class GradientAccumulation(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._manual is not None:
-            return self._manual.state_dict()
+            return self._manual.state_dict(self._may_gather)
         if self._accumulation is None:
             return self._state
         state = self._accumulation.state_dict()

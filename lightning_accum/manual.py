@@ -9,7 +9,8 @@ schedulers wait. ``zero_grad`` need not: nothing that is accumulated is in ``.gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,21 +89,22 @@ class ManualWindows:
         """The loss of the call in hand is known on the host to have no weight."""
         self._batch: Any = None
         self._next_call = 0
-        self._micro_batches = 0
+        self.micro_batches = 0
+        """Micro-batches of the window so far, the one in hand included."""
         self._before: list[tuple[nn.Parameter, Tensor]] = []
         self._stepped: list[str] = []
 
     @property
     def is_first(self) -> bool:
         """The micro-batch in hand is the first of its window."""
-        return self._micro_batches == 1
+        return self.micro_batches == 1
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
 
     def begin_micro_batch(self, batch: Any, is_boundary: bool) -> None:
         """Enter training_step."""
         self._batch, self.is_boundary, self.waits = batch, is_boundary, not is_boundary
-        self._next_call, self._micro_batches, self._stepped = 0, self._micro_batches + 1, []
+        self._next_call, self.micro_batches, self._stepped = 0, self.micro_batches + 1, []
         if is_boundary:
             self.closed = []
 
@@ -112,17 +114,14 @@ class ManualWindows:
         Returns:
             The ``gradient`` for its backward; None for plain 1.
         """
-        if self._stepped and self._micro_batches + (not self.is_boundary) > 1:
+        if self._stepped and self.micro_batches + (not self.is_boundary) > 1:
             self._warn_once(
                 f"training_step steps {self._stepped[0]} and then calls manual_backward again. If that loss was computed with what"
                 " was stepped, the micro-batches of a window before its last compute it with what was there before, and a window"
                 " differs from its full batch. To be exact, call step after the last backward, or split the loader's batches with"
                 " GradientAccumulation(micro_batch=...)."
             )
-        if self._next_call == len(self.calls):
-            window = Window(self.ranks.device, self.ranks.size, self.ranks.group)
-            self.calls.append(Call(window, Weigher(self.policy.weight, self._warn_once)))
-        call = self.calls[self._next_call]
+        call = self.call(self._next_call)
         call.micro_batches += 1
         contribution = call.weigher(loss, self._batch)
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
@@ -191,9 +190,9 @@ class ManualWindows:
         """Leave training_step, with loader batch number ``seen``."""
         self._batch = None
         made = {call.micro_batches for call in self.calls}
-        if made - {self._micro_batches}:
+        if made - {self.micro_batches}:
             self._warn_once(
-                f"training_step called manual_backward {len(self.calls)} times in some of the {self._micro_batches} micro-batches"
+                f"training_step called manual_backward {len(self.calls)} times in some of the {self.micro_batches} micro-batches"
                 f" of a window, and {self._next_call} times in another. A window equals its full batch only where all do the same;"
                 " does it depend on batch_idx?"
             )
@@ -209,24 +208,42 @@ class ManualWindows:
         for call in self.calls:
             call.window.discard()
             call.sums, call.micro_batches = {}, 0
-        self._micro_batches = 0
+        self.micro_batches = 0
         self.boundary.close(seen)
         return lost
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on counting."""
-        if self._micro_batches:
-            self._warn_once(
-                "The checkpoint is taken inside a window, and where the module optimizes by itself it does not hold the window's"
-                " gradients: going on from it, a new window begins."
-            )
-        return {"optimizer_steps": self.windows, "total_weight": self.total_weight}
+    @property
+    def is_between_loader_batches(self) -> bool:
+        """No training_step is under way."""
+        return self._batch is None
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; from the beginning where that is empty."""
-        self.windows, self.total_weight = int(state.get("optimizer_steps", 0)), float(state.get("total_weight", 0.0))
+    @contextmanager
+    def sums_in_grad(self, call: Call) -> Iterator[None]:
+        """In here ``.grad`` of all parameters is what a call has given so far, and what is there at the end is taken as that."""
+        parameters = self._parameters()
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = call.sums.get(parameter)
+        try:
+            yield
+            call.sums = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def call(self, index: int) -> Call:
+        """The call of a ``training_step`` that has the number ``index``, from 0."""
+        if index == len(self.calls):
+            window = Window(self.ranks.device, self.ranks.size, self.ranks.group)
+            self.calls.append(Call(window, Weigher(self.policy.weight, self._warn_once)))
+        return self.calls[index]
+
+    def go_on(self, seen: int, position: int, size: float, micro_batches: int) -> None:
+        """Be inside a window of ``size`` loader batches, the last of ``position`` so far being number ``seen``."""
+        self.boundary.close(seen - position)
+        self.boundary.size, self.micro_batches = size, micro_batches
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

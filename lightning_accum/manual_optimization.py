@@ -11,10 +11,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_accum.manual import ManualWindows
+from lightning_accum import loops
+from lightning_accum.manual import Call, ManualWindows
 from lightning_accum.micro_batch import Tokens
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
+from lightning_accum.resume import PartialWindow, gather_gradients, gather_weighed, put_back
 from lightning_accum.safeguards import gradients_of_zero
 from lightning_accum.waiting import make_wait
 
@@ -46,6 +48,8 @@ class ManualOptimization:
             policy, ranks, strategy.parameters, warn, strategy._loss_scale, strategy.reduces_every_backward_by_itself
         )
         self._strategy = strategy
+        self._warn = warn
+        self._resumed: dict[str, Any] = {}
         schedulers = (
             [config.scheduler for config in strategy.lr_scheduler_configs] if policy.scheduler_counts != "micro_batches" else []
         )
@@ -80,6 +84,64 @@ class ManualOptimization:
             return result
 
         return run(optimizer, already_run, *args, **kwargs)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self, may_gather: bool) -> dict[str, Any]:
+        """What a checkpoint needs to go on. Called on all ranks where it ``may_gather`` what they have."""
+        windows, strategy = self.windows, self._strategy
+        state: dict[str, Any] = {"optimizer_steps": windows.windows, "total_weight": windows.total_weight}
+        position = windows.boundary.position(loops.loader_batches_seen(strategy.trainer()))
+        if position <= 0:
+            return state
+        if not windows.is_between_loader_batches or not may_gather:
+            self._warn(
+                "The checkpoint is taken inside a window and does not hold its gradients: training_step was under way, or not all"
+                " ranks can take part. Going on from it, a new window begins."
+            )
+            return state
+        return {**state, "micro_batches": windows.micro_batches, "calls": [self._partial(call, position) for call in windows.calls]}
+
+    def _partial(self, call: Call, position: int) -> dict[str, Any]:
+        windows, strategy, ranks = self.windows, self._strategy, self.windows.ranks
+        is_reduced = strategy.reduces_every_backward_by_itself
+        with windows.sums_in_grad(call):
+            gradients = gather_gradients(strategy.named_gradients(), ranks, is_reduced, strategy.is_global_zero)
+        policy = windows.policy.in_words(strategy.trainer().accumulate_grad_batches)
+        weighed = gather_weighed(call.window, ranks)
+        size, reference = windows.boundary.size, call.window.reference
+        partial = PartialWindow(policy, position, size, None, ranks.size, reference, weighed, is_reduced, gradients)
+        return partial.state_dict()
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`state_dict` gave; nothing where training begins."""
+        self._resumed = state
+        self.windows.windows = int(state.get("optimizer_steps", 0))
+        self.windows.total_weight = float(state.get("total_weight", 0.0))
+
+    def restart(self, seen: int) -> None:
+        """Begin to train after loader batch number ``seen``, inside a window if the checkpoint was."""
+        windows, strategy = self.windows, self._strategy
+        windows.discard(seen)
+        partials = [PartialWindow.from_state_dict(partial) for partial in self._resumed.get("calls", [])]
+        micro_batches, self._resumed = self._resumed.get("micro_batches", 0), {}
+        if not partials:
+            return
+        first, policy = partials[0], windows.policy.in_words(strategy.trainer().accumulate_grad_batches)
+        if first.policy != policy:
+            self._warn(
+                f"The checkpoint was taken after {first.position} loader batches of a window of {first.policy}. Now it is {policy}:"
+                " the gradients in the checkpoint are dropped, and a new window begins."
+            )
+            return
+        assert first.size is not None
+        windows.go_on(seen, first.position, first.size, micro_batches)
+        named, rank = strategy.named_gradients(), strategy.rank_in_group()
+        for index, partial in enumerate(partials):
+            call = windows.call(index)
+            with windows.sums_in_grad(call):
+                put_back(partial, named, call.window, windows.ranks, rank, 1.0, self._warn)
+            call.micro_batches = micro_batches
 
 
 def _name_of(optimizer: Optimizer, optimizers: list[Optimizer]) -> str:

@@ -124,7 +124,7 @@ class AccumulationMixin(Accumulates, Strategy):
         self.manual = ManualOptimization(self, self.policy, self.ranks, _warn)
         self._callback = callback
         if callback is not None:
-            callback.connect_manual(self.manual.windows)
+            callback.connect_manual(self.manual)
 
     def end_manual_window(self) -> None:
         """A window of a module that optimizes by itself has ended."""
@@ -171,7 +171,7 @@ class AccumulationMixin(Accumulates, Strategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.manual is not None:
-            self.manual.windows.discard(loops.loader_batches_seen(self.trainer()))
+            self.manual.restart(loops.loader_batches_seen(self.trainer()))
         if self.accumulation is not None:
             trainer = self.trainer()
             size = self.policy.size_at(trainer.current_epoch, trainer.global_step) or trainer.accumulate_grad_batches
@@ -185,7 +185,7 @@ class AccumulationMixin(Accumulates, Strategy):
             partial = self.accumulation.restart(seen, into_window, trainer.global_step, batches, now)
             if partial is not None:
                 ranks = self.accumulation.ranks
-                named, rank = self._named_parameters(), self._rank_in_group()
+                named, rank = self.named_gradients(), self.rank_in_group()
                 put_back(partial, named, self.accumulation.window, ranks, rank, self._loss_scale(), _warn)
                 self.accumulation.end_loader_batch(seen)
             self.accumulation.resumed_state = {}
@@ -365,7 +365,7 @@ class AccumulationMixin(Accumulates, Strategy):
             accumulation.window.reference,
             gather_weighed(accumulation.window, accumulation.ranks),
             self._is_reduced_inside(),
-            gather_gradients(self._named_parameters(), accumulation.ranks, self._is_reduced_inside(), is_kept),
+            gather_gradients(self.named_gradients(), accumulation.ranks, self._is_reduced_inside(), is_kept),
             self._loss_scale(),
         )
         rank_zero_info(
@@ -386,11 +386,11 @@ class AccumulationMixin(Accumulates, Strategy):
         """The gradients of an unfinished window are averaged over the ranks already."""
         return False
 
-    def _rank_in_group(self) -> int:
+    def rank_in_group(self) -> int:
         """Of this rank, among those whose gradients are averaged."""
         return self.global_rank
 
-    def _named_parameters(self) -> dict[str, nn.Parameter]:
+    def named_gradients(self) -> dict[str, nn.Parameter]:
         """Those of :meth:`parameters`, by names that are the same in another run."""
         assert self.lightning_module is not None
         named = dict(self.lightning_module.named_parameters())

@@ -313,7 +313,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         return Ranks(self.root_device, size, group, self.world_size, self.global_rank, self._timeout)
 
     @override
-    def _rank_in_group(self) -> int:
+    def rank_in_group(self) -> int:
         return self.device_mesh["data_parallel"].get_local_rank()
 
     @override

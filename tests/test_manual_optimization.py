@@ -10,6 +10,7 @@ import pytest
 import torch
 from sharded import fsdp2, needs_sharding_on_cpu, whole_parameters
 from support import OPTIMIZERS, ddp, fp16_on_cpu, loader, relative_error, trainer
+from test_resume import StatefulLoader
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -220,7 +221,7 @@ def test_windows_equal_the_modules_own_run_on_joined_batches(kind: type[Manual],
 
 def fitted(module: Manual, size: int = 3, *, ranks: int = 1, callback: bool = False, **kwargs: Any) -> pl.Trainer:
     arguments = {"callbacks": [GradientAccumulation(size)]} if callback else {"accumulate_grad_batches": size}
-    run = trainer(ddp() if ranks == 2 else "accum", devices=ranks, **arguments, **kwargs)
+    run = trainer(ddp() if ranks == 2 else "accum", devices=ranks, **{**arguments, **kwargs})
     run.fit(module)
     return run
 
@@ -436,3 +437,29 @@ def test_optimizers_and_schedulers_are_left_as_they_were() -> None:
     before = kept[1].param_groups[0]["params"][0].clone()
     kept[1].step()
     assert not torch.equal(before, kept[1].param_groups[0]["params"][0])  # it does not wait any more
+
+
+class SavesInside(pl.Callback):
+    """Takes a checkpoint after a loader batch and goes on; two windows of three are one and a third later."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready == 4:
+            trainer.save_checkpoint("inside.ckpt")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(ranks: int) -> None:
+    class Stateful(TwoSchedulers):
+        def train_dataloader(self) -> Any:
+            return StatefulLoader(self.by_rank[self.trainer.global_rank])
+
+    by_rank = draw(GAN, ranks)
+    whole, resumed = Stateful(by_rank, "adamw"), Stateful(by_rank, "adamw")
+    fitted(whole, ranks=ranks, callbacks=[GradientAccumulation(3), SavesInside()], accumulate_grad_batches=1)
+    run = trainer(ddp() if ranks == 2 else "accum", devices=ranks, callbacks=[GradientAccumulation(3)])
+    run.fit(resumed, ckpt_path="inside.ckpt")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+    with pytest.warns(UserWarning, match="the gradients in the checkpoint are dropped"):
+        trainer("accum", callbacks=[GradientAccumulation(2)]).fit(Stateful(by_rank, "adamw"), ckpt_path="inside.ckpt")
