@@ -355,11 +355,6 @@ def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
 
 def _check_module(policy: Policy, module: pl.LightningModule) -> None:
     name, setting = type(module).__name__, f"GradientAccumulation(micro_batch={policy.micro_batch!r})"
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            f"{setting} runs training_step and backward for each micro-batch, but {name} has automatic_optimization=False and"
-            " does so by itself."
-        )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise MisconfigurationException(
             f"{setting} splits the batches of the loader, but the training_step of {name} draws them by itself (`dataloader_iter`)."

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_accum.boundary import Boundary
+from lightning_accum.denominator import Denominator
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.weight import Weigher
@@ -43,6 +44,27 @@ class Call:
     weigher: Weigher
     sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     micro_batches: int = 0
+
+
+@dataclass
+class InHand:
+    """A micro-batch that is in ``training_step``.
+
+    Attributes:
+        batch: it.
+        is_boundary: it is the last of its window.
+        next_call: the number of its next backward call.
+        stepped: the optimizers whose step it has called.
+        weight: of the loss of its first call.
+        before: what was in ``.grad`` before the backward that is under way.
+    """
+
+    batch: Any = None
+    is_boundary: bool = True
+    next_call: int = 0
+    stepped: list[str] = field(default_factory=list)
+    weight: Denominator | None = 0.0
+    before: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
 
 class ManualWindows:
@@ -72,8 +94,9 @@ class ManualWindows:
         self.calls: list[Call] = []
         self.waits = False
         """Steps of optimizers and schedulers wait: the micro-batch in hand does not end its window."""
-        self.is_boundary = True
-        """The micro-batch in training_step is the last of its window."""
+        self.hand = InHand()
+        self.is_under_way = False
+        """A loader batch is in training_step."""
         self.closed: list[ClosedWindow] = []
         """The window of each call, at the last boundary."""
         self.windows = 0
@@ -87,26 +110,28 @@ class ManualWindows:
         self._reduces_by_itself = reduces_by_itself
         self.is_weightless = False
         """The loss of the call in hand is known on the host to have no weight."""
-        self._batch: Any = None
-        self._next_call = 0
         self.micro_batches = 0
         """Micro-batches of the window so far, the one in hand included."""
-        self._before: list[tuple[nn.Parameter, Tensor]] = []
-        self._stepped: list[str] = []
 
     @property
     def is_first(self) -> bool:
-        """The micro-batch in hand is the first of its window."""
-        return self.micro_batches == 1
+        """The loader batch in hand is the first of its window."""
+        return self.micro_batches == 0
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self, batch: Any, is_boundary: bool) -> None:
+    def begin_micro_batch(self, batch: Any, is_boundary: bool) -> InHand:
         """Enter training_step."""
-        self._batch, self.is_boundary, self.waits = batch, is_boundary, not is_boundary
-        self._next_call, self.micro_batches, self._stepped = 0, self.micro_batches + 1, []
+        self.micro_batches += 1
+        hand = InHand(batch, is_boundary)
+        self.take_in_hand(hand)
         if is_boundary:
             self.closed = []
+        return hand
+
+    def take_in_hand(self, hand: InHand) -> None:
+        """Go on with a micro-batch."""
+        self.hand, self.waits, self.is_under_way = hand, not hand.is_boundary, True
 
     def begin_backward(self, loss: Tensor) -> Tensor | None:
         """Take in the loss of the next call, and put aside what is in ``.grad``.
@@ -114,38 +139,43 @@ class ManualWindows:
         Returns:
             The ``gradient`` for its backward; None for plain 1.
         """
-        if self._stepped and self.micro_batches + (not self.is_boundary) > 1:
+        hand = self.hand
+        if hand.stepped and self.boundary.size != 1:
             self._warn_once(
-                f"training_step steps {self._stepped[0]} and then calls manual_backward again. If that loss was computed with what"
+                f"training_step steps {hand.stepped[0]} and then calls manual_backward again. If that loss was computed with what"
                 " was stepped, the micro-batches of a window before its last compute it with what was there before, and a window"
                 " differs from its full batch. To be exact, call step after the last backward, or split the loader's batches with"
                 " GradientAccumulation(micro_batch=...)."
             )
-        call = self.call(self._next_call)
+        call = self.call(hand.next_call)
         call.micro_batches += 1
-        contribution = call.weigher(loss, self._batch)
+        contribution = call.weigher(loss, hand.batch)
+        if hand.next_call == 0:
+            hand.weight = contribution.weight
+        if call.window.reference is None and not self._reduces_by_itself:
+            # of this rank alone: the others may be at other calls, since they may have other numbers of micro-batches
+            call.window.refer_to(1.0 if contribution.weight is None else float(contribution.weight))
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
-        self._before = [(p, p.grad) for p in self._parameters() if p.grad is not None]
-        for parameter, _ in self._before:
+        hand.before = {p: p.grad for p in self._parameters() if p.grad is not None}
+        for parameter in hand.before:
             parameter.grad = None
         return call.window.add(loss, contribution)
 
     def end_backward(self) -> None:
         """Take what the call gave to the gradients; at the boundary, leave what the full batch would have given."""
-        call = self.calls[self._next_call]
-        self._next_call += 1
-        scale = self._loss_scale()
+        hand, scale = self.hand, self._loss_scale()
+        call = self.calls[hand.next_call]
+        hand.next_call += 1
         given = {p: p.grad.detach() for p in self._parameters() if p.grad is not None}
         for parameter, gradient in given.items():
             own = gradient / scale if scale != 1.0 else gradient
             if parameter in call.sums:
                 call.sums[parameter] += own
             else:  # a copy, since the module may clip what it sees
-                call.sums[parameter] = own if own is not gradient or self.is_boundary else own.clone()
-        if self.is_boundary:
+                call.sums[parameter] = own if own is not gradient or hand.is_boundary else own.clone()
+        if hand.is_boundary:
             given = self._close(call, scale)
-        before = dict(self._before)
-        self._before = []
+        before, hand.before = hand.before, {}
         for parameter, gradient in given.items():
             parameter.grad = gradient if parameter not in before else before[parameter] + gradient
         for parameter, gradient in before.items():
@@ -157,6 +187,8 @@ class ManualWindows:
         sums, call.sums = call.sums, {}
         call.window.reduce()
         if self.ranks.size > 1 and not self._reduces_by_itself:
+            factor = call.window.refer_to(1.0)
+            sums = {parameter: gradient.mul_(factor) for parameter, gradient in sums.items()}
             sums = self._averaged(sums)
         closed = call.window.close(list(sums.values()))
         self.closed.append(closed)
@@ -186,17 +218,17 @@ class ManualWindows:
                 gradient.copy_(part.view_as(gradient))
         return summed
 
-    def end_micro_batch(self, seen: int) -> None:
+    def end_loader_batch(self, seen: int) -> None:
         """Leave training_step, with loader batch number ``seen``."""
-        self._batch = None
+        hand, self.hand, self.is_under_way = self.hand, InHand(), False
         made = {call.micro_batches for call in self.calls}
         if made - {self.micro_batches}:
             self._warn_once(
-                f"training_step called manual_backward {len(self.calls)} times in some of the {self.micro_batches} micro-batches"
-                f" of a window, and {self._next_call} times in another. A window equals its full batch only where all do the same;"
-                " does it depend on batch_idx?"
+                f"training_step called manual_backward {len(self.calls)} times in some of the {self.micro_batches} micro-batches of"
+                f" a window, and {hand.next_call} times in another. A window equals its full batch only where all do the same; does"
+                " it depend on batch_idx?"
             )
-        if self.is_boundary:
+        if hand.is_boundary:
             if self.closed and not self.closed[0].is_empty:
                 self.total_weight += float(self.closed[0].weight)
             self.windows += 1
@@ -213,11 +245,6 @@ class ManualWindows:
         return lost
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    @property
-    def is_between_loader_batches(self) -> bool:
-        """No training_step is under way."""
-        return self._batch is None
 
     @contextmanager
     def sums_in_grad(self, call: Call) -> Iterator[None]:
@@ -248,8 +275,8 @@ class ManualWindows:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def may_step(self, name: str) -> bool:
-        """Whether an optimizer of this name steps now, rather than at the boundary. After the closure of the step has run."""
-        self._stepped.append(name)
+        """Whether an optimizer of this name, whose step is called, does it now rather than at the boundary."""
+        self.hand.stepped.append(name)
         if self.waits:
             return False
         is_empty = bool(self.closed) and all(closed.is_empty for closed in self.closed)
@@ -264,6 +291,44 @@ class ManualWindows:
         if message not in self._warned:
             self._warned.add(message)
             self._warn(message)
+
+
+class Views:
+    """What each of several micro-batches that take turns sees of the parameters: ``.grad``, and ``requires_grad`` as it has set it.
+
+    What the last of them leaves in ``.grad`` is what all of them find there; what the others leave is gone with their turn.
+
+    Args:
+        parameters: of the module.
+        attributes: of the module. In ``_param_requires_grad_state`` Lightning's ``toggle_optimizer`` keeps what it has changed.
+        number: of micro-batches.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], attributes: dict[str, Any], number: int) -> None:
+        self._parameters, self._attributes, self._last = parameters, attributes, number - 1
+        self._gradients: list[Tensor | None] = []
+        self._requires_grad = [self._flags()] * number
+
+    def turn(self, before: int | None, now: int | None) -> None:
+        """Micro-batch ``before`` stops, ``now`` goes on; None is nobody."""
+        if before is not None:
+            self._requires_grad[before] = self._flags()
+            if before != self._last:
+                for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                    parameter.grad = gradient
+        if now is not None:
+            flags, toggled = self._requires_grad[now]
+            for parameter, flag in zip(self._parameters, flags, strict=True):
+                parameter.requires_grad_(flag)
+            if toggled is not None:
+                self._attributes[_TOGGLED] = toggled
+            self._gradients = [parameter.grad for parameter in self._parameters]
+
+    def _flags(self) -> tuple[list[bool], Any]:
+        return [parameter.requires_grad for parameter in self._parameters], self._attributes.get(_TOGGLED)
+
+
+_TOGGLED = "_param_requires_grad_state"
 
 
 def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:

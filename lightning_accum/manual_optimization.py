@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_accum import loops
-from lightning_accum.manual import Call, ManualWindows
+from lightning_accum.lock_step import LockStep
+from lightning_accum.manual import Call, ManualWindows, Views
 from lightning_accum.micro_batch import Tokens
+from lightning_accum.plan import Plan
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.resume import PartialWindow, gather_gradients, gather_weighed, put_back
 from lightning_accum.safeguards import gradients_of_zero
-from lightning_accum.waiting import make_wait
+from lightning_accum.waiting import intercept_steps, make_scheduler_wait
 
 if TYPE_CHECKING:
     from lightning_accum.mixin import AccumulationMixin
@@ -47,14 +49,23 @@ class ManualOptimization:
         self.windows = ManualWindows(
             policy, ranks, strategy.parameters, warn, strategy._loss_scale, strategy.reduces_every_backward_by_itself
         )
+        self.splitting = strategy.splitting_of_manual_windows()
+        self.lock_step: LockStep[Any] | None = None
+        """The micro-batches of a loader batch, where they step together."""
         self._strategy = strategy
         self._warn = warn
         self._resumed: dict[str, Any] = {}
-        schedulers = (
-            [config.scheduler for config in strategy.lr_scheduler_configs] if policy.scheduler_counts != "micro_batches" else []
-        )
-        self.end = make_wait(strategy.optimizers, schedulers, lambda: self.windows.waits)
+        self._is_stepping = False
+        self._undo = ExitStack()
+        for optimizer in strategy.optimizers:
+            self._undo.callback(intercept_steps(optimizer, self._on_step))
+        if policy.scheduler_counts != "micro_batches":
+            for config in strategy.lr_scheduler_configs:
+                self._undo.callback(make_scheduler_wait(config.scheduler, lambda: self.windows.waits))
+
+    def end(self) -> None:
         """Leave optimizers and schedulers as they were."""
+        self._undo.close()
 
     def backward(self, run: Callable[..., Tensor], loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``manual_backward``: ``run`` is the strategy's own, and takes the loss first."""
@@ -73,17 +84,80 @@ class ManualOptimization:
     def optimizer_step(
         self, run: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """``step`` of one of the Trainer's optimizers: ``run`` is the strategy's own."""
-        windows = self.windows
-        with torch.enable_grad():
-            result = closure()
-        if not windows.may_step(_name_of(optimizer, self._strategy.optimizers)):
-            return result
+        """``step`` of one of Lightning's optimizers: ``run`` is the strategy's own."""
+        return self._on_step(optimizer, lambda closure: run(optimizer, closure, *args, **kwargs), closure)
 
-        def already_run() -> Any:
-            return result
+    def _on_step(self, optimizer: Optimizer, run: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        if self._is_stepping:  # Lightning's step calls the optimizer's own
+            return run(closure)
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        name = _name_of(optimizer, self._strategy.optimizers)
+        may_step = self.windows.may_step(name)
 
-        return run(optimizer, already_run, *args, **kwargs)
+        def step() -> None:
+            nonlocal result
+            if not may_step:
+                return
+            self._is_stepping = True
+            try:
+                result = run() if closure is None else run(lambda: result)
+            finally:
+                self._is_stepping = False
+
+        if self.lock_step is None:
+            step()
+        else:  # the last micro-batch to come is the one that may
+            self.lock_step.meet(f"the step of {name}", step)
+        return result
+
+    # --- loader batches that are split ------------------------------------------------------------------------------
+
+    def plan(self, batch: Any) -> Plan | None:
+        """How a loader batch is split; None where it is one micro-batch."""
+        if self.splitting is None:
+            return None
+        self.splitting.begin(batch, lambda padded, trimmed: None)
+        plan, self.splitting.plan = self.splitting.plan, None
+        return None if plan is None or len(plan.pieces) == 1 else plan
+
+    def run_together(
+        self,
+        micro_batches: Sequence[Any],
+        run: Callable[[int, Any], Any],
+        around: Callable[[], AbstractContextManager[Any]],
+        on_turn: Callable[[int], None],
+    ) -> list[Any]:
+        """Run the micro-batches of the last loader batch of a window: they wait for each other at each step, which is one for all.
+
+        So what ``training_step`` does after a step it does with what was stepped, as for the whole batch. Only one moves at a time.
+
+        Args:
+            micro_batches: in their order.
+            run: takes the number of a micro-batch and the micro-batch.
+            around: makes a context that each is run in.
+            on_turn: told the number of the micro-batch that goes on.
+
+        Raises:
+            WaysPartError: they do not step the same optimizers in the same order.
+        """
+        windows, last = self.windows, len(micro_batches) - 1
+        hands = [windows.begin_micro_batch(batch, index == last) for index, batch in enumerate(micro_batches)]
+        views = Views(self._strategy.parameters(), vars(self._strategy.lightning_module), len(hands))
+
+        def turn(before: int | None, now: int | None) -> None:
+            views.turn(before, now)
+            windows.take_in_hand(hands[last if now is None else now])
+            if now is not None:
+                on_turn(now)
+
+        self.lock_step = LockStep(len(hands), around, turn)
+        try:
+            return self.lock_step.run(lambda index: run(index, micro_batches[index]))
+        finally:
+            self.lock_step = None
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -94,7 +168,7 @@ class ManualOptimization:
         position = windows.boundary.position(loops.loader_batches_seen(strategy.trainer()))
         if position <= 0:
             return state
-        if not windows.is_between_loader_batches or not may_gather:
+        if windows.is_under_way or not may_gather:
             self._warn(
                 "The checkpoint is taken inside a window and does not hold its gradients: training_step was under way, or not all"
                 " ranks can take part. Going on from it, a new window begins."
@@ -155,6 +229,11 @@ def _check(policy: Policy) -> None:
         raise MisconfigurationException(
             f"GradientAccumulation({policy.window!r}) knows that a window has ended only after a micro-batch, but {manual} the"
             " module steps its optimizers inside training_step. Give the window in loader batches."
+        )
+    if policy.micro_batch == "auto":
+        raise MisconfigurationException(
+            f'micro_batch="auto" runs a batch again when memory runs out, but {manual} the module may have stepped by then. Give a'
+            " number of samples, or Tokens(...)."
         )
     if policy.accumulate_dtype is not None or policy.on_nonfinite != "propagate":
         raise MisconfigurationException(

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -117,8 +118,15 @@ class AccumulationMixin(Accumulates, Strategy):
 
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         assert self.ranks is not None
-        if self.ranks.size == 1 and not self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
+        is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches) or self.policy.micro_batch is not None
+        if self.ranks.size == 1 and not is_long:
             return
+        if self.policy.micro_batch is not None and self.is_waited_for_in_forward:
+            raise MisconfigurationException(
+                f"GradientAccumulation(micro_batch={self.policy.micro_batch!r}) runs the micro-batches of a module that optimizes"
+                f" by itself in turns, but with {type(self).__name__} the ranks wait for each other in every forward. Use a window"
+                " of loader batches."
+            )
         assert self.lightning_module is not None
         self.takes_gradient = not is_overridden("backward", self.lightning_module)
         self.manual = ManualOptimization(self, self.policy, self.ranks, _warn)
@@ -126,13 +134,19 @@ class AccumulationMixin(Accumulates, Strategy):
         if callback is not None:
             callback.connect_manual(self.manual)
 
+    def splitting_of_manual_windows(self) -> Splitting | None:
+        """How a module that optimizes by itself has its batches split: trying out whether trimming is exact would run its steps."""
+        assert self.lightning_module is not None
+        self.policy = replace(self.policy, trim_padding=False)
+        return self._splitting(self.lightning_module)
+
     def end_manual_window(self) -> None:
         """A window of a module that optimizes by itself has ended."""
         if self._callback is not None:
             self._callback.show_manual_window(self.trainer())
 
-    def begin_manual_micro_batch(self) -> None:
-        """A micro-batch of a module that optimizes by itself is about to run."""
+    def begin_manual_loader_batch(self) -> None:
+        """A loader batch of a module that optimizes by itself is about to run."""
 
     def _show_window_size(self) -> None:
         size, self._hidden_size = self._hidden_size, None

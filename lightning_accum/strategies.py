@@ -170,7 +170,7 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         return self._sync.blocked(is_last_of_batch=is_last)
 
     @override
-    def begin_manual_micro_batch(self) -> None:
+    def begin_manual_loader_batch(self) -> None:
         assert self.manual is not None
         ddp = self.model
         assert isinstance(ddp, DistributedDataParallel)

@@ -1,49 +1,40 @@
-"""Steps that wait: what a module calls itself does nothing until the window ends."""
+"""Steps that a module calls itself, and that may have to wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
 from torch.optim import Optimizer
 
+Closure: TypeAlias = Callable[[], Any]
+OnStep: TypeAlias = Callable[[Optimizer, Callable[..., Any], "Closure | None"], Any]
+"""Called instead of ``step``: takes the optimizer, its own ``step`` (which takes a closure or nothing), and the closure."""
 
-def make_wait(optimizers: Iterable[Optimizer], schedulers: Iterable[Any], waits: Callable[[], bool]) -> Callable[[], None]:
-    """Have ``step`` of each of them do nothing while ``waits()`` is true. A closure that an optimizer is given runs all the same.
+
+def intercept_steps(optimizer: Optimizer, on_step: OnStep) -> Callable[[], None]:
+    """Have ``optimizer.step`` call ``on_step``.
 
     Returns:
-        A function that makes them as they were.
+        A function that makes it as it was.
 
     Example:
-        >>> parameter = torch.nn.Parameter(torch.ones(()))
-        >>> parameter.grad = torch.ones(())
-        >>> optimizer = torch.optim.SGD([parameter], lr=0.25)
-        >>> undo = make_wait([optimizer], [], lambda: True)
-        >>> optimizer.step(); parameter.item()
-        1.0
-        >>> undo(); optimizer.step(); parameter.item()
-        0.75
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=0.1)
+        >>> undo = intercept_steps(optimizer, lambda optimizer, step, closure: "later")
+        >>> optimizer.step()
+        'later'
+        >>> undo(); optimizer.step()
     """
-    undo = ExitStack()
-    for optimizer in optimizers:
-        undo.callback(_make_optimizer_wait(optimizer, waits))
-    for scheduler in schedulers:
-        undo.callback(_make_scheduler_wait(scheduler, waits))
-    return undo.close
-
-
-def _make_optimizer_wait(optimizer: Optimizer, waits: Callable[[], bool]) -> Callable[[], None]:
     own, original = vars(optimizer).get("step"), optimizer.step  # a scheduler has put its own there, to count
 
     @wraps(original)  # with the mark that a scheduler looks for
-    def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        if not waits():
-            return original(closure, *args, **kwargs)
-        with torch.enable_grad():
-            return None if closure is None else closure()
+    def step(closure: Closure | None = None, **kwargs: Any) -> Any:
+        def own_step(closure: Closure | None = None) -> Any:
+            return original(**kwargs) if closure is None else original(closure, **kwargs)
+
+        return on_step(optimizer, own_step, closure)
 
     optimizer.step = step  # type: ignore[method-assign]
 
@@ -56,7 +47,12 @@ def _make_optimizer_wait(optimizer: Optimizer, waits: Callable[[], bool]) -> Cal
     return undo
 
 
-def _make_scheduler_wait(scheduler: Any, waits: Callable[[], bool]) -> Callable[[], None]:
+def make_scheduler_wait(scheduler: Any, waits: Callable[[], bool]) -> Callable[[], None]:
+    """Have ``scheduler.step`` do nothing while ``waits()`` is true.
+
+    Returns:
+        A function that makes it as it was.
+    """
     original = type(scheduler)
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -142,6 +142,11 @@ class Window:
         """What the weights are divided by during the window; None before the first."""
         return self._reference
 
+    def refer_to(self, weight: float) -> float:
+        """Set the scale from a weight on this rank alone. Returns what the gradients so far are to be multiplied by."""
+        before, self._reference = self._reference, _power_of_two_near(weight)
+        return 1.0 if before is None else before / self._reference
+
     def take_back(self, reference: float | None, weighed: Sequence[Sequence[Any]]) -> None:
         """Go on with what :attr:`reference` and :meth:`weighed` were."""
         self._reference = reference

@@ -328,6 +328,80 @@ def test_a_step_before_a_loss_that_depends_on_it_is_named() -> None:
         fitted(Dependent(draw(GAN, 1)), size=1)
 
 
+class DependentToggled(Dependent):
+    """The same, each optimizer in its turn of toggle_model, with the step in a closure."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+
+        def closure_d() -> None:
+            opt_d.zero_grad()
+            loss_real = F.softplus(-self.discriminator(real)).mean()
+            self.manual_backward(loss_real)
+            self.manual_backward(F.softplus(self.discriminator(self.generator(noise).detach())).mean())
+            assert not any(parameter.requires_grad for parameter in self.generator.parameters())
+
+        with opt_d.toggle_model():
+            opt_d.step(closure=closure_d)
+        with opt_g.toggle_model():
+            opt_g.zero_grad()
+            loss = F.softplus(-self.discriminator(self.generator(noise))).mean()
+            self.manual_backward(loss)
+            assert not any(parameter.requires_grad for parameter in self.discriminator.parameters())
+            opt_g.step()
+        self.log("loss_g", loss, on_epoch=True)
+
+
+class DependentRaw(Dependent):
+    """The same, with the optimizers themselves instead of Lightning's wrappers."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+
+DEPENDENT = [Dependent, DependentToggled, DependentRaw]
+
+
+@pytest.mark.parametrize("kind", [*ALL, *DEPENDENT])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_split_batches_step_together(kind: type[Manual], ranks: int) -> None:
+    """Also where the generator's loss depends on the discriminator's step. On two ranks the numbers of micro-batches differ."""
+    by_rank = draw(kind, ranks)
+    expected, plain = kind([full_batches(by_rank, 1)], "adamw"), trainer("auto", max_epochs=2)
+    plain.fit(expected)
+    module = kind(by_rank, "adamw")
+    split = GradientAccumulation(micro_batch=2)
+    run = trainer(ddp() if ranks == 2 else "accum", devices=ranks, max_epochs=2, callbacks=[split])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*then calls manual_backward.*")
+        run.fit(module)
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+    assert module.seen.tolist() == expected.seen.tolist()
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    if ranks == 1:
+        for name, value in plain.callback_metrics.items():
+            assert run.callback_metrics[name].item() == pytest.approx(value.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_split_batches_in_windows_of_several(kind: type[Manual]) -> None:
+    by_rank = draw(kind, 2)
+    expected = own_run(kind, by_rank)
+    module = kind(by_rank)
+    trainer(ddp(), devices=2, callbacks=[GradientAccumulation(3, micro_batch=2)]).fit(module)
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+
+
+def test_micro_batches_whose_ways_part_are_named() -> None:
+    class Parts(GAN):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if len(batch[0]) > 1 else None
+
+    with pytest.raises(RuntimeError, match=r"micro-batch 1 had ended, where micro-batch 0 came to the step of optimizer 0 \(SGD\)"):
+        trainer("accum", callbacks=[GradientAccumulation(micro_batch=2)]).fit(Parts(draw(GAN, 1)))
+
+
 def test_parameters_that_only_some_ranks_use() -> None:
     class Sometimes(GAN):
         def build(self) -> None:
@@ -406,6 +480,7 @@ def test_what_is_refused_before_training() -> None:
     by_rank = draw(GAN, 1)
     for policy, message in [
         ({"window": Tokens(10)}, "steps its optimizers inside training_step"),
+        ({"micro_batch": "auto"}, "may have stepped by then"),
         ({"window": 2, "on_nonfinite": "skip"}, "on_nonfinite"),
         ({"window": 2, "accumulate_dtype": torch.float32}, "accumulate_dtype"),
     ]:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+import torch
+from lightning.pytorch.loops.optimization.manual import ManualResult, _ManualOptimization
 from typing_extensions import override
+
+from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
+from lightning_accum.outputs import Outputs
+from lightning_accum.plan import Plan
 
 if TYPE_CHECKING:
     from lightning_accum.mixin import AccumulationMixin
@@ -16,19 +23,65 @@ class WindowManualOptimization(_ManualOptimization):
     """Counts the steps that do not wait, and tells where a micro-batch begins and ends."""
 
     strategy: AccumulationMixin
+    _plan: Plan | None = None
+    _is_boundary = True
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        if self.strategy.manual is None:
+        manual = self.strategy.manual
+        if manual is None:
             return super().run(kwargs)
-        windows, epoch_loop = self.strategy.manual.windows, self.trainer.fit_loop.epoch_loop
-        windows.begin_micro_batch(next(iter(kwargs.values()), None), is_boundary=not epoch_loop._should_accumulate())
-        self.strategy.begin_manual_micro_batch()
+        epoch_loop, batch = self.trainer.fit_loop.epoch_loop, next(iter(kwargs.values()), None)
+        self._is_boundary, self._plan = not epoch_loop._should_accumulate(), manual.plan(batch)
+        self.strategy.begin_manual_loader_batch()
+        if self._plan is None:
+            manual.windows.begin_micro_batch(batch, self._is_boundary)
         outputs = super().run(kwargs)
-        windows.end_micro_batch(epoch_loop.batch_progress.total.ready)
-        if windows.is_boundary:
+        manual.windows.end_loader_batch(epoch_loop.batch_progress.total.ready)
+        if self._is_boundary:
             self.strategy.end_manual_window()
         return outputs
+
+    @override
+    def advance(self, kwargs: OrderedDict[str, Any]) -> None:
+        if self._plan is None:
+            super().advance(kwargs)
+        else:
+            self._run_micro_batches(kwargs, self._plan)
+
+    def _run_micro_batches(self, kwargs: OrderedDict[str, Any], plan: Plan) -> None:
+        manual, device = self.strategy.manual, self.strategy.root_device
+        assert manual is not None
+        windows, name = manual.windows, next(iter(kwargs))
+        outputs = Outputs([piece.count for piece in plan.pieces])
+
+        @contextmanager
+        def as_the_trainer_does() -> Iterator[None]:
+            with torch.enable_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                yield
+
+        def training_step(index: int, batch: Any) -> tuple[dict[str, Any], Any]:
+            output = self.strategy.training_step(*{**kwargs, name: batch}.values())
+            return ManualResult.from_training_step_output(output).asdict(), windows.hand.weight
+
+        with collecting_logs(self.trainer) as log, current_hook(self.trainer.lightning_module, "training_step"):
+
+            def log_for(index: int) -> None:
+                log.micro_batch = index
+
+            if self._is_boundary:
+                results = manual.run_together(list(plan), training_step, as_the_trainer_does, log_for)
+            else:
+                results = []
+                for index, micro_batch in enumerate(plan):
+                    windows.begin_micro_batch(micro_batch, is_boundary=False)
+                    log_for(index)
+                    results.append(training_step(index, micro_batch))
+        for extra, weight in results:
+            outputs.add(None, weight, extra)
+        log.weigh(outputs.weights, outputs.rows)
+        show_logs(self.trainer, log)
+        self._output = outputs.extra(plan.order)
 
     @override
     def _on_before_step(self) -> None:
