@@ -32,6 +32,7 @@ from lightning_accum.safeguards import batch_norm_layers, gradients_of_zero
 from lightning_accum.snapshot import Keeper
 from lightning_accum.splitting import Splitting
 from lightning_accum.sync import Sync
+from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
@@ -89,6 +90,7 @@ class AccumulationMixin(Accumulates, Strategy):
         self._check_what_windows_cannot_do(trainer, module)
         assert self.ranks is not None
         self.accumulation = Accumulation(self.policy, self.ranks, _warn, self._splitting(module))
+        self.accumulation.sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
         if callback is not None:
             callback.connect(self.accumulation, self.partial_window)
         self._callback = callback
@@ -113,6 +115,21 @@ class AccumulationMixin(Accumulates, Strategy):
         trim = False if self.is_waited_for_in_forward else policy.trim_padding
         device, has_ranks = self.root_device, self.world_size > 1
         return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, _warn, _log.info)
+
+    def _wide_sums(self, dtype: torch.dtype) -> WideSums | None:
+        """Where gradients are added up; None where that is done in ``dtype`` without."""
+        assert self.lightning_module is not None
+        if not any(is_narrower(parameter.dtype, dtype) for parameter in self.parameters()):
+            rank_zero_info(
+                f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing."
+            )
+            return None
+        if layers := sparse_layers(self.lightning_module):
+            raise MisconfigurationException(
+                f"GradientAccumulation(accumulate_dtype={dtype}) adds up dense gradients, but those of {layers[0]} are sparse."
+                " Leave sparse=True out of it, or accumulate_dtype."
+            )
+        return WideSums(dtype, self.parameters)
 
     def _check_what_windows_cannot_do(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
@@ -146,7 +163,7 @@ class AccumulationMixin(Accumulates, Strategy):
             if partial is not None:
                 ranks = self.accumulation.ranks
                 named, rank = self._named_parameters(), self._rank_in_group()
-                put_back(partial, named, self.accumulation.window, ranks, rank, self._loss_scale(), _warn)
+                put_back(partial, named, self.accumulation.window, ranks, rank, self._loss_scale(), _warn, self.accumulation.sums)
                 self.accumulation.end_loader_batch(seen)
             self.accumulation.resumed_state = {}
             if self._callback is not None:
@@ -157,6 +174,8 @@ class AccumulationMixin(Accumulates, Strategy):
         self._sync = Sync()
         if self.accumulation is not None:
             self._watch.remove()
+            if self.accumulation.sums is not None:
+                self.accumulation.sums.close()
             self.accumulation = None
         super().teardown()
 
@@ -319,7 +338,7 @@ class AccumulationMixin(Accumulates, Strategy):
             accumulation.window.reference,
             gather_weighed(accumulation.window, accumulation.ranks),
             self._is_reduced_inside(),
-            gather_gradients(self._named_parameters(), accumulation.ranks, self._is_reduced_inside(), is_kept),
+            gather_gradients(self._named_parameters(), accumulation.ranks, self._is_reduced_inside(), is_kept, accumulation.sums),
             self._loss_scale(),
         )
         rank_zero_info(
