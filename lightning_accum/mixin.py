@@ -89,8 +89,9 @@ class AccumulationMixin(Accumulates, Strategy):
             return
         self._check_what_windows_cannot_do(trainer, module)
         assert self.ranks is not None
+        sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
         self.accumulation = Accumulation(self.policy, self.ranks, _warn, self._splitting(module))
-        self.accumulation.sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
+        self.accumulation.sums = sums
         if callback is not None:
             callback.connect(self.accumulation, self.partial_window)
         self._callback = callback
