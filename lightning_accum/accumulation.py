@@ -19,6 +19,7 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.resume import PartialWindow
 from lightning_accum.splitting import Splitting
 from lightning_accum.weight import Weigher, count_samples
+from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
 
 
@@ -56,6 +57,8 @@ class Accumulation:
         self.window = Window(ranks.device, ranks.size, ranks.group)
         self.weigher = Weigher(policy.weight, warn)
         self.clock = StepClock(policy.scheduler_counts)
+        self.sums: WideSums | None = None
+        """Where gradients are added up, if in a wider type than that of their parameters."""
         self.closed: ClosedWindow | None = None
         """The last window that ended."""
         self.gradient_norm: Tensor | None = None
@@ -163,6 +166,8 @@ class Accumulation:
             The ``gradient`` for its backward; None for plain 1.
         """
         self.has_loss = True
+        if self.sums is not None:
+            self.sums.begin_backward(is_adding=not self.is_plain())
         if self.is_stand_in:
             self.weight, self.is_weightless = 0.0, True
             self.skip()
@@ -174,7 +179,11 @@ class Accumulation:
         contribution = self.weigher(loss, self.batch)
         self.weight = contribution.weight
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
-        seed = self.window.add(loss, contribution)
+        if self.sums is None:
+            seed = self.window.add(loss, contribution)
+        else:  # the weight in the wide type
+            self.sums.weigh(self.window.add(loss.detach().to(self.sums.dtype), contribution))
+            seed = None
         if self.is_boundary:
             self.reduce()
         return seed
@@ -236,8 +245,11 @@ class Accumulation:
 
     def close(self, seen: int, parameters: Iterable[Tensor]) -> ClosedWindow:
         """End the window with loader batch number ``seen``: its gradients become the full batch's."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        self.closed = self.window.close(gradients)
+        if self.sums is None:
+            self.closed = self.window.close([parameter.grad for parameter in parameters if parameter.grad is not None])
+        else:
+            self.closed = self.window.close(self.sums.gradients())
+            self.sums.hand_over()
         if self.closed.is_flagged:
             self._agree_on_sizes()
         self._end(seen)
@@ -280,6 +292,8 @@ class Accumulation:
             self.closed_loader_batches = self.boundary.position(seen) or self.closed_loader_batches
         self.boundary.close(seen)
         self.is_zero_grad_due = True
+        if self.sums is not None:
+            self.sums.clear()
         self.window_tokens, self.position, self._micro_batches_done = None, 0, 0
 
     def discard(self, seen: int) -> int:
@@ -321,6 +335,8 @@ class Accumulation:
         if self.splitting is not None:
             parts.append(f"each runs {self.splitting.describe()}")
         parts.append(f"weight: {self.weigher.criterion}")
+        if self.sums is not None:
+            parts.append(f"gradients are added up in {self.sums.dtype}")
         if self.weigher.unweighed_terms:
             parts.append(f"the same weight for: {', '.join(self.weigher.unweighed_terms)}")
         return f"GradientAccumulation: {'; '.join(parts)}."

@@ -55,9 +55,13 @@ class BatchRun:
         splitting = accumulation.splitting
         assert splitting is not None
         begun, is_zero_grad_due = accumulation.window.micro_batches, accumulation.is_zero_grad_due
+        sums = accumulation.sums if splitting.is_retried else None
+        kept = {} if sums is None else sums.copies()
 
         def discard() -> None:
             accumulation.window.rewind(begun)
+            if sums is not None:
+                sums.put_back(kept)
             if is_zero_grad_due and not accumulation.is_zero_grad_due:
                 for parameter in strategy.parameters():
                     parameter.grad = None

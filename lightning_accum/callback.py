@@ -78,8 +78,12 @@ class GradientAccumulation(Callback):
         scheduler_counts: a scheduler with ``interval="step"`` steps once every ``frequency`` ``"optimizer_steps"`` that really
             happened; or once every ``frequency`` of the ``"micro_batches"`` (loader batches) that these took, for a schedule
             that was written for training without accumulation.
-        accumulate_dtype: the type that gradients are added up in, where it is not that of the parameters: ``torch.float32`` under
-            parameters in bfloat16.
+        accumulate_dtype: the type that gradients are added up, reduced over ranks and normalised in, where it is wider than that
+            of a parameter: ``torch.float32`` under ``precision="bf16-true"``. At the end of a window they are rounded once, to
+            the parameter's own type, the only one that AdamW takes: hooks, clipping and the optimizer find them in
+            ``parameter.grad``, which is None between the micro-batches. It holds 4 bytes a parameter inside a window, and not 2.
+            Sharded modules add up by themselves, and FSDP2 in this type where ``fully_shard`` got it as ``reduce_dtype``; this
+            argument checks that. None: the type of the parameters.
         on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite: ``"propagate"``, ``"skip"`` or
             ``"raise"``.
         batch_norm: ``"warn"``, or ``"exact"`` statistics of the whole batch where batches are split.

@@ -180,7 +180,7 @@ class ManualOptimization:
         windows, strategy, ranks = self.windows, self._strategy, self.windows.ranks
         is_reduced = strategy.reduces_every_backward_by_itself
         with windows.sums_in_grad(call):
-            gradients = gather_gradients(strategy.named_gradients(), ranks, is_reduced, strategy.is_global_zero)
+            gradients = gather_gradients(strategy.parameters_by_name(), ranks, is_reduced, strategy.is_global_zero)
         policy = windows.policy.in_words(strategy.trainer().accumulate_grad_batches)
         weighed = gather_weighed(call.window, ranks)
         size, reference = windows.boundary.size, call.window.reference
@@ -210,7 +210,7 @@ class ManualOptimization:
             return
         assert first.size is not None
         windows.go_on(seen, first.position, first.size, micro_batches)
-        named, rank = strategy.named_gradients(), strategy.rank_in_group()
+        named, rank = strategy.parameters_by_name(), strategy.rank_in_group()
         for index, partial in enumerate(partials):
             call = windows.call(index)
             with windows.sums_in_grad(call):

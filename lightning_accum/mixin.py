@@ -34,6 +34,7 @@ from lightning_accum.safeguards import batch_norm_layers, gradients_of_zero
 from lightning_accum.snapshot import Keeper
 from lightning_accum.splitting import Splitting
 from lightning_accum.sync import Sync
+from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
@@ -103,7 +104,9 @@ class AccumulationMixin(Accumulates, Strategy):
             return
         self._check_what_windows_cannot_do(trainer, module)
         assert self.ranks is not None
+        sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
         self.accumulation = Accumulation(self.policy, self.ranks, _warn, self._splitting(module))
+        self.accumulation.sums = sums
         if callback is not None:
             callback.connect(self.accumulation, self.partial_window)
         self._callback = callback
@@ -166,6 +169,21 @@ class AccumulationMixin(Accumulates, Strategy):
         device, has_ranks = self.root_device, self.world_size > 1
         return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, _warn, _log.info)
 
+    def _wide_sums(self, dtype: torch.dtype) -> WideSums | None:
+        """Where gradients are added up; None where that is done in ``dtype`` without."""
+        assert self.lightning_module is not None
+        if not any(is_narrower(parameter.dtype, dtype) for parameter in self.parameters()):
+            rank_zero_info(
+                f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing."
+            )
+            return None
+        if layers := sparse_layers(self.lightning_module):
+            raise MisconfigurationException(
+                f"GradientAccumulation(accumulate_dtype={dtype}) adds up dense gradients, but those of {layers[0]} are sparse."
+                " Leave sparse=True out of it, or accumulate_dtype."
+            )
+        return WideSums(dtype, self.parameters)
+
     def _check_what_windows_cannot_do(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         for optimizer in self.optimizers:
@@ -199,8 +217,8 @@ class AccumulationMixin(Accumulates, Strategy):
             partial = self.accumulation.restart(seen, into_window, trainer.global_step, batches, now)
             if partial is not None:
                 ranks = self.accumulation.ranks
-                named, rank = self.named_gradients(), self.rank_in_group()
-                put_back(partial, named, self.accumulation.window, ranks, rank, self._loss_scale(), _warn)
+                named, rank = self.parameters_by_name(), self.rank_in_group()
+                put_back(partial, named, self.accumulation.window, ranks, rank, self._loss_scale(), _warn, self.accumulation.sums)
                 self.accumulation.end_loader_batch(seen)
             self.accumulation.resumed_state = {}
             if self._callback is not None:
@@ -211,6 +229,8 @@ class AccumulationMixin(Accumulates, Strategy):
         self._sync = Sync()
         if self.accumulation is not None:
             self._watch.remove()
+            if self.accumulation.sums is not None:
+                self.accumulation.sums.close()
             self.accumulation = None
         if self.manual is not None:
             self.manual.end()
@@ -379,7 +399,7 @@ class AccumulationMixin(Accumulates, Strategy):
             accumulation.window.reference,
             gather_weighed(accumulation.window, accumulation.ranks),
             self._is_reduced_inside(),
-            gather_gradients(self.named_gradients(), accumulation.ranks, self._is_reduced_inside(), is_kept),
+            gather_gradients(self.parameters_by_name(), accumulation.ranks, self._is_reduced_inside(), is_kept, accumulation.sums),
             self._loss_scale(),
         )
         rank_zero_info(
@@ -404,7 +424,7 @@ class AccumulationMixin(Accumulates, Strategy):
         """Of this rank, among those whose gradients are averaged."""
         return self.global_rank
 
-    def named_gradients(self) -> dict[str, nn.Parameter]:
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Those of :meth:`parameters`, by names that are the same in another run."""
         assert self.lightning_module is not None
         named = dict(self.lightning_module.named_parameters())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_accum.ranks import Ranks
+from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import Window
 
 MOST_RANKS_APART = 8
@@ -60,7 +61,9 @@ class PartialWindow:
         return sum(gradient.numel() * gradient.element_size() for own in self.gradients for gradient in own.values())
 
 
-def gather_gradients(named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool, is_kept: bool) -> list[dict[str, Tensor]]:
+def gather_gradients(
+    named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool, is_kept: bool, sums: WideSums | None = None
+) -> list[dict[str, Tensor]]:
     """The gradients of all ranks, on the host of those that keep them. Called on all ranks.
 
     Args:
@@ -68,31 +71,35 @@ def gather_gradients(named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced
         ranks: those whose gradients are averaged.
         is_reduced: they were averaged already, so that one rank's are those of all.
         is_kept: whether this rank keeps them.
+        sums: where they are, if not in ``parameter.grad``.
 
     Returns:
         By rank, or one entry (averaged, or the sum of many ranks); empty where this rank does not keep them.
     """
+    gradients = {name: parameter.grad if sums is None else sums.of(parameter) for name, parameter in named.items()}
     if is_reduced or ranks.size == 1:
-        whole = {name: _whole(parameter.grad) for name, parameter in named.items() if parameter.grad is not None}
+        whole = {name: _whole(gradient) for name, gradient in gradients.items() if gradient is not None}
         return [{name: gradient.to("cpu", copy=True) for name, gradient in whole.items()}] if is_kept else []
-    has_gradient = torch.tensor(
-        [parameter.grad is not None for parameter in named.values()], dtype=torch.uint8, device=ranks.device
-    )
+    has_gradient = torch.tensor([gradient is not None for gradient in gradients.values()], dtype=torch.uint8, device=ranks.device)
     dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=ranks.group)
     apart = ranks.size <= MOST_RANKS_APART
     by_rank: list[dict[str, Tensor]] = [{} for _ in range(ranks.size if apart else 1)] if is_kept else []
     for (name, parameter), is_on_a_rank in zip(named.items(), has_gradient.tolist(), strict=True):
         if not is_on_a_rank:
             continue
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone().contiguous()
+        gradient = gradients[name]
+        if gradient is None:
+            own = torch.zeros_like(parameter, dtype=None if sums is None else sums.dtype_of(parameter))
+        else:
+            own = gradient.detach().clone().contiguous()
         if apart:
             found = [torch.empty_like(own) for _ in range(ranks.size)]
             dist.all_gather(found, own, group=ranks.group)
         else:
             dist.all_reduce(own, group=ranks.group)
             found = [own]
-        for kept, gradient in zip(by_rank, found, strict=False):
-            kept[name] = gradient.to("cpu", copy=True)
+        for kept, of_rank in zip(by_rank, found, strict=False):
+            kept[name] = of_rank.to("cpu", copy=True)
     return by_rank
 
 
@@ -114,6 +121,7 @@ def put_back(
     rank: int,
     scale: float,
     warn: Callable[[str], None],
+    sums: WideSums | None = None,
 ) -> None:
     """Give the window and the parameters what a checkpoint holds, on as many ranks as then or on others.
 
@@ -125,6 +133,7 @@ def put_back(
         rank: of this one among them.
         scale: by which a GradScaler multiplies the losses now.
         warn: takes a warning to be seen once.
+        sums: where the gradients are added up, if not in ``parameter.grad``.
     """
     if ranks.size == partial.ranks:
         weighed = partial.weighed[rank]
@@ -141,8 +150,13 @@ def put_back(
             if not parameter.requires_grad:  # frozen since then
                 continue
             gradient = _of_this_rank([own[name] for own in partial.gradients if name in own], partial, ranks, rank)
-            if gradient is not None:
-                parameter.grad = _placed(gradient if scale == partial.scale else gradient * (scale / partial.scale), parameter)
+            if gradient is None:
+                continue
+            gradient = gradient if scale == partial.scale else gradient * (scale / partial.scale)
+            if sums is None:
+                parameter.grad = _placed(gradient, parameter, parameter.dtype)
+            else:
+                sums.put(parameter, _placed(gradient, parameter, sums.dtype_of(parameter)))
 
 
 def _of_this_rank(of_ranks: list[Tensor], partial: PartialWindow, ranks: Ranks, rank: int) -> Tensor | None:
@@ -156,8 +170,8 @@ def _of_this_rank(of_ranks: list[Tensor], partial: PartialWindow, ranks: Ranks, 
     return whole if rank == 0 else torch.zeros_like(whole)
 
 
-def _placed(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-    gradient = gradient.to(parameter.device, parameter.dtype, copy=True)
+def _placed(gradient: Tensor, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    gradient = gradient.to(parameter.device, dtype, copy=True)
     if isinstance(parameter, DTensor):
         return distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
     return gradient.reshape(parameter.shape)

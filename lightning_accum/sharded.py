@@ -54,6 +54,16 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
                 f" {type(self).__name__} the other ranks wait for it in every forward. Give a number of samples, or Tokens(...)."
             )
         self._sync = self._sharded_sync = self._make_sync()
+        if self.policy.accumulate_dtype is not None:
+            self._check_accumulate_dtype(self.policy.accumulate_dtype)
+
+    @override
+    def _wide_sums(self, dtype: torch.dtype) -> None:
+        return None  # whole gradients are the engine's, and so is their sum
+
+    @abstractmethod
+    def _check_accumulate_dtype(self, dtype: torch.dtype) -> None:
+        """Whether the engine adds up gradients in ``dtype``; else an error that says how to have it."""
 
     @abstractmethod
     def _make_sync(self) -> ShardedSync:

@@ -30,7 +30,8 @@ from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.ranks import Ranks
 from lightning_accum.resume import PartialWindow
 from lightning_accum.sharded import ShardedMixin
-from lightning_accum.sync import DDPSync, FSDP1Sync, FSDP2Sync, SyncPolicy, forward_replaced
+from lightning_accum.sync import DDPSync, FSDP1Sync, FSDP2Sync, SyncPolicy, WideDDPSync, forward_replaced
+from lightning_accum.wide_sums import is_narrower
 
 
 class AccumulationStrategy(AccumulationMixin, SingleDeviceStrategy):
@@ -120,7 +121,23 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
             return
         assert isinstance(self.model, DistributedDataParallel)
         self._check_what_ranks_cannot_split(self.model)
-        self._sync = self._ddp_sync = DDPSync(self.model, self._sync_policy)
+        if (sums := self.accumulation.sums) is None:
+            self._sync = self._ddp_sync = DDPSync(self.model, self._sync_policy)
+            return
+        self._check_what_sums_cannot_do(self.model, sums.dtype)
+        self._sync = self._ddp_sync = WideDDPSync(self.model, sums, self.accumulation.ranks)
+
+    def _check_what_sums_cannot_do(self, ddp: DistributedDataParallel, dtype: torch.dtype) -> None:
+        if self._sync_policy == "micro_batch":
+            raise MisconfigurationException(
+                'DDPAccumulationStrategy(sync="micro_batch") reduces the gradients of each micro-batch in the type of the'
+                f' parameters, and GradientAccumulation(accumulate_dtype={dtype}) their sum: use sync="window".'
+            )
+        if ddp._comm_hooks:
+            raise MisconfigurationException(
+                "DDPAccumulationStrategy(ddp_comm_hook=...) changes how DistributedDataParallel reduces gradients, but"
+                f" GradientAccumulation(accumulate_dtype={dtype}) reduces their sums by itself. Leave one of them out."
+            )
 
     def _check_what_ranks_cannot_split(self, ddp: DistributedDataParallel) -> None:
         """Where ranks may come to different numbers of micro-batches, nothing in them may wait for another rank."""
@@ -262,6 +279,14 @@ class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
             return self.model(*args, **kwargs)
 
     @override
+    def _check_accumulate_dtype(self, dtype: torch.dtype) -> None:
+        raise MisconfigurationException(
+            f"GradientAccumulation(accumulate_dtype={dtype}): FSDP1 adds up the gradients of a window in the type that it computes"
+            ' in. Use FSDPAccumulationStrategy(sync="micro_batch") without accumulate_dtype and keep the parameters in float32'
+            ' (precision="bf16-mixed"), whose shards are added up in float32; or strategy="accum_model_parallel" (FSDP2).'
+        )
+
+    @override
     def partial_window(self) -> PartialWindow | None:
         if self.accumulation is not None and self.accumulation.position:
             rank_zero_warn(
@@ -319,6 +344,25 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
     @override
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         return clip_sharded_by_norm(parameters, largest)
+
+    @override
+    def _check_accumulate_dtype(self, dtype: torch.dtype) -> None:
+        sync = self._sharded_sync
+        assert isinstance(sync, FSDP2Sync)
+        sharded = sync.parameters()
+        narrow = [parameter for parameter in self.parameters() if is_narrower(parameter.dtype, dtype)]
+        found = sync.sums_narrower_than(dtype) or next((p.dtype for p in narrow if p not in sharded), None)
+        if found is not None:
+            raise MisconfigurationException(
+                f"GradientAccumulation(accumulate_dtype={dtype}): here it is fully_shard that adds up the gradients of a window,"
+                f" and it does so in {found}. Apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype}), in"
+                f" {type(self.lightning_module).__name__}.configure_model."
+            )
+        if self._sync_policy == "micro_batch" and narrow:
+            raise MisconfigurationException(
+                f'ModelParallelAccumulationStrategy(sync="micro_batch") adds up shards of gradients in {narrow[0].dtype}, the type'
+                f' of the parameters. For GradientAccumulation(accumulate_dtype={dtype}) use sync="window".'
+            )
 
     @override
     def _make_sync(self) -> FSDP2Sync:

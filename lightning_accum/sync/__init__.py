@@ -3,5 +3,6 @@
 from lightning_accum.sync.base import Sync, SyncPolicy, forward_replaced
 from lightning_accum.sync.ddp import DDPSync
 from lightning_accum.sync.fsdp import FSDP1Sync, FSDP2Sync, ShardedSync
+from lightning_accum.sync.wide import WideDDPSync
 
-__all__ = ["DDPSync", "FSDP1Sync", "FSDP2Sync", "ShardedSync", "Sync", "SyncPolicy", "forward_replaced"]
+__all__ = ["DDPSync", "FSDP1Sync", "FSDP2Sync", "ShardedSync", "Sync", "SyncPolicy", "WideDDPSync", "forward_replaced"]

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
 from lightning_accum.sync.base import Sync, SyncPolicy
+from lightning_accum.wide_sums import is_narrower
 
 try:
     from torch.distributed.fsdp import FSDPModule
@@ -126,6 +127,16 @@ class FSDP2Sync(ShardedSync):
         for root in roots:
             root._get_fsdp_state()._root_post_backward_final_callback()
         return True
+
+    def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:
+        """A type that gradients are added up in without reduction, if it is narrower; None for no such."""
+        for group in (group for unit in self.units for group in groups_of(unit)):
+            for parameter in (sharded.sharded_param for sharded in group.fsdp_params):
+                policy = group.mp_policy
+                summed: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
+                if parameter.requires_grad and is_narrower(summed, dtype):
+                    return summed
+        return None
 
     def divide_factors(self) -> set[float]:
         """What gradients are divided by, where somebody has set it."""

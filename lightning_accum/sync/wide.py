@@ -1,0 +1,55 @@
+"""Reduction over DistributedDataParallel's ranks of gradients that were added up in a wider type than the parameters'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_accum.ranks import Ranks
+from lightning_accum.sync.ddp import DDPSync
+from lightning_accum.wide_sums import WideSums
+
+
+class WideDDPSync(DDPSync):
+    """One reduction at the end of a window, of the sums: DistributedDataParallel itself would reduce in the parameters' type.
+
+    It reduces nothing then, so its forward is left out, and ``find_unused_parameters`` and ``static_graph``, which prepare its
+    reduction, change nothing.
+
+    Args:
+        ddp: the wrapped module.
+        sums: what is reduced.
+        ranks: over which.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, sums: WideSums, ranks: Ranks) -> None:
+        super().__init__(ddp)
+        ddp.require_backward_grad_sync = False
+        self._sums = sums
+        self._ranks = ranks
+        named = ddp.module.named_parameters()
+        self._parameters = [parameter for name, parameter in named if name not in ddp.parameters_to_ignore]
+
+    @override
+    def blocked(self, is_last_of_batch: bool = True) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @override
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    @override
+    def forward_without_batch(self) -> None:
+        pass
+
+    @override
+    def end_window(self) -> None:
+        self._sums.reduce(self._ranks, self._parameters)
+        # which DistributedDataParallel does in the forward after a reduction
+        self._ddp.require_forward_param_sync = True
+        if self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            self._ddp._sync_buffers()  # type: ignore[no-untyped-call]

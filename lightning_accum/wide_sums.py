@@ -1,0 +1,215 @@
+"""Gradients added up in a wider type than that of their parameters.
+
+A sum of 256 gradients of one sign loses up to 9% in bfloat16, whose 8 bits round what is small beside the sum away. Here each
+gradient is added to a sum in a wider type as soon as backward has made it, and is let go: Megatron-LM's ``main_grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_accum.ranks import Ranks
+
+BUCKET_BYTES = 25 * 2**20
+"""So much is reduced over the ranks at a time, as DistributedDataParallel does."""
+
+
+def is_narrower(dtype: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether all numbers of ``dtype`` are in ``wide`` too, and not the other way round.
+
+    Example:
+        >>> is_narrower(torch.bfloat16, torch.float32), is_narrower(torch.float64, torch.float32)
+        (True, False)
+    """
+    return dtype != wide and torch.promote_types(dtype, wide) == wide
+
+
+class WideSums:
+    """The sums of the gradients of a window, each in the wider of its parameter's type and ``dtype``.
+
+    Inside a window ``parameter.grad`` is None but during the backward, where the gradients of one parameter at a time are there.
+    The weight of a micro-batch is multiplied in as its gradients are added, so that it is not rounded to the narrow type.
+
+    Args:
+        dtype: the type.
+        parameters: gives those whose gradients are added up; asked at the beginning of every window. Frozen ones may be among
+            them, and be trained later.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        >>> sums = WideSums(torch.float32, layer.parameters)
+        >>> for value in (256.0, 1.0, 1.0):  # in bfloat16, 256 + 1 is 256
+        ...     sums.begin_backward()
+        ...     layer(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+        >>> layer.weight.grad, sums.gradients()
+        (None, [tensor([[258.]])])
+        >>> sums.hand_over()
+        >>> layer.weight.grad
+        tensor([[258.]], dtype=torch.bfloat16)
+        >>> sums.close()
+    """
+
+    def __init__(self, dtype: torch.dtype, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+        self.dtype = dtype
+        self._parameters = parameters
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._handles: dict[nn.Parameter, RemovableHandle] = {}
+        self._unwatched: list[nn.Parameter] | None = None
+        """Without a hook: torch takes none of a parameter that is frozen. None between windows."""
+        self._is_adding = False
+        self._factor: float | Tensor = 1.0
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """The type that its gradients are added up in."""
+        return torch.promote_types(parameter.dtype, self.dtype)
+
+    # --- inside a window ----------------------------------------------------------------------------------------------
+
+    def begin_backward(self, is_adding: bool = True) -> None:
+        """A backward is next.
+
+        Args:
+            is_adding: add its gradients to the sums; False leaves them where they are.
+        """
+        self._is_adding, self._factor = is_adding, 1.0
+        if self._unwatched is None:
+            self._unwatched = [parameter for parameter in self._parameters() if parameter not in self._handles]
+        if any(parameter.requires_grad for parameter in self._unwatched):
+            for parameter in self._unwatched:
+                if parameter.requires_grad:
+                    self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            self._unwatched = [parameter for parameter in self._unwatched if parameter not in self._handles]
+
+    def weigh(self, factor: Tensor | None) -> None:
+        """Multiply the gradients of the next backward by one number; None is 1."""
+        if factor is not None:
+            self._factor = factor.item() if factor.device.type == "cpu" else factor.detach().reshape(())
+
+    @torch.no_grad()  # a backward with create_graph=True would have the sum in its graph
+    def _take(self, parameter: Tensor) -> None:
+        """Add the gradient of a parameter to its sum, and let it go."""
+        if not self._is_adding or parameter.grad is None:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        self._add(parameter, self._factor)
+
+    def _add(self, parameter: nn.Parameter, factor: float | Tensor) -> None:
+        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad.detach(), None
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"accumulate_dtype={self.dtype} adds up dense gradients, but that of a parameter of shape {tuple(parameter.shape)}"
+                f" is {gradient.layout}. Leave accumulate_dtype out, or have the layer give dense ones."
+            )
+        total = self._sums.get(parameter)
+        if total is None:
+            total = gradient.to(self.dtype_of(parameter))
+            self._sums[parameter] = total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
+        elif isinstance(factor, Tensor):
+            total.addcmul_(gradient, factor)
+        else:
+            total.add_(gradient, alpha=factor)
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """What was accumulated for a parameter; None where nothing was."""
+        return self._sums.get(parameter)
+
+    def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Go on from a gradient that was accumulated before, in another run."""
+        self._sums[parameter] = gradient
+
+    def copies(self) -> dict[nn.Parameter, Tensor]:
+        """The sums as they are now, for :meth:`put_back`."""
+        return {parameter: total.clone() for parameter, total in self._sums.items()}
+
+    def put_back(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
+        """Have the sums as they were; none that is new stays. The copies may be put back again."""
+        for parameter in self._sums.keys() - copies.keys():
+            del self._sums[parameter]
+        for parameter, total in copies.items():
+            self._sums[parameter].copy_(total)
+
+    # --- the end of a window ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gradients(self) -> list[Tensor]:
+        """All sums, to be scaled in place."""
+        for parameter in self._parameters():
+            if parameter.grad is not None:  # from no backward: a hook has put it there
+                self._add(parameter, 1.0)
+        return list(self._sums.values())
+
+    @torch.no_grad()
+    def reduce(self, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the sums over the ranks, in their own type. Called on all ranks.
+
+        A parameter that only other ranks have used gets their sum, and one that no rank has used stays without.
+
+        Args:
+            ranks: those whose gradients are averaged.
+            parameters: those of the module, in the same order on all ranks.
+        """
+        self.gradients()
+        if not parameters:
+            return
+        is_used = ranks.largest(*(float(parameter in self._sums) for parameter in parameters))
+        used = [parameter for parameter, is_one in zip(parameters, is_used, strict=True) if is_one]
+        for parameter in used:
+            if parameter not in self._sums:
+                self._sums[parameter] = torch.zeros_like(parameter, dtype=self.dtype_of(parameter))
+        for bucket in _buckets([self._sums[parameter] for parameter in used]):
+            is_in_place = len(bucket) == 1 and bucket[0].is_contiguous()
+            flat = bucket[0] if is_in_place else torch.cat([total.reshape(-1) for total in bucket])
+            dist.all_reduce(flat, group=ranks.group)
+            flat.div_(ranks.size)
+            if not is_in_place:
+                for total, part in zip(bucket, torch.split(flat, [total.numel() for total in bucket]), strict=True):
+                    total.copy_(part.view(total.shape))
+
+    @torch.no_grad()
+    def hand_over(self) -> None:
+        """Give each parameter its sum as its gradient, in the type that it takes.
+
+        One after the other, and each sum is freed at once: the whole takes no more memory than the sums alone.
+        """
+        for parameter in list(self._sums):
+            parameter.grad = self._sums.pop(parameter).to(parameter.dtype)
+
+    def clear(self) -> None:
+        """Forget the sums; a window has ended."""
+        self._sums.clear()
+        self._unwatched = None
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self.clear()
+
+
+def sparse_layers(module: nn.Module) -> list[str]:
+    """The names of the layers of torch's whose gradients are sparse."""
+    return [n for n, layer in module.named_modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse]
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type and device together, in their order, up to a size."""
+    open_ones: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        bucket = open_ones.setdefault(key, [])
+        if bucket and sum(map(_bytes, bucket)) + _bytes(tensor) > BUCKET_BYTES:
+            yield open_ones.pop(key)
+            bucket = open_ones.setdefault(key, [])
+        bucket.append(tensor)
+    yield from open_ones.values()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
