@@ -18,6 +18,8 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.resume import PartialWindow
 from lightning_accum.splitting import Splitting
+from lightning_accum.term_nodes import scale_terms
+from lightning_accum.terms import TermsAtOnce, TermsCountedAhead
 from lightning_accum.weight import Weigher, count_samples
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
@@ -55,7 +57,12 @@ class Accumulation:
         """The ranks that have batches of their own."""
         self.boundary = Boundary(policy.tail)
         self.window = Window(ranks.device, ranks.size, ranks.group)
-        self.weigher = Weigher(policy.weight, warn)
+        may_be_at_once = policy.weight == "auto" and ranks.size > 1 and splitting is None
+        self._terms_at_once = TermsAtOnce() if may_be_at_once else None
+        self.weigher = Weigher(policy.weight, warn, hands_out_terms=self._terms_at_once is not None)
+        if isinstance(policy.weight, tuple):
+            window = self.window
+            window.terms = TermsCountedAhead(policy.weight, window.device, window.dtype, ranks.size, ranks.group)
         self.clock = StepClock(policy.scheduler_counts)
         self.sums: WideSums | None = None
         """Where gradients are added up, if in a wider type than that of their parameters."""
@@ -152,6 +159,11 @@ class Accumulation:
         """One micro-batch is the whole window: there is nothing to weigh, and everything is left to Lightning."""
         return self.plan is None and self.world_size == 1 and self.boundary.size == 1
 
+    def count_ahead(self) -> None:
+        """The micro-batches of the plan are about to run: what their terms are divided by is counted in all of them."""
+        if isinstance(self.window.terms, TermsCountedAhead) and self.plan is not None and not self.is_stand_in:
+            self.window.terms.count(self.plan.batch)
+
     def begin_micro_batch(self, batch: Any) -> None:
         """Enter training_step."""
         self.batch, self.has_loss = batch, False
@@ -175,17 +187,23 @@ class Accumulation:
         if self.is_plain():
             self.is_weightless = False
             self._note_plain(loss)
+            self.weigher.take_terms()
             return None
         contribution = self.weigher(loss, self.batch)
         self.weight = contribution.weight
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
-        if self.sums is None:
-            seed = self.window.add(loss, contribution)
-        else:  # the weight in the wide type
-            self.sums.weigh(self.window.add(loss.detach().to(self.sums.dtype), contribution))
-            seed = None
+        # the weight in the wide type, if there is one
+        seed = self.window.add(loss if self.sums is None else loss.detach().to(self.sums.dtype), contribution)
         if self.is_boundary:
             self.reduce()
+        terms = self.weigher.take_terms()
+        if terms and (factors := self.window.factors_of_terms()) is not None:
+            self.is_weightless = not any(isinstance(factor, Tensor) or factor for factor in factors)
+            scale_terms(terms, factors)
+            return None
+        if self.sums is not None:
+            self.sums.weigh(seed)
+            return None
         return seed
 
     def _note_plain(self, loss: Tensor) -> None:
@@ -228,6 +246,8 @@ class Accumulation:
         """Start to sum the weights over the ranks: on all of them before the last reduction of gradients."""
         if self.splitting is not None and self.splitting.sizes is not None:
             self.window.flag = self.splitting.sizes.has_changed
+        if self._terms_at_once is not None:  # a micro-batch on each rank is all of the window
+            self.window.terms = self._terms_at_once if self.boundary.size == 1 else None
         self.window.reduce()
 
     def is_full(self) -> bool:
@@ -264,7 +284,14 @@ class Accumulation:
             self._warn_once(
                 f"The terms of the loss are means over counts that are not proportional from micro-batch to micro-batch. All of"
                 f" them take the weight of the main one ({self.weigher.criterion}); for the others a window differs from its full"
-                " batch."
+                " batch. Each is weighed by itself where a window is one loader batch that is split, and counted in it:"
+                " GradientAccumulation(micro_batch=..., weight=[TokenCount(), SampleCount()]), one weight for each term."
+            )
+        if self.closed.is_miscounted:
+            self._warn_once(
+                "What the weights of the terms counted in micro-batches does not add up to what they counted in the whole batch: a"
+                " micro-batch had no loss, or a weight is no count that adds up. In such a window the terms of the loss have other"
+                " shares than in the full batch."
             )
         return self.closed
 

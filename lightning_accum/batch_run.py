@@ -54,6 +54,7 @@ class BatchRun:
         accumulation, strategy = self._accumulation, self._strategy
         splitting = accumulation.splitting
         assert splitting is not None
+        accumulation.count_ahead()
         begun, is_zero_grad_due = accumulation.window.micro_batches, accumulation.is_zero_grad_due
         sums = accumulation.sums if splitting.is_retried else None
         kept = {} if sums is None else sums.copies()

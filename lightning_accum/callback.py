@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -71,7 +71,9 @@ class GradientAccumulation(Callback):
             have logged and returned.
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
-            is the classic mean of the micro-batches' means.
+            is the classic mean of the micro-batches' means. For a loss of several terms that are divided by counts which do not
+            go together, a list with one of those for each, in their order, where a window is one loader batch that is split:
+            ``[TokenCount(), SampleCount()]``. What is logged goes by the first.
         tail: what the end of an epoch, or an early stop, does to an unfinished window. ``"step"``: an optimizer step on what is
             there, exactly. ``"drop"``: its gradients are dropped. ``"carry"``: the window goes on in the next epoch; the last one
             of the training steps.
@@ -111,7 +113,7 @@ class GradientAccumulation(Callback):
         window: WindowSize = None,
         *,
         micro_batch: MicroBatchSize | None = None,
-        weight: Literal["auto", "equal"] | Weight = "auto",
+        weight: Literal["auto", "equal"] | Weight | Sequence[Weight] = "auto",
         tail: Tail = "step",
         scheduler_counts: SchedulerCounts = "optimizer_steps",
         accumulate_dtype: torch.dtype | None = None,
@@ -123,8 +125,7 @@ class GradientAccumulation(Callback):
     ) -> None:
         _check_window(window)
         _check_micro_batch(micro_batch, trim_padding, split)
-        if not (callable(weight) or weight in ("auto", "equal")):
-            raise MisconfigurationException(f'weight={weight!r}: expected "auto", "equal" or a callable of the batch')
+        checked_weight = _checked_weight(weight, window, micro_batch)
         if tail not in ("step", "drop", "carry"):
             raise MisconfigurationException(f'tail={tail!r}: expected "step", "drop" or "carry"')
         if scheduler_counts not in ("optimizer_steps", "micro_batches"):
@@ -139,7 +140,7 @@ class GradientAccumulation(Callback):
             raise MisconfigurationException(f'batch_norm={batch_norm!r}: expected "warn" or "exact"')
         self.policy = Policy(
             window,
-            weight,
+            checked_weight,
             tail,
             scheduler_counts,
             log,
@@ -170,6 +171,10 @@ class GradientAccumulation(Callback):
             )
         if self.policy.micro_batch is not None:
             _check_module(self.policy, pl_module)
+        if isinstance(self.policy.weight, tuple) and self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
+            raise MisconfigurationException(
+                _needs_one_batch(self.policy.weight, self.policy.window or trainer.accumulate_grad_batches)
+            )
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
         if size is None:
             return
@@ -334,6 +339,32 @@ def _check_window(window: Any) -> None:
             f"window={window!r}: expected a number of loader batches from 1, {{epoch: number}}, a function of the optimizer step,"
             " Tokens(...) or None"
         )
+
+
+def _checked_weight(weight: Any, window: Any, micro_batch: Any) -> Any:
+    if isinstance(weight, (list, tuple)) and len(weight) == 1:
+        weight = weight[0]
+    if not isinstance(weight, (list, tuple)):
+        if not (callable(weight) or (isinstance(weight, str) and weight in ("auto", "equal"))):
+            raise MisconfigurationException(
+                f'weight={weight!r}: expected "auto", "equal", a callable of the batch, or a list of one for each term of the loss'
+            )
+        return weight
+    if not weight or not all(callable(of_term) for of_term in weight):
+        raise MisconfigurationException(
+            f"weight={weight!r}: expected a callable of the batch for each term of the loss, such as [TokenCount(), SampleCount()]"
+        )
+    if micro_batch is None or not (window in (None, 1) or isinstance(window, Mapping)):
+        raise MisconfigurationException(_needs_one_batch(weight, window))
+    return tuple(weight)
+
+
+def _needs_one_batch(weight: Any, window: Any) -> str:
+    return (
+        f"weight={weight!r} weighs each term of the loss by itself, for which a whole window has to be counted before it runs: it"
+        f" has to be one loader batch that is split (micro_batch=). Here window={window!r}. Let the loader yield the batch that is"
+        " wanted, and set only micro_batch=."
+    )
 
 
 def _is_natural(number: Any, least: int) -> bool:

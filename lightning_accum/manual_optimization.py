@@ -235,6 +235,11 @@ def _check(policy: Policy) -> None:
             f'micro_batch="auto" runs a batch again when memory runs out, but {manual} the module may have stepped by then. Give a'
             " number of samples, or Tokens(...)."
         )
+    if isinstance(policy.weight, tuple):
+        raise MisconfigurationException(
+            f"weight={list(policy.weight)} weighs each term of one loss by itself; {manual} there may be several losses. Give one"
+            ' weight, or "auto".'
+        )
     if policy.accumulate_dtype is not None or policy.on_nonfinite != "propagate":
         raise MisconfigurationException(
             f"accumulate_dtype and on_nonfinite are for automatic optimization; {manual} leave them out."

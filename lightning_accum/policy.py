@@ -26,7 +26,7 @@ class Policy:
     """What :class:`~lightning_accum.GradientAccumulation` was asked for; its arguments explain the fields."""
 
     window: WindowSize = None
-    weight: Literal["auto", "equal"] | Weight = "auto"
+    weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...] = "auto"
     tail: Tail = "step"
     scheduler_counts: SchedulerCounts = "optimizer_steps"
     log: bool = True

@@ -19,6 +19,7 @@ from lightning_accum.denominator import CRITERIA, Denominator, Term, UnreadableL
 from lightning_accum.graph import Reading, read_loss, read_terms, terms_of
 from lightning_accum.nodes import kind_of
 from lightning_accum.safeguards import guard_against_zero, is_contrastive
+from lightning_accum.term_nodes import TermLister, TermNode, TermReader
 
 Weight: TypeAlias = Callable[[Any], Any]
 """Counts what the mean loss of a batch is divided by: takes the batch, returns a scalar tensor or a number."""
@@ -126,23 +127,34 @@ class Contribution(NamedTuple):
     Attributes:
         weight: what its mean loss was divided by; None if the loss is a sum, so that it is added as it is.
         others: the denominators of other terms of the loss. No terms: their nodes would keep the graph alive.
+        signature: a number that tells which terms these are; 0 without any.
     """
 
     weight: Denominator | None
     others: tuple[Denominator, ...] = ()
+    signature: int = 0
 
 
 class Weigher:
     """Finds the weight of each micro-batch, by the rule that the user chose.
 
     Args:
-        weight: ``"auto"``, ``"equal"``, or a callable of the batch.
+        weight: ``"auto"``, ``"equal"``, a callable of the batch, or one for each term of the loss.
         warn: takes a warning that should be seen once.
+        hands_out_terms: with ``"auto"``, whether :meth:`take_terms` will be called after each micro-batch.
     """
 
-    def __init__(self, weight: Literal["auto", "equal"] | Weight, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...],
+        warn: Callable[[str], None],
+        hands_out_terms: bool = False,
+    ) -> None:
         self._weight = weight
         self._warn = warn
+        self._reader = TermReader() if hands_out_terms else None
+        self._lister = TermLister(weight, warn) if isinstance(weight, tuple) else None
+        self._terms: list[TermNode] = []
         self._looks_for_contrast = 3  # micro-batches more: one of a single sample shows nothing
         self._factors: list[float] | None = None
         self._plain: tuple[type, str] | None = None
@@ -188,16 +200,25 @@ class Weigher:
                     self._plain = (type(loss.grad_fn), kind_of(loss.grad_fn))
                 return Contribution(_on_host(reading.weight))
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
-            return Contribution(_on_host(reading.weight), others)
+            signature = 0
+            if self._reader is not None and others and reading.weight is not None:
+                self._terms, signature = self._reader.read(terms, reading)
+            return Contribution(_on_host(reading.weight), others, signature)
         terms = []
         with suppress(UnreadableLossError):
             terms = terms_of(loss)
+        if self._lister is not None:
+            counts = [_checked(weight(batch), weight) for weight in self._lister.weights]
+            self._terms = self._lister.read(terms, counts)
+            guard_against_zero(terms)
+            self.criterion = self._lister.description
+            return Contribution(counts[0], tuple(counts[1:]))
         if self._looks_for_contrast:
             self._look_for_contrast(terms)
         if self._weight == "equal":
             self.criterion = "equal: a mean of the micro-batches' means"
             return Contribution(1.0)
-        assert not isinstance(self._weight, str)
+        assert not isinstance(self._weight, (str, tuple))
         if isinstance(batch, Iterator):
             raise TypeError(
                 f"weight={self._weight} counts in the batch, but training_step draws its batches by itself (`dataloader_iter`)."
@@ -209,6 +230,11 @@ class Weigher:
             self._compare_with_graph(loss, weight)
         guard_against_zero(terms)
         return Contribution(weight)
+
+    def take_terms(self) -> list[TermNode]:
+        """Where the terms of the last loss are to be scaled; none where they share one weight. They are not kept."""
+        terms, self._terms = self._terms, []
+        return terms
 
     def _describe(self, reading: Reading) -> None:
         if reading.weight is None:
@@ -263,7 +289,7 @@ class Weigher:
             )
 
 
-def expected_weight(batch: Any, weight: Weight | str) -> float:
+def expected_weight(batch: Any, weight: Weight | str | tuple[Weight, ...]) -> float:
     """What a batch will about weigh, before there is a loss to tell: its labels that are not ignored, else its samples.
 
     Example:

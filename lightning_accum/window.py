@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.denominator import Denominator
+from lightning_accum.terms import TermsAtOnce, TermsCountedAhead
 from lightning_accum.weight import Contribution
 
 _MOST_RANKS = 2.0**20
 """Two flags are in one number, and those of so many ranks do not run into each other."""
+_NUMBERS = 8
+"""Those that are summed over the ranks; :attr:`Window.terms` may add some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class ClosedWindow:
         micro_batches: micro-batches with a loss.
         is_empty: nothing had any weight, so there is no gradient to step on.
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
+        is_miscounted: what was counted ahead for the terms of the loss is not what its micro-batches had.
         is_flagged: a rank had raised its :attr:`Window.flag`.
         is_last: a rank had raised its :attr:`Window.is_last`.
     """
@@ -43,6 +47,7 @@ class ClosedWindow:
     micro_batches: int
     is_empty: bool = False
     do_terms_disagree: bool = False
+    is_miscounted: bool = False
     is_flagged: bool = False
     is_last: bool = False
 
@@ -69,6 +74,8 @@ class Window:
         """Something that all ranks are to know of when the window ends; it travels with the weights."""
         self.is_last = False
         """This rank was told to end; all are to know of that, too."""
+        self.terms: TermsAtOnce | TermsCountedAhead | None = None
+        """Weighs each term of the loss by itself; the same on all ranks."""
         self._reference: float | None = None
         self._seed: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
@@ -80,6 +87,8 @@ class Window:
         self._contributions: list[Contribution] = []
         self._totals: Tensor | list[float] | None = None
         self._reduction: dist.Work | None = None
+        if self.terms is not None:
+            self.terms.discard()
 
     @property
     def micro_batches(self) -> int:
@@ -163,6 +172,8 @@ class Window:
 
     def _agreed_reference(self, weight: Denominator) -> float:
         """The scale of this window: from the first weights of all ranks, later from the mean weight of the last window."""
+        if self.terms is not None:
+            self.terms.agree()
         if self._reference is None:
             first = self._tensor_of([weight, 1.0])
             if self._world_size > 1:
@@ -176,10 +187,32 @@ class Window:
 
         Called once the last weight is known, before its backward: so it does not wait in line behind the gradients.
         """
-        self._totals = self._sum_on_host() if self._is_on_host else self._sum_on_device()
+        totals = self._sum_on_host() if self._is_on_host else self._sum_on_device()
+        if self.terms is not None:
+            of_terms = self._tensor_of(self.terms.numbers(self._contributions))
+            totals = torch.cat((totals, of_terms)) if isinstance(totals, Tensor) else [*totals, *of_terms.tolist()]
+        self._totals = totals
         if self._world_size > 1:
             self._totals = torch.as_tensor(self._totals, dtype=self.dtype)
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
+
+    def factors_of_terms(self) -> list[Denominator] | None:
+        """What the backward of each term of the last micro-batch is multiplied by, instead of the seed of :meth:`add`, by place.
+
+        Returns:
+            None where they share one weight.
+        """
+        contribution = self._contributions[-1]
+        if self.terms is None or contribution.weight is None:
+            return None
+        assert self._reference is not None
+        totals: list[float] | Tensor = [0.0] * _NUMBERS if self._totals is None else self._totals
+        if self._reduction is not None:
+            self._reduction.wait()
+            self._reduction = None
+        if isinstance(totals, Tensor) and self._is_on_host:
+            totals = totals.tolist()
+        return self.terms.factors(contribution, self._reference, totals[0], totals[_NUMBERS:])
 
     def close(self, gradients: Sequence[Tensor]) -> ClosedWindow:
         """End the window: scale its gradients in place to those of the full batch.
@@ -198,7 +231,9 @@ class Window:
             self._reduction.wait()
         # the one copy to the host
         totals = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
-        weight, loss, negative, terms, spread, micro_batches, sums, flags = totals
+        weight, loss, negative, terms, spread, micro_batches, sums, flags = totals[:_NUMBERS]
+        are_exact = self.terms is not None and self.terms.are_exact(totals[_NUMBERS:], weight)
+        is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
         self.discard()
         told = {"is_flagged": flags % _MOST_RANKS > 0, "is_last": flags >= _MOST_RANKS}
         if negative or not math.isfinite(weight):
@@ -220,11 +255,13 @@ class Window:
         _scale(gradients, self._world_size * self._reference / weight)
         self._reference = _power_of_two_near(weight / micro_batches)
         # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n
-        disagree = terms > 0 and spread * weight / terms**2 - 1 > 1e-6
-        return ClosedWindow(loss / weight, weight, int(micro_batches), do_terms_disagree=disagree, **told)
+        disagree = terms > 0 and not are_exact and spread * weight / terms**2 - 1 > 1e-6
+        told = {**told, "do_terms_disagree": disagree and not is_miscounted, "is_miscounted": is_miscounted}
+        return ClosedWindow(loss / weight, weight, int(micro_batches), **told)
 
-    # Eight numbers of this rank, to be summed over the ranks, 64 bytes in float64: the sums of n, of l*n (of l, for losses that are
-    # sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a sum; the flags.
+    # Eight numbers of this rank (_NUMBERS), to be summed over the ranks, 64 bytes in float64: the sums of n, of l*n (of l, for
+    # losses that are sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a
+    # sum; the flags.
 
     def _flags(self) -> float:
         return float(self.flag) + _MOST_RANKS * self.is_last

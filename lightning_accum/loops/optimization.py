@@ -85,7 +85,7 @@ class WindowOptimization(_AutomaticOptimization):
             trainer.lightning_module,
             accumulation.splitting.keeper,
             training_step,
-            weigh if callable(weigh) else None if weigh == "auto" else lambda batch: 1.0,
+            weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
         )
 
     @override

@@ -1,0 +1,277 @@
+"""A loss of terms with different denominators: each term is that of the full batch, where its totals are known in time."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from support import OPTIMIZERS, TinyGPT, ddp, language_loss, loader, pad, relative_error, train_by_hand, trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
+from lightning_accum.denominator import UnreadableLossError
+from lightning_accum.graph import terms_of
+from lightning_accum.term_nodes import TermLister, TermNode, are_apart, scale_terms
+from lightning_accum.terms import TermsAtOnce
+from lightning_accum.weight import Contribution, Weigher
+from lightning_accum.window import Window
+
+EACH = [TokenCount(), SampleCount()]
+ROWS = 16
+
+
+class Rated(pl.LightningModule):
+    """Predicts the next token, and the score of each sentence: a mean over tokens and one over samples."""
+
+    def __init__(self, optimizer: str = "sgd", by_rank: Sequence[Sequence[Any]] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net, self.score = TinyGPT(length=32).double(), nn.Linear(17, 1).double()
+        self.optimizer, self.by_rank = optimizer, by_rank
+        self.backwards = 0
+
+    def terms(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = self.net(batch["input_ids"])
+        mask = (batch["labels"] != -100).double()[..., None]
+        pooled = (logits * mask).sum(1) / mask.sum(1)
+        return language_loss(logits, batch["labels"]), F.mse_loss(self.score(pooled)[:, 0], batch["score"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        cross_entropy, error = self.terms(batch)
+        return cross_entropy + 0.5 * error
+
+    def on_after_backward(self) -> None:
+        self.backwards += 1
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(self.by_rank[self.trainer.global_rank])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+def rated(windows: int, rows: int = ROWS) -> list[dict[str, Tensor]]:
+    """Batches whose scores go with the lengths of their sentences, as ratings and rewards do."""
+    generator = torch.Generator().manual_seed(11)
+    batches = []
+    for _ in range(windows):
+        lengths = torch.exp(torch.randn(rows, generator=generator) * 0.8 + 2).clamp(2, 32).long()
+        sentences = [torch.randint(0, 17, (int(length),), generator=generator) for length in lengths]
+        score = lengths.double().log() + 0.3 * torch.randn(rows, generator=generator, dtype=torch.float64)
+        batches.append({**pad(sentences), "score": score})
+    return batches
+
+
+def rows_of(batch: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    return {key: value[rows] for key, value in batch.items()}
+
+
+def error_of_updates(found: nn.Module, expected: nn.Module, start: nn.Module) -> float:
+    """Of what training has changed, not of what was there before."""
+    moved = [[a - b for a, b in zip(m.parameters(), start.parameters(), strict=True)] for m in (found, expected)]
+    return relative_error(*moved)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("micro_batch", [3, Tokens(64), "auto"])
+def test_each_term_of_a_split_batch_is_that_of_the_batch(optimizer: str, micro_batch: Any) -> None:
+    batches = rated(3)
+    module = Rated(optimizer)
+    trainer(callbacks=[GradientAccumulation(micro_batch=micro_batch, weight=EACH)], max_epochs=2).fit(module, loader(batches))
+    by_hand = train_by_hand(Rated(optimizer), batches, epochs=2)
+    assert error_of_updates(module, by_hand, Rated(optimizer)) <= 1e-12
+
+
+def test_each_term_takes_no_second_backward() -> None:
+    batches, module = rated(2), Rated()
+    trainer(callbacks=[GradientAccumulation(micro_batch=4, weight=EACH)]).fit(module, loader(batches))
+    assert module.backwards == 2 * ROWS / 4
+
+
+def test_one_weight_for_all_terms_is_named_with_its_mend() -> None:
+    module, by_hand, batches = Rated(), Rated(), rated(2)
+    with pytest.warns(UserWarning, match=r"weight=\[TokenCount\(\), SampleCount\(\)\]"):
+        trainer(callbacks=[GradientAccumulation(micro_batch=4)]).fit(module, loader(batches))
+    assert error_of_updates(module, train_by_hand(by_hand, batches, 1), Rated()) > 0.05
+
+
+def test_exact_terms_are_not_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(terms|counts|full batch)")
+        trainer(callbacks=[GradientAccumulation(micro_batch=4, weight=EACH)]).fit(Rated(), loader(rated(2)))
+
+
+@pytest.mark.parametrize("micro_batch", [3, Tokens(64), "auto"])
+def test_each_term_of_split_batches_over_ranks(micro_batch: Any) -> None:
+    """The ranks have unequal rows, come to different numbers of micro-batches, and one runs out of batches."""
+    batches = rated(3)
+    parts = [[rows_of(batch, slice(0, 5)) for batch in batches], [rows_of(batch, slice(5, None)) for batch in batches[:2]]]
+    whole = [*batches[:2], parts[0][2]]
+    module = Rated("adamw", by_rank=parts)
+    run = trainer(ddp(), devices=2, callbacks=[GradientAccumulation(micro_batch=micro_batch, weight=EACH)])
+    run.fit(module)
+    by_hand = train_by_hand(Rated("adamw"), whole, epochs=1)
+    assert error_of_updates(module, by_hand, Rated("adamw")) <= 1e-12
+
+
+class SometimesRated(Rated):
+    """Batches without scores have no second term."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        if batch["input_ids"].shape[0] == 1:
+            return None
+        if batch["score"].isnan().all():
+            return self.terms(batch)[0]
+        return super().training_step(batch, batch_idx)
+
+
+def test_windows_of_one_micro_batch_on_each_rank_are_exact_without_being_told() -> None:
+    """Plain distributed training, where the mean over ranks is a mean of means."""
+    batches = rated(3)
+    parts = [[rows_of(batch, slice(0, 5)) for batch in batches], [rows_of(batch, slice(5, None)) for batch in batches]]
+    module = Rated("adamw", by_rank=parts)
+    trainer(ddp(), devices=2, max_epochs=2).fit(module)
+    by_hand = train_by_hand(Rated("adamw"), batches, epochs=2)
+    assert error_of_updates(module, by_hand, Rated("adamw")) <= 1e-12
+
+
+def test_a_rank_without_a_term_or_without_a_loss_holds_nobody_up() -> None:
+    batches = rated(3)
+    parts = [[rows_of(batch, slice(0, 5)) for batch in batches], [rows_of(batch, slice(5, None)) for batch in batches]]
+    parts[1][0] = {**parts[1][0], "score": torch.full_like(parts[1][0]["score"], math.nan)}  # its loss has one term
+    parts[1][1] = rows_of(parts[1][1], slice(0, 1))  # it returns None
+    module = SometimesRated(by_rank=parts)
+    trainer(ddp(find_unused_parameters=True), devices=2).fit(module)
+
+    expected = Rated()
+
+    def full_batch(index: int) -> Tensor:
+        if index == 1:
+            return expected.training_step(parts[0][1], 0)
+        cross_entropy, error = expected.terms(batches[index])
+        return cross_entropy + 0.5 * (expected.terms(parts[0][0])[1] if index == 0 else error)
+
+    train_by_hand(expected, range(3), epochs=1, loss=full_batch)
+    assert error_of_updates(module, expected, Rated()) <= 1e-12
+
+
+def test_ranks_with_other_terms_share_the_main_weight() -> None:
+    terms, contribution = TermsAtOnce(), Contribution(2.0, (4.0,), signature=7)
+    other = Contribution(3.0, (5.0,), signature=8)
+    sums = [a + b for a, b in zip(terms.numbers([contribution]), terms.numbers([other]), strict=True)]
+    assert terms.factors(contribution, 1.0, 5.0, sums) == [2.0, 2.0]
+    alike = [a + b for a, b in zip(terms.numbers([contribution]), terms.numbers([contribution]), strict=True)]
+    assert terms.factors(contribution, 1.0, 4.0, alike) == [2.0, 2.0]
+    assert terms.are_exact(alike)
+    assert not terms.are_exact(sums)
+
+
+def test_on_a_device_nothing_is_copied_to_the_host() -> None:
+    """A meta tensor has no value: whatever asks for one raises."""
+    meta = torch.device("meta")
+    weigher, window = Weigher("auto", print, hands_out_terms=True), Window(meta)
+    window._reference, window.terms = 1.0, TermsAtOnce()
+    weigher._looks_for_contrast = 0
+    logits, target = torch.randn(6, 5, device=meta, requires_grad=True), torch.zeros(6, dtype=torch.long, device=meta)
+    loss = F.cross_entropy(logits, target) + F.mse_loss(logits[:2], torch.zeros(2, 5, device=meta))
+    window.add(loss, weigher(loss, None))
+    window.reduce()
+    factors = window.factors_of_terms()
+    assert factors is not None
+    scale_terms(weigher.take_terms(), factors)
+    loss.backward()
+    assert [factor.device for factor in factors] == [meta, meta]
+    assert weigher.take_terms() == []
+
+
+def test_a_micro_batch_without_loss_is_named() -> None:
+    """What it would have had was counted ahead."""
+    with pytest.warns(UserWarning, match="does not add up to what they counted in the whole batch"):
+        trainer(callbacks=[GradientAccumulation(micro_batch=5, weight=EACH)]).fit(SometimesRated(), loader(rated(1)))
+
+
+def test_a_weight_that_counts_something_else_is_named() -> None:
+    with pytest.warns(UserWarning, match="mean squared error.*only where the two are proportional"):
+        run = trainer(callbacks=[GradientAccumulation(micro_batch=4, weight=[TokenCount(), TokenCount()])])
+        run.fit(Rated(), loader(rated(1)))
+
+
+def test_terms_without_weight_and_penalties_keep_their_share() -> None:
+    """A micro-batch without tokens still has samples; a penalty on parameters is the same in all micro-batches."""
+
+    class Penalised(Rated):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + 0.01 * self.score.weight.square().sum()
+
+    batch = rated(1)[0]
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][4:8, 1:] = -100  # one token, which predicts nothing
+    module = Penalised()
+    run = trainer(callbacks=[GradientAccumulation(micro_batch=4, weight=EACH, trim_padding=False)])
+    run.fit(module, loader([batch]))
+    by_hand = train_by_hand(Penalised(), [batch], epochs=1)
+    assert error_of_updates(module, by_hand, Penalised()) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight": EACH}, "one loader batch that is split"),
+        ({"weight": EACH, "micro_batch": 4, "window": 2}, "one loader batch that is split.*window=2"),
+        ({"weight": EACH, "micro_batch": 4, "window": Tokens(100)}, "one loader batch that is split"),
+        ({"weight": ["auto", SampleCount()], "micro_batch": 4}, "a callable of the batch for each term"),
+        ({"weight": [], "micro_batch": 4}, "a callable of the batch for each term"),
+    ],
+)
+def test_where_terms_cannot_be_counted_ahead_is_an_error(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        GradientAccumulation(**arguments)
+
+
+def test_the_window_of_the_trainer_counts_too() -> None:
+    callback = GradientAccumulation(micro_batch=4, weight=EACH)
+    with pytest.raises(MisconfigurationException, match="one loader batch that is split.*window=2"):
+        trainer(callbacks=[callback], accumulate_grad_batches=2).fit(Rated(), loader(rated(2)))
+
+
+def test_as_many_weights_as_terms() -> None:
+    callback = GradientAccumulation(micro_batch=4, weight=[*EACH, SampleCount()])
+    with pytest.raises(UnreadableLossError, match=r"3 weights.*2 terms that depend on the batch \(cross entropy, mean squared"):
+        trainer(callbacks=[callback]).fit(Rated(), loader(rated(1)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda x: x.square().mean() + x.sum(), "divided by nothing"),
+        (lambda x: (mean := x.square().mean()) + mean.exp(), "computed from another"),
+        (lambda x: (mean := x.square().mean()) + mean, "computed from another"),
+    ],
+)
+def test_terms_that_cannot_be_told_apart_are_an_error(loss: Callable[[Tensor], Tensor], message: str) -> None:
+    terms = terms_of(loss(torch.ones(3, requires_grad=True) * torch.ones(3)))
+    with pytest.raises(UnreadableLossError, match=message):
+        TermLister([SampleCount(), SampleCount()], print).read(terms, [3.0, 3.0])
+
+
+def test_a_term_above_another_is_seen() -> None:
+    x = torch.ones(3, requires_grad=True) * torch.ones(3)
+    mean = x.mean()
+    assert are_apart(terms_of(mean + x.square().mean()))
+    assert not are_apart(terms_of(mean + mean.exp()))
+
+
+def test_scaling_is_by_term() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    first, second = x.square().mean(), x.sum()
+    scale_terms([TermNode(first.grad_fn, 0), TermNode(second.grad_fn, 1)], [torch.tensor(10.0, dtype=torch.float64), 3.0])
+    (first + second).backward()
+    assert x.grad.tolist() == [13.0, 23.0]
