@@ -87,6 +87,8 @@ class Accumulation:
         """The loader batch in hand stands in for one that this rank does not have: it weighs nothing."""
         self.has_loss = False
         """The micro-batch in hand gave one."""
+        self.before_backward: Callable[[], None] | None = None
+        """Called in every micro-batch that is added to the window, once its weight is known."""
         self._warn = warn
         self._warned: set[str] = set()
 
@@ -175,6 +177,8 @@ class Accumulation:
         self.weight = contribution.weight
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         seed = self.window.add(loss, contribution)
+        if self.before_backward is not None:
+            self.before_backward()
         if self.is_boundary:
             self.reduce()
         return seed
