@@ -2,6 +2,7 @@
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.micro_batch import Tokens
+from lightning_accum.noise_callback import GradientNoiseScale
 from lightning_accum.samplers import SameOrderSampler
 from lightning_accum.strategies import (
     AccumulationStrategy,
@@ -18,6 +19,7 @@ __all__ = [
     "DDPAccumulationStrategy",
     "FSDPAccumulationStrategy",
     "GradientAccumulation",
+    "GradientNoiseScale",
     "ModelParallelAccumulationStrategy",
     "SameOrderSampler",
     "SampleCount",

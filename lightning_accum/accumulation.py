@@ -97,6 +97,8 @@ class Accumulation:
         """The loader batch in hand stands in for one that this rank does not have: it weighs nothing."""
         self.has_loss = False
         """The micro-batch in hand gave one."""
+        self.before_backward: Callable[[], None] | None = None
+        """Called in every micro-batch that is added to the window, once its weight is known."""
         self._warn = warn
         self._warned: set[str] = set()
 
@@ -194,6 +196,8 @@ class Accumulation:
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         # the weight in the wide type, if there is one
         seed = self.window.add(loss if self.sums is None else loss.detach().to(self.sums.dtype), contribution)
+        if self.before_backward is not None:
+            self.before_backward()
         if self.is_boundary:
             self.reduce()
         terms = self.weigher.take_terms()

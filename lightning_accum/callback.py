@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.boundary import Tail
+from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.micro_batch import Tokens
@@ -33,15 +34,6 @@ from lightning_accum.weight import Weight
 
 if TYPE_CHECKING:
     from lightning_accum.manual_optimization import ManualOptimization
-
-_HOOKS_OF_A_MICRO_BATCH = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
 
 
 class GradientAccumulation(Callback):
@@ -210,11 +202,7 @@ class GradientAccumulation(Callback):
             self._metrics = WindowMetrics(trainer, pl_module, self._accumulation.resumed_state.get("epoch_loss"))
         elif self.policy.log and self._manual is not None:
             self._metrics = WindowMetrics(trainer, pl_module)
-        # Lightning calls the hooks of every callback at every micro-batch, 2 us for an empty one, and passes over what cannot be
-        # called. A hook that a subclass overrides stays.
-        for hook in _HOOKS_OF_A_MICRO_BATCH:
-            if getattr(type(self), hook) is getattr(Callback, hook):
-                setattr(self, hook, None)
+        leave_out_idle_hooks(self)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -278,8 +266,7 @@ class GradientAccumulation(Callback):
     def _give_back(self, trainer: pl.Trainer) -> None:
         if self._metrics is not None:
             self._metrics.close()
-        for hook in _HOOKS_OF_A_MICRO_BATCH:
-            vars(self).pop(hook, None)
+        put_back_idle_hooks(self)
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
             self._trainers_own = None
