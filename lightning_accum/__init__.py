@@ -9,6 +9,7 @@ from lightning_accum.strategies import (
     FSDPAccumulationStrategy,
     ModelParallelAccumulationStrategy,
 )
+from lightning_accum.verification import verify
 from lightning_accum.weight import SampleCount, TokenCount
 
 __version__ = "0.1.0"
@@ -23,4 +24,5 @@ __all__ = [
     "SampleCount",
     "TokenCount",
     "Tokens",
+    "verify",
 ]
