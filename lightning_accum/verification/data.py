@@ -56,7 +56,7 @@ class Trial:
 
     def padded(self) -> list[Any] | None:
         """The loader batches as they are in the full batch, with its padding."""
-        if self.layout is None or len(self.batches) == 1:
+        if self.layout is None or not self.padding:
             return None
         parts, start = [], 0
         for batch in self.batches:
@@ -87,8 +87,8 @@ def read_data(module: pl.LightningModule, data: Any, window: int, join: Join | N
         if layout is None or layout.size < window:
             found = "how it is made of rows does not show" if layout is None else f"it has {layout.size} rows"
             raise MisconfigurationException(
-                f"verify(window={window}) got one batch, to be cut into the {window} batches of a window, but {found}. Pass a loader"
-                " or a list of batches, or micro_batch= instead of window=."
+                f"verify(window={window}) got one batch, to be cut into the {window} batches of a window, but {found}. Pass a"
+                " loader or a list of batches, or micro_batch= instead of window=."
             )
         sizes = [len(part) for part in torch.arange(layout.size).tensor_split(window)]
         starts = [sum(sizes[:index]) for index in range(window)]
@@ -135,7 +135,8 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
         owner = copy_of(module)
         if not is_overridden("train_dataloader", owner):
             raise MisconfigurationException(
-                f"verify needs data: {type(module).__name__} has no train_dataloader. Pass a batch, a loader or a LightningDataModule."
+                f"verify needs data: {type(module).__name__} has no train_dataloader. Pass a batch, a loader or a"
+                " LightningDataModule."
             )
     if data is None or isinstance(data, pl.LightningDataModule):
         owner.prepare_data()

@@ -23,7 +23,9 @@ def draw(report: Report) -> Figure:
     height = 2.0 + 0.32 * len(rows) + (1.0 + 0.5 * len(broken) if broken else 0)
     figure = Figure(figsize=(10, height), layout="constrained")
     figure.suptitle(fill(report.verdict, 90), fontsize=12, fontweight="bold", x=0.01, horizontalalignment="left")
-    panels = figure.subplots(2 if broken else 1, 1, sharex=True, squeeze=False, height_ratios=(len(rows), len(broken) + 1)[: 1 + bool(broken)])
+    panels = figure.subplots(
+        2 if broken else 1, 1, sharex=True, squeeze=False, height_ratios=(len(rows), len(broken) + 1)[: 1 + bool(broken)]
+    )
     axes = panels[0][0]
     _scale(axes, report)
     places = range(len(rows))
@@ -32,9 +34,11 @@ def draw(report: Report) -> Figure:
         axes.plot(_shown(gradient), place, "o", color=colour, markersize=8, label="gradient" if place == 0 else None)
         label = "update" if place == 0 else None
         axes.plot(_shown(update), place, "o", color=UPDATE, markerfacecolor="none", markersize=10, label=label)
+    if not report.parameters:
+        axes.text(0.5, 0.5, "not compared", transform=axes.transAxes, horizontalalignment="center", color=APART)
     axes.set_yticks(places, [_short(name) for name, _, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_title(fill(report.compared, 110), loc="left", fontsize=10)
+    axes.set_title(fill(report.compared, 85), loc="left", fontsize=10)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
     last = axes
     if broken:
@@ -69,7 +73,7 @@ def _scale(axes: Axes, report: Report) -> None:
 
 
 def _shown(value: float) -> float:
-    return 10.0 if value != value else min(max(value, FLOOR), 10.0)
+    return min(max(value, FLOOR), 10.0) if value == value else value  # NaN is not drawn
 
 
 def _short(name: str) -> str:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_accum.batch_parts import Part, UnsplittableBatchError, read_parts
 from lightning_accum.micro_batch import Cut, Layout
@@ -23,8 +22,8 @@ class JoiningError(ValueError):
 
     def __init__(self, found: str) -> None:
         super().__init__(
-            f"The batches of the window cannot be put together to the full batch: {found}. Say how: verify(join=...) takes a function"
-            " join(batches) that returns one batch; or verify one batch that is split, with micro_batch=."
+            f"The batches of the window cannot be put together to the full batch: {found}. Say how: verify(join=...) takes a"
+            " function join(batches) that returns one batch; or verify one batch that is split, with micro_batch=."
         )
 
 
@@ -44,8 +43,8 @@ def join(batches: Sequence[Any]) -> tuple[Any, str]:
     Example:
         >>> join([{"x": torch.ones(2, 3), "rate": 0.5}, {"x": torch.zeros(1, 3), "rate": 0.5}])[0]["x"].shape
         torch.Size([3, 3])
-        >>> a, b = {"ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[5, 6]])}, {k: torch.tensor([[7]]) for k in ("ids", "labels")}
-        >>> join([a, b])[0]["labels"]
+        >>> texts = [torch.tensor([[5, 6]]), torch.tensor([[7]])]
+        >>> join([{"ids": text, "labels": text.clone()} for text in texts])[0]["labels"]
         tensor([[   5,    6],
                 [   7, -100]])
     """
@@ -134,7 +133,7 @@ class _Columns:
     def _padded(self, path: str, value: Tensor) -> Tensor:
         missing = self._longest[path] - value.shape[1]
         ends = (missing, 0) if self._side == "left" else (0, missing)
-        return F.pad(value, (0, 0) * (value.dim() - 2) + ends, value=self._fill(path))
+        return torch.nn.functional.pad(value, (0, 0) * (value.dim() - 2) + ends, value=self._fill(path))
 
     def _fill(self, path: str) -> float:
         """What padding is in this tensor."""

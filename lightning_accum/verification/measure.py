@@ -102,16 +102,17 @@ def weights_that_fit(pieces: Tensor, full: Tensor) -> tuple[Tensor, float]:
         full: that of the batch. Shape (parameters,).
 
     Returns:
-        The weights, and what is left, relative to ``full``: not 0 where no weights are right.
+        The weights, none where several would do, and what is left, relative to ``full``: not 0 where no weights are right.
 
     Example:
         >>> weights, left = weights_that_fit(torch.tensor([[1.0, 0], [0, 1], [0, 0]]).double(), torch.tensor([1.0, 3, 0]).double())
         >>> weights.tolist(), left
         ([1.0, 3.0], 0.0)
     """
-    solution = torch.linalg.lstsq(pieces, full[:, None], driver="gelsd" if pieces.device.type == "cpu" else None).solution
-    left = full - (pieces @ solution)[:, 0]
-    return solution[:, 0], _ratio(float(left.norm()), float(full.norm()))
+    found = torch.linalg.lstsq(pieces, full[:, None], driver="gelsd")
+    left = full - (pieces @ found.solution)[:, 0]
+    is_unique = int(found.rank) == pieces.shape[1]
+    return found.solution[:, 0] if is_unique else full[:0], _ratio(float(left.norm()), float(full.norm()))
 
 
 def _minus(a: Tensor, b: Tensor) -> Tensor:

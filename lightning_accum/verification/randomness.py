@@ -133,14 +133,15 @@ def _normal(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [value for value in args if isinstance(value, Tensor)]
     if not tensors:
         return _of_size(func, args, kwargs)
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    shape = sum(tensors).shape  # type: ignore[union-attr]
     mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     row = torch.empty(shape[1:], dtype=tensors[0].dtype, device=tensors[0].device).normal_()
     return mean + std * row.expand(shape)
 
 
 _WAYS = {
-    **dict.fromkeys(("normal_", "uniform_", "exponential_", "random_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"), _in_place),
+    **dict.fromkeys(("normal_", "uniform_", "random_", "bernoulli_"), _in_place),
+    **dict.fromkeys(("exponential_", "geometric_", "cauchy_", "log_normal_"), _in_place),
     **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _like),
     **dict.fromkeys(("rand", "randn", "randint"), _of_size),
     "bernoulli": _bernoulli,

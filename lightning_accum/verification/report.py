@@ -94,9 +94,9 @@ class Report:
     def verdict(self) -> str:
         """The result in a line."""
         if self.is_equal:
-            return f"Equal: {self.module} takes the same step on micro-batches as on the full batch."
+            return f"Equal: {self.module} takes the same optimizer step on micro-batches as on the full batch."
         names = ", ".join(dict.fromkeys(found.name for found in self.breaks))
-        return f"Not equal: {self.module} takes another step on micro-batches than on the full batch ({names})."
+        return f"Not equal: {self.module} does not do on micro-batches what it does on the full batch ({names})."
 
     @property
     def worst(self) -> Sequence[ParameterDifference]:
@@ -121,27 +121,35 @@ class Report:
 
     def plain(self) -> str:
         """As plain text of up to 100 columns."""
-        lines = [self.verdict, self._wrapped(self.compared), ""]
+        lines = [self._wrapped(self.verdict), self._wrapped(self.compared), ""]
         width = max(len(name) for name, _, _ in self._rows())
         lines += [f"{name:<{width}}  {gradient:>9}  {update:>9}" for name, gradient, update in self._rows()]
         if len(self.parameters) > SHOWN:
             lines.append(f"... and {len(self.parameters) - SHOWN} more that are closer")
         lines += ["", *(self._wrapped(f"{name}: {value}") for name, value in self._facts())]
         for found in self.breaks:
-            lines += ["", self._wrapped(f"{found.name}: {found.found} {_effect(found)}"), self._wrapped(f"    To mend it: {found.mend}")]
+            lines += [
+                "",
+                self._wrapped(f"{found.name}: {found.found} {_effect(found)}"),
+                self._wrapped(f"    To mend it: {found.mend}"),
+            ]
         if self.notes:
             lines += ["", *(self._wrapped(f"- {note}") for note in self.notes)]
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        head = [("relative difference", "gradient", "update"), ("all parameters", number(self.gradient), number(self.update))]
-        return head + [(row.name, number(row.gradient), number(row.update)) for row in self.worst]
+        """The table: its head, all parameters together, and the worst."""
+        return [
+            ("relative difference", "gradient", "update"),
+            ("all parameters", number(self.gradient), number(self.update)),
+            *((row.name, number(row.gradient), number(row.update)) for row in self.worst),
+        ]
 
     def _facts(self) -> list[tuple[str, str]]:
         full, window = self.losses
         return [
             ("tolerance", f"{self.tolerance:.2g} ({self.tolerance_reason})"),
-            ("loss", f"{full:.12g} of the full batch, {window:.12g} of the micro-batches"),
+            ("loss", f"{full:.12g} of the full batch" + (f", {window:.12g} of the micro-batches" if window == window else "")),
             ("weight", self.weight),
         ]
 
@@ -165,10 +173,11 @@ class Report:
         table.add_column(first, overflow="fold")
         for title in titles:
             table.add_column(title, justify="right", no_wrap=True)
-        values = [(self.gradient, self.update), *((row.gradient, row.update) for row in self.worst)]
-        for place, ((name, gradient, update), (value, _)) in enumerate(zip(rows, values, strict=True)):
-            style = "green" if value <= self.tolerance else "red"
-            table.add_row(Text(name), Text(gradient, style), update, end_section=place == 0, style="bold" if place == 0 else "")
+        values = [self.gradient, *(row.gradient for row in self.worst)]
+        for difference, (name, shown, update) in zip(values, rows, strict=True):
+            style = "green" if difference <= self.tolerance else "red"
+            is_first = name == rows[0][0]
+            table.add_row(Text(name), Text(shown, style), update, end_section=is_first, style="bold" if is_first else "")
         parts: list[Any] = [Text(self.verdict, f"bold {colour}"), Text(self.compared), Text(), Padding(table, (0, 0, 0, 2))]
         if len(self.parameters) > SHOWN:
             parts.append(Text(f"  ... and {len(self.parameters) - SHOWN} more that are closer", "dim"))
@@ -180,7 +189,10 @@ class Report:
             parts += [Text(), Text.assemble((found.name, "bold red"), f": {found.found} {_effect(found)}")]
             parts.append(Padding(Text.assemble(("To mend it: ", "bold"), found.mend), (0, 0, 0, 4)))
         if self.notes:
-            parts += [Text(), *(Text(f"- {note}", "dim") for note in self.notes)]
+            notes = Table.grid(padding=(0, 1))
+            for note in self.notes:
+                notes.add_row("-", Text(note))
+            parts += [Text(), notes]
         return Group(*parts)
 
     # --- as a figure --------------------------------------------------------------------------------------------------
@@ -208,10 +220,12 @@ def number(value: float) -> str:
     """A difference in few characters.
 
     Example:
-        >>> number(0.0), number(3.21e-16)
-        ('0', '3.2e-16')
+        >>> number(0.0), number(3.21e-16), number(0.25), number(float("nan"))
+        ('0', '3.2e-16', '0.25', '?')
     """
-    return "0" if value == 0 else f"{value:.1e}"
+    if value != value:
+        return "?"
+    return f"{value:.2g}" if value == 0 or 0.001 <= value < 1000 else f"{value:.1e}"
 
 
 def _effect(found: Break) -> str:

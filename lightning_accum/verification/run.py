@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.micro_batch import Tokens
 from lightning_accum.snapshot import Snapshot
+from lightning_accum.verification.breaks import listed
 from lightning_accum.verification.data import Join, Trial, read_data
 from lightning_accum.verification.examination import Examination
 from lightning_accum.verification.randomness import switch_off_dropout
@@ -91,7 +92,7 @@ def verify(
                 raise
             raise MisconfigurationException(
                 f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters and batches are converted to"
-                ' it; pass verify(precision="32-true") for modules that fix a type of their own.'
+                ' it; pass verify(precision="32-true") for operations that it is too wide for.'
             ) from error
     if examination.window is not None and examination.window.micro_batches < 2 and size < 2:
         raise MisconfigurationException(
@@ -119,7 +120,7 @@ def _check(module: Any, window: Any, micro_batch: Any, policy: dict[str, Any]) -
         )
     if micro_batch == "auto":
         raise MisconfigurationException(
-            'verify(micro_batch="auto") would run the batch whole, for it fits into memory. Pass a number of samples or Tokens(...).'
+            'verify(micro_batch="auto") would run a batch that fits into memory whole. Pass a number of samples or Tokens(...).'
         )
     if (window or 1) == 1 and micro_batch is None:
         raise MisconfigurationException(
@@ -148,19 +149,20 @@ def _report(module: pl.LightningModule, trial: Trial, seen: Examination, policy:
     notes = [*_notes(module, trial), *seen.notes]
     full, window = seen.full, seen.window
     if window is None:
-        compared = f"{_batch(trial)}, in precision {precision}"
         nan = float("nan")
+        compared = f"One optimizer step on {_batch(trial)}, in precision {precision}; there could be none on micro-batches."
         return Report(
             type(module).__name__, compared, False, nan, nan, (full.loss, nan), seen.tolerance, _reason(seen), (), "cannot be read",
             seen.breaks, notes,
         )  # fmt: skip
     notes += [warning for warning in window.warnings if warning not in full.warnings and not _is_told(warning, seen)]
     rows = [ParameterDifference(name, value, seen.update.by_name[name]) for name, value in seen.gradient.by_name.items()]
-    batches = f"{len(trial.batches)} loader batches" if len(trial.batches) > 1 else "itself"
-    split = f" split into {window.micro_batches} micro-batches" if policy["micro_batch"] is not None else ""
+    parts = f"{window.micro_batches} micro-batches"
+    if len(trial.batches) > 1:
+        parts = f"{len(trial.batches)} loader batches" + (f" in {parts}" if policy["micro_batch"] is not None else "")
     return Report(
         module=type(module).__name__,
-        compared=f"One optimizer step on {_batch(trial)}, beside one on {batches}{split}, in precision {precision}.",
+        compared=f"One optimizer step on {_batch(trial)}, and one on the same rows as {parts}, in precision {precision}.",
         is_equal=seen.is_equal,
         gradient=seen.gradient.overall,
         update=seen.update.overall,
@@ -189,7 +191,8 @@ def _reason(seen: Examination) -> str:
 
 def _notes(module: pl.LightningModule, trial: Trial) -> Iterator[str]:
     if places := switch_off_dropout(copy_of(module)):
-        yield f"Dropout was switched off, in {_listed(places)}: other numbers are drawn for micro-batches than for their batch."
+        where = listed(places, " places")
+        yield f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch."
     if not module.training:
         yield "The module is in evaluation mode, and was compared in it, as the Trainer would run it: module.train() changes that."
     if trial.padding:
@@ -200,8 +203,3 @@ def _is_told(warning: str, seen: Examination) -> bool:
     names = {found.name for found in seen.breaks}
     told = {"BatchNorm": "BatchNorm (", "contrastive loss": "The loss is contrastive", "terms of the loss": "terms"}
     return any(text in warning for name, text in told.items() if name in names)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more places" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
