@@ -1,4 +1,4 @@
-"""`verify` reads data of every kind, says what is wrong with it, and reports on a terminal, in a pipe, as a figure, by a command."""
+"""`verify` reads data of every kind, says what is wrong with it, and reports in a terminal, a pipe, a figure, a command."""
 
 from __future__ import annotations
 
@@ -135,7 +135,10 @@ def test_padding_of_joined_batches_is_what_it_was(side: str) -> None:
         ([torch.zeros(2, 3), torch.zeros(2, 4)], "3 and 4 columns, and there is no mask and no labels"),
         ([torch.zeros(2, 3, 5), torch.zeros(2, 4, 6)], "has the shapes"),
         ([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 3), "y": torch.zeros(2)}], "other parts"),
-        ([[torch.zeros(2, 3), torch.zeros(5)], [torch.zeros(3, 3), torch.ones(5)]], "not the same in all"),
+        (
+            [[torch.zeros(2), torch.zeros(2), torch.zeros(5)], [torch.zeros(3), torch.zeros(3), torch.ones(5)]],
+            "not the same in all",
+        ),
     ],
 )
 def test_batches_that_do_not_join_are_an_error_that_says_how(batches: list[Any], found: str) -> None:

@@ -113,6 +113,9 @@ def is_batch(data: Any) -> bool:
         >>> is_batch([x, x]), is_batch([(x, x), (x, x)]), is_batch(iter([x])), is_batch({"x": x})
         (True, False, False, True)
     """
+    values = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+    if any(isinstance(value, DataLoader) for value in values):
+        return False
     if isinstance(data, list):
         return any(isinstance(value, Tensor) for value in data)
     is_record = dataclasses.is_dataclass(data) and not isinstance(data, type)

@@ -47,7 +47,7 @@ class Change:
     evens_noise: bool = False
 
 
-class NoStepError(RuntimeError):
+class NoStepError(MisconfigurationException):
     """There was no optimizer step."""
 
 
