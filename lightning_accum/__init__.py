@@ -10,6 +10,7 @@ from lightning_accum.strategies import (
     FSDPAccumulationStrategy,
     ModelParallelAccumulationStrategy,
 )
+from lightning_accum.verification import verify
 from lightning_accum.weight import SampleCount, TokenCount
 
 __version__ = "0.1.0"
@@ -25,4 +26,5 @@ __all__ = [
     "SampleCount",
     "TokenCount",
     "Tokens",
+    "verify",
 ]

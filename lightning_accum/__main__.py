@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightning-accum", description="Exact gradient accumulation for PyTorch Lightning.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="see what exact accumulation changes", description=DEMO))
+    _add_verify(commands.add_parser("verify", help="prove a module of yours", description=VERIFY))
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.command(arguments))
@@ -51,6 +52,32 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         help="where to write loss_curves.png and runs.csv (default: %(default)s)",
     )  # fmt: skip
     parser.set_defaults(command=_demo)
+
+
+VERIFY = """Take one optimizer step of a LightningModule as a full batch and one accumulated, compare them, and name what breaks
+equality. MODULE and DATA are written package.module:name; a class or a function is called without arguments. The exit status is
+0 only if the steps are equal; 1 if not, or if they cannot be compared; 2 if the arguments are wrong."""
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("module", metavar="MODULE", help="a LightningModule, or what makes one: package.module:name")
+    add = parser.add_argument
+    add("--data", metavar="DATA", help="a LightningDataModule, a loader or a batch (default: the module's own train_dataloader)")
+    add("--window", type=_natural, metavar="N", help="loader batches in a window")
+    add("--micro-batch", type=_natural, metavar="N", help="samples in the micro-batches that each loader batch is split into")
+    add("--weight", choices=("auto", "equal"), default="auto", help="of GradientAccumulation (default: %(default)s)")
+    add("--batch-norm", choices=("warn", "exact"), default="warn", help="of GradientAccumulation (default: %(default)s)")
+    add("--precision", default="64-true", help="of the Trainer (default: %(default)s)")
+    add("--accelerator", default="cpu", help="of the Trainer (default: %(default)s)")
+    add("--gradient-clip-val", type=float, metavar="NORM", help="of the Trainer")
+    add("--figure", type=Path, metavar="FILE", help="draw the differences into this file (PNG, SVG, PDF)")
+    parser.set_defaults(command=_verify)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from lightning_accum.verification.command import run_verify
+
+    return run_verify(arguments)
 
 
 def _natural(text: str) -> int:

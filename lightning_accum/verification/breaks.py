@@ -1,0 +1,143 @@
+"""What can break equality, in words: what was seen, and what mends it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_accum.denominator import UnreadableLossError
+from lightning_accum.verification.report import Break
+
+
+def unreadable_weight(error: UnreadableLossError) -> Break:
+    """The weight cannot be read, and training would stop."""
+    found, _, mend = str(error).partition(" Say what")
+    return Break("weight", found, math.nan, None, f"Say what{mend}")
+
+
+def non_deterministic(difference: float) -> Break:
+    """The full batch differs from itself."""
+    found = "The full batch, run twice with the same random numbers, gives two gradients."
+    mend = (
+        "torch.use_deterministic_algorithms(True) replaces such operations where there is a replacement. Until then, nothing finer"
+        " than this can be told."
+    )
+    return Break("non-deterministic operations", found, difference, None, mend)
+
+
+def random_numbers(difference: float) -> Break:
+    """What draws them cannot be made the same for every row."""
+    found = (
+        "The full batch itself gives another gradient with other random numbers, and what draws them cannot be made the same for"
+        " batches of all sizes (a permutation of the batch, Python's or NumPy's generator)."
+    )
+    mend = (
+        "No argument does: micro-batches draw other numbers than their batch, and are equal to it in distribution only. Verify a"
+        " copy of the module that does not draw them."
+    )
+    return Break("random numbers", found, difference, None, mend)
+
+
+def batch_norm(layers: Sequence[str], policy: Mapping[str, Any], difference: float, without: float | None) -> Break:
+    """Layers normalise by the statistics of what they see."""
+    exact = 'batch_norm="exact"' if policy.get("micro_batch") else 'micro_batch=..., batch_norm="exact"'
+    found = f"{listed(layers)} normalise{'s' * (len(layers) == 1)} each micro-batch by its own statistics."
+    mend = f"GradientAccumulation({exact}) takes those of the whole batch; or use GroupNorm, or layers in evaluation mode."
+    return Break("BatchNorm", found, difference, without, mend)
+
+
+def batch_idx(difference: float, without: float) -> Break:
+    """The module reads the number of the loader batch."""
+    found = "training_step reads batch_idx, which is another for every micro-batch of a window, and 0 for the full batch."
+    mend = (
+        "GradientAccumulation(micro_batch=...) splits each loader batch into micro-batches of the same batch_idx; or read"
+        " self.global_step, which counts optimizer steps."
+    )
+    return Break("batch_idx", found, difference, without, mend)
+
+
+def padding(how: str, difference: float, without: float) -> Break:
+    """The module's loss is another with more padding."""
+    found = f"The loss depends on padding: {how}, and with that padding the micro-batches have other gradients."
+    mend = "Mask the padding in the module and in its loss; or let the loader pad all batches to one length."
+    return Break("padding", found, difference, without, mend)
+
+
+def contrastive(difference: float) -> Break:
+    """Every sample is compared with all others."""
+    found = (
+        "It is a cross entropy over logits that are square in the batch, with labels 0..B-1: every sample is a negative of all"
+        " others, and a micro-batch has fewer of them."
+    )
+    mend = (
+        "No argument does. Run the batch as one (window=1, without micro_batch=), or keep the embeddings of the whole batch and"
+        " backpropagate in pieces (GradCache, arXiv 2101.06983)."
+    )
+    return Break("contrastive loss", found, difference, None, mend)
+
+
+def state(difference: float) -> Break:
+    """A training_step leaves something for the next."""
+    found = (
+        "The same batch twice gives another gradient than once: the module carries something from one training_step to the next (a"
+        " hidden state, a counter, a buffer that each forward updates)."
+    )
+    mend = "No argument does. Reset it in training_step, or update it once in on_train_batch_start."
+    return Break("state", found, difference, None, mend)
+
+
+def weight(given: Any, fits: Sequence[float], used: Sequence[float | None], difference: float, without: float) -> Break:
+    """Other weights would be right."""
+    right = ", ".join(f"{value:.6g}" for value in fits[:8])
+    wrong = ", ".join("nothing (a sum)" if value is None else f"{value:.6g}" for value in used[:8])
+    found = f"The micro-batches weigh {wrong}; with {right or 'other weights'} they would give the gradient of the full batch."
+    mend = 'weight="auto" reads the right ones from the loss, if it is a mean.'
+    if given == "auto":
+        mend = "weight=<a callable of the batch> that counts what the loss is divided by (TokenCount(...), SampleCount())."
+    return Break("weight", found, difference, without, mend)
+
+
+def terms(warning: str, difference: float) -> Break:
+    """No one weight is right for all terms."""
+    return Break("terms of the loss", warning, difference, None, "Return one mean, or terms that are means over the same count.")
+
+
+def coupled_rows(nearest: float, order: float | None, difference: float) -> Break:
+    """No weights at all are right."""
+    found = (
+        f"No weights of the micro-batches give the gradient of the full batch; the nearest leave {nearest:.1e} of it. The module"
+        " computes something over the whole batch that its parts do not add up to."
+    )
+    if order is not None:
+        found += " It depends on the order of the rows, too."
+    mend = "No argument does. Compute it within each row (LayerNorm, a loss of one row), or run the batch as one."
+    return Break("rows that depend on each other", found, difference, None, mend)
+
+
+def optimizer_step(difference: float) -> Break:
+    """The same gradient leads elsewhere."""
+    found = (
+        "The gradients are equal, but the same gradient moves the parameters elsewhere: the learning rate, the optimizer or a hook"
+        " around the step differs."
+    )
+    mend = "Compare what configure_optimizers and the hooks around the step do with a window: they may count loader batches."
+    return Break("optimizer step", found, difference, None, mend)
+
+
+def buffers(names: Sequence[str], apart: float, difference: float) -> Break:
+    """The steps to come go by something else."""
+    are = "is" if len(names) == 1 else "are"
+    found = f"After the step {listed(names)} {are} {apart:.1e} from what the full batch leaves: each forward updates it once."
+    mend = "No argument does. Update it once a step, in on_train_batch_start or on_before_zero_grad."
+    return Break("buffers", found, difference, None, mend)
+
+
+def listed(names: Sequence[str], what: str = "") -> str:
+    """The first three, and how many more.
+
+    Example:
+        >>> listed(["a", "b", "c", "d"], " places")
+        'a, b, c and 1 more places'
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more{what}" if len(names) > 3 else "")

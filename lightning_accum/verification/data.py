@@ -1,0 +1,168 @@
+"""The batches that a verification is made on: of a batch, a loader, a data module, or the module's own loader."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_accum.batch_parts import UnsplittableBatchError
+from lightning_accum.micro_batch import Layout
+from lightning_accum.verification.joining import join as join_batches
+from lightning_accum.verification.step import copy_of
+
+Join = Callable[[Sequence[Any]], Any]
+"""Makes one batch of several."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is compared.
+
+    Attributes:
+        full: the full batch.
+        batches: the loader batches of the window that stands for it.
+        padding: how the batches were padded to be joined; empty if not.
+        layout: how the full batch is made of rows; None where that cannot be told.
+        hooks: the data module whose transfer hooks the batches go through.
+    """
+
+    full: Any
+    batches: Sequence[Any]
+    padding: str = ""
+    layout: Layout | None = None
+    hooks: pl.LightningDataModule | None = None
+
+    @property
+    def rows(self) -> int | None:
+        """Samples in the full batch, where they can be told."""
+        return None if self.layout is None else self.layout.size
+
+    def reversed(self) -> Any | None:
+        """The full batch with its rows in the other order: the same mean, added up differently."""
+        return None if self.layout is None else self.layout.take(list(reversed(range(self.layout.size))))
+
+    def padded(self) -> list[Any] | None:
+        """The loader batches as they are in the full batch, with its padding."""
+        if self.layout is None or not self.padding:
+            return None
+        parts, start = [], 0
+        for batch in self.batches:
+            size = Layout.read(batch, self.layout.kinds).size
+            parts.append(self.layout.take(slice(start, start + size)))
+            start += size
+        return parts
+
+
+def read_data(module: pl.LightningModule, data: Any, window: int, join: Join | None) -> Trial:
+    """Take what is compared from what the user gave.
+
+    Args:
+        module: whose ``train_dataloader`` is used where there is no data.
+        data: see :func:`~lightning_accum.verify`.
+        window: loader batches in a window.
+        join: makes one batch of several.
+
+    Raises:
+        MisconfigurationException: there are no batches, or too few.
+        JoiningError: the batches of a window do not show how they become one.
+    """
+    hooks = data if isinstance(data, pl.LightningDataModule) else None
+    if is_batch(data):
+        if window == 1:
+            return Trial(data, [data], layout=_layout(data))
+        layout = _layout(data)
+        if layout is None or layout.size < window:
+            found = "how it is made of rows does not show" if layout is None else f"it has {layout.size} rows"
+            raise MisconfigurationException(
+                f"verify(window={window}) got one batch, to be cut into the {window} batches of a window, but {found}. Pass a"
+                " loader or a list of batches, or micro_batch= instead of window=."
+            )
+        sizes = [len(part) for part in torch.arange(layout.size).tensor_split(window)]
+        starts = [sum(sizes[:index]) for index in range(window)]
+        return Trial(data, [layout.take(slice(s, s + n)) for s, n in zip(starts, sizes, strict=True)], layout=layout)
+    batches = [copy.deepcopy(batch) for batch in _first(_loader(module, data), window)]
+    if len(batches) < window:
+        raise MisconfigurationException(
+            f"verify(window={window}) needs {window} batches, but there {'is' if len(batches) == 1 else 'are'} {len(batches)}."
+            " Pass more data or a smaller window."
+        )
+    full, padding = (join(batches), "") if join is not None else join_batches(batches)
+    return Trial(full, batches, padding, _layout(full), hooks)
+
+
+def is_batch(data: Any) -> bool:
+    """Whether ``data`` is one batch, rather than something that gives batches.
+
+    Tensors, mappings, tuples and dataclasses are batches, and lists that hold tensors; other lists hold batches.
+
+    Example:
+        >>> x = torch.zeros(4, 2)
+        >>> is_batch([x, x]), is_batch([(x, x), (x, x)]), is_batch(iter([x])), is_batch({"x": x})
+        (True, False, False, True)
+    """
+    values = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+    if any(isinstance(value, DataLoader) for value in values):
+        return False
+    if isinstance(data, list):
+        return any(isinstance(value, Tensor) for value in data)
+    is_record = dataclasses.is_dataclass(data) and not isinstance(data, type)
+    is_given = data is None or isinstance(data, (DataLoader, pl.LightningDataModule, CombinedLoader))
+    if is_given or isinstance(data, (Tensor, Mapping, tuple)) or is_record:
+        return not is_given
+    return not isinstance(data, Iterable)  # a graph, a list of images of a class of its own
+
+
+def _layout(batch: Any) -> Layout | None:
+    try:
+        return Layout.read(batch)
+    except UnsplittableBatchError:
+        return None
+
+
+def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
+    owner: Any = data
+    if data is None:
+        owner = copy_of(module)
+        if not is_overridden("train_dataloader", owner):
+            raise MisconfigurationException(
+                f"verify needs data: {type(module).__name__} has no train_dataloader. Pass a batch, a loader or a"
+                " LightningDataModule."
+            )
+    if data is None or isinstance(data, pl.LightningDataModule):
+        owner.prepare_data()
+        owner.setup("fit")
+        data = owner.train_dataloader()
+    if isinstance(data, Mapping) or (isinstance(data, (list, tuple)) and any(isinstance(item, DataLoader) for item in data)):
+        data = CombinedLoader(data, "max_size_cycle")  # as the Trainer does
+    return (item[0] for item in data) if isinstance(data, CombinedLoader) else data
+
+
+def _first(loader: Iterable[Any], number: int) -> list[Any]:
+    with _generators_kept(loader):
+        return list(islice((batch for batch in loader if batch is not None), number))
+
+
+@contextmanager
+def _generators_kept(loader: Any) -> Iterator[None]:
+    """Leave the loader's own random generators as they were."""
+    holders = (loader, getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    generators = [g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -1,0 +1,219 @@
+"""Whether a window equals its full batch, and what breaks that where it does not: one thing after the other is taken out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accum.denominator import UnreadableLossError
+from lightning_accum.safeguards import batch_norm_layers
+from lightning_accum.verification import breaks
+from lightning_accum.verification.data import Trial
+from lightning_accum.verification.measure import Difference, is_same_step, minus, most_noise, tolerance, weights_that_fit
+from lightning_accum.verification.report import Break
+from lightning_accum.verification.step import Bench, Change
+from lightning_accum.verification.watch import Step
+
+_OF_SPLITTING = ("micro_batch", "split", "trim_padding", "batch_norm")
+_SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6
+"""Running averages may be kept in float32 whatever the precision."""
+
+
+class Examination:
+    """Runs the full batch and its window, and whatever else it takes to tell them apart.
+
+    Args:
+        bench: takes the steps.
+        trial: what is compared.
+    """
+
+    def __init__(self, bench: Bench, trial: Trial) -> None:
+        self._bench, self._trial = bench, trial
+        self._change = Change()
+        self._order: float | None = None
+        self.breaks: list[Break] = []
+        self.notes: list[str] = []
+        self.full = bench.full(trial.full)
+        self.tolerance = tolerance(self.full.dtype, self._measure_noise())
+        self.window: Step | None = None
+        """None where it could not be run, since its weight cannot be read."""
+        try:
+            self.window = bench.accumulated(trial.batches, self._change)
+        except UnreadableLossError as error:
+            self.breaks.append(breaks.unreadable_weight(error))
+            return
+        self.gradient = Difference.between(self.window.gradients, self.full.gradients)
+        ways = minus(self.window.after, self.window.before), minus(self.full.after, self.full.before)
+        self.update = Difference.between(*ways)
+        if self.gradient.largest <= self.tolerance:
+            self._check_step(self.window)
+        elif not self.breaks:  # beside random numbers nothing else can be told
+            self._find_breaks(self.window)
+        self._check_buffers(self.window)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the window's step is the full batch's."""
+        return self.window is not None and not self.breaks and self.gradient.largest <= self.tolerance
+
+    # --- what a run of the same batch changes -------------------------------------------------------------------------
+
+    def _measure_noise(self) -> float:
+        """How far the full batch is from itself, in another order. What is more than rounding is looked into."""
+        trial, most = self._trial, most_noise(self.full.dtype)
+        backwards = trial.reversed()
+        again = trial.full if backwards is None else backwards
+        noise = self._apart(again, seed=1)
+        if noise <= most:
+            return noise
+        same = self._apart(trial.full, seed=0)
+        if not same <= most:
+            self.breaks.append(breaks.non_deterministic(same))
+            return same
+        seeded = self._apart(trial.full, seed=1)
+        if not seeded <= most:
+            return self._even_noise(seeded, again)
+        self._note_order(noise)
+        return same
+
+    def _even_noise(self, seeded: float, again: Any) -> float:
+        """The module draws random numbers: have it draw the same for every row."""
+        most = most_noise(self.full.dtype)
+        drawn, self._change = self.full, Change(evens_noise=True)
+        self.full = self._bench.full(self._trial.full, self._change)
+        left = self._apart(self._trial.full, seed=1)
+        if not left <= most:
+            self.full, self._change = drawn, Change()
+            self.breaks.append(breaks.random_numbers(seeded))
+            return left
+        self.notes.append(
+            f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row, to compare batches of"
+            f" different sizes: two seeds alone are {seeded:.1e} apart. In training a window is equal to its batch in distribution."
+        )
+        noise = self._apart(again, seed=1)
+        if noise <= most:
+            return noise
+        self._note_order(noise)
+        return left
+
+    def _note_order(self, noise: float) -> None:
+        self._order = noise
+        self.notes.append(f"The gradient of the full batch depends on the order of its rows: in reverse it is {noise:.1e} away.")
+
+    def _apart(self, batch: Any, seed: int) -> float:
+        return _apart(self._bench.full(batch, self._change, seed), self.full)
+
+    # --- what breaks equality -----------------------------------------------------------------------------------------
+
+    def _find_breaks(self, window: Step) -> None:
+        """Take out one thing after the other, until the rest is equal."""
+        full, batches, left = self.full, list(self._trial.batches), self.gradient.largest
+        if layers := batch_norm_layers(self._bench.module):
+            change = replace(self._change, freezes_batch_norm=True)
+            frozen, frozen_window = self._bench.full(self._trial.full, change), self._bench.accumulated(batches, change)
+            without = _apart(frozen_window, frozen)
+            if without < left:
+                self.breaks.append(breaks.batch_norm(layers, self._bench.policy, left, without))
+                self._change, full, window, left = change, frozen, frozen_window, without
+        if not left <= self.tolerance and len(batches) > 1:
+            change = replace(self._change, fixes_batch_idx=True)
+            fixed = self._bench.accumulated(batches, change)
+            if not _apart(fixed, window) <= self.tolerance:
+                without = _apart(fixed, full)
+                self.breaks.append(breaks.batch_idx(left, without))
+                self._change, window, left = change, fixed, without
+        padded = self._trial.padded()
+        if not left <= self.tolerance and padded is not None:
+            even = self._bench.accumulated(padded, self._change)
+            if not _apart(even, window) <= self.tolerance:
+                without = _apart(even, full)
+                self.breaks.append(breaks.padding(self._trial.padding, left, without))
+                batches, window, left = padded, even, without
+        if not left <= self.tolerance:
+            self.breaks.append(self._look_into_the_rest(full, batches, left, window.warnings))
+
+    def _look_into_the_rest(self, full: Step, batches: Sequence[Any], left: float, warnings: Sequence[str]) -> Break:
+        """What cannot be taken out."""
+        if full.is_contrastive or any("contrastive" in warning for warning in warnings):
+            return breaks.contrastive(left)
+        carried = self._state_carried(full)
+        if not carried <= self.tolerance:
+            return breaks.state(carried)
+        nearest, fits, used = self._weights_that_fit(full, batches)
+        if nearest <= max(10 * self.tolerance, 1e-9):
+            return breaks.weight(self._bench.policy.get("weight", "auto"), fits, used, left, nearest)
+        about_terms = [warning for warning in warnings if "terms" in warning]
+        if about_terms:
+            return breaks.terms(about_terms[-1], left)
+        return breaks.coupled_rows(nearest, self._order, left)
+
+    def _state_carried(self, full: Step) -> float:
+        """A window of the same batch twice has the batch's own mean: what differs was carried from one to the other."""
+        policy = {name: value for name, value in self._bench.policy.items() if name not in _OF_SPLITTING}
+        change = replace(self._change, fixes_batch_idx=True)
+        twice = replace(self._bench, policy=policy).accumulated([self._trial.full] * 2, change, keeps_pieces=True)
+        number = 2 if None in twice.weights else 1  # sums add up to twice as much
+        once = {name: gradient / number for name, gradient in twice.gradients.items()}
+        return Difference.between(once, full.gradients).largest
+
+    def _weights_that_fit(self, full: Step, batches: Sequence[Any]) -> tuple[float, list[float], list[float | None]]:
+        """How near any weights come to the full batch, these weights, and those that were used."""
+        window = self._bench.accumulated(batches, self._change, keeps_pieces=True)
+        pieces = torch.stack([_flat(piece) for piece in window.pieces], 1)
+        factors, nearest = weights_that_fit(pieces, _flat(full.gradients))
+        used = [1.0 if weight is None else weight for weight in window.weights]
+        fits = [factor * weight for factor, weight in zip(factors.tolist(), used, strict=False)]
+        total = sum(used) / sum(fits) if sum(fits) else 1.0
+        return nearest, [weight * total for weight in fits], window.weights
+
+    # --- what comes after the gradients -------------------------------------------------------------------------------
+
+    def _check_step(self, window: Step) -> None:
+        """Given the window's gradient, does the full batch's step end where the window's did?"""
+        replay = self._bench.full(self._trial.full, self._change, gradients=window.gradients)
+        if not is_same_step(window.after, replay.after, replay.before):
+            self.breaks.append(breaks.optimizer_step(self.update.largest))
+        elif not self.update.largest <= self.tolerance:
+            self.notes.append(
+                "Updates are farther apart than gradients, by what the optimizer makes of rounding in a gradient that is almost 0:"
+                " given the window's gradient, the full batch's step ends in the same parameters."
+            )
+        if not any(bool(way.any()) for way in minus(self.full.after, self.full.before).values()):
+            self.notes.append("The step moved no parameter, as with a learning rate that begins at 0: gradients were compared.")
+
+    def _check_buffers(self, window: Step) -> None:
+        """What the steps after this one go by."""
+        if any(found.name in ("BatchNorm", "state", "random numbers") for found in self.breaks):
+            return
+        apart = {name: _buffer_apart(window.buffers.get(name), buffer) for name, buffer in self.full.buffers.items()}
+        apart = {n: value for n, value in apart.items() if not value <= max(self.tolerance, _SMALLEST_DIFFERENCE_OF_BUFFERS)}
+        if not apart:
+            return
+        layers = [name for name, layer in self._bench.module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+        updated = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in apart)]
+        left = self.gradient.largest
+        if updated:
+            self.breaks.append(breaks.batch_norm(updated, self._bench.policy, left, None))
+        else:
+            self.breaks.append(breaks.buffers(list(apart), max(apart.values()), left))
+
+
+def _apart(step: Step, full: Step) -> float:
+    return Difference.between(step.gradients, full.gradients).largest
+
+
+def _flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradient.to(torch.float64).flatten() for gradient in gradients.values()])
+
+
+def _buffer_apart(found: Tensor | None, expected: Tensor) -> float:
+    if found is None or found.shape != expected.shape:
+        return math.inf
+    if torch.equal(found, expected):
+        return 0.0
+    return Difference.between({"": found}, {"": expected}).overall if expected.is_floating_point() else 1.0

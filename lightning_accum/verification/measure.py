@@ -1,0 +1,129 @@
+"""How far two optimizer steps are apart, and how far rounding alone puts them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+
+SMALLEST_SHARE = 1e-2
+"""Of the gradient's typical size: a parameter whose own gradient is smaller is measured by this.
+
+The gradient of a key's bias in attention is 0 but for rounding, and would be a hundred percent off."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two sets of tensors are apart, relative to the second.
+
+    Attributes:
+        overall: the norm of all differences over the norm of all that was expected.
+        by_name: the same for each tensor; relative to a share of the typical size for a tensor that is much smaller.
+    """
+
+    overall: float
+    by_name: Mapping[str, float]
+
+    @property
+    def largest(self) -> float:
+        """The largest of all; NaN where any is."""
+        values = [self.overall, *self.by_name.values()]
+        return math.nan if any(map(math.isnan, values)) else max(values)
+
+    @classmethod
+    def between(cls, found: Tensors, expected: Tensors) -> Difference:
+        """Measure.
+
+        Example:
+            >>> Difference.between({"w": torch.tensor([3.0, -3.0])}, {"w": torch.tensor([3.0, -4.0])}).overall
+            0.2
+        """
+        apart = {name: _norm([_minus(found[name], tensor)]) for name, tensor in expected.items()}
+        sizes = {name: _norm([tensor]) for name, tensor in expected.items()}
+        size = math.hypot(*sizes.values())
+        numbers = sum(tensor.numel() for tensor in expected.values())
+        typical = SMALLEST_SHARE * size / math.sqrt(max(1, numbers))
+        by_name = {
+            name: _ratio(apart[name], max(sizes[name], typical * math.sqrt(tensor.numel()))) for name, tensor in expected.items()
+        }
+        return cls(_ratio(math.hypot(*apart.values()), size), by_name)
+
+
+def minus(after: Tensors, before: Tensors) -> dict[str, Tensor]:
+    """The way that each tensor went."""
+    return {name: _minus(tensor, before[name]) for name, tensor in after.items()}
+
+
+def is_same_step(found: Tensors, expected: Tensors, before: Tensors) -> bool:
+    """Whether parameters are where the same gradient has taken others, to the rounding of the optimizer's own arithmetic."""
+    for name, tensor in expected.items():
+        if not tensor.is_floating_point():
+            continue
+        eps = torch.finfo(tensor.dtype).eps
+        way, size = _norm([_minus(tensor, before[name])]), _norm([tensor])
+        if not _norm([_minus(found[name], tensor)]) <= 1024 * eps * way + 4 * eps * size:
+            return False
+    return True
+
+
+def tolerance(dtype: torch.dtype, noise: float) -> float:
+    """How far apart the gradients of equal steps may be.
+
+    Sixteen roundings, or four times what was measured to be rounding; 1e-12 in float64, which is what this package promises.
+
+    Args:
+        dtype: the narrowest that the loss is computed in.
+        noise: the largest difference between two runs that differ in the order of additions alone.
+
+    Example:
+        >>> tolerance(torch.float64, 1e-15), round(tolerance(torch.float32, 1e-6), 7)
+        (1e-12, 4e-06)
+    """
+    if dtype == torch.float64:
+        return 1e-12
+    return max(16 * torch.finfo(dtype).eps, min(4 * noise, most_noise(dtype)))
+
+
+def most_noise(dtype: torch.dtype) -> float:
+    """A larger difference between two runs of one batch is no rounding."""
+    return min((2**16 if dtype == torch.float64 else 2**12) * torch.finfo(dtype).eps, 0.25)
+
+
+def weights_that_fit(pieces: Tensor, full: Tensor) -> tuple[Tensor, float]:
+    """The weights with which gradients of micro-batches come nearest to that of their batch, and how near.
+
+    Args:
+        pieces: the gradients of the micro-batches. Shape (parameters, micro-batches), float64.
+        full: that of the batch. Shape (parameters,).
+
+    Returns:
+        The weights, none where several would do, and what is left, relative to ``full``: not 0 where no weights are right.
+
+    Example:
+        >>> weights, left = weights_that_fit(torch.tensor([[1.0, 0], [0, 1], [0, 0]]).double(), torch.tensor([1.0, 3, 0]).double())
+        >>> weights.tolist(), left
+        ([1.0, 3.0], 0.0)
+    """
+    found = torch.linalg.lstsq(pieces, full[:, None], driver="gelsd")
+    left = full - (pieces @ found.solution)[:, 0]
+    is_unique = int(found.rank) == pieces.shape[1]
+    return found.solution[:, 0] if is_unique else full[:0], _ratio(float(left.norm()), float(full.norm()))
+
+
+def _minus(a: Tensor, b: Tensor) -> Tensor:
+    return a.to(torch.float64) - b.to(torch.float64)
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor.to(torch.float64))) for tensor in tensors))
+
+
+def _ratio(part: float, whole: float) -> float:
+    if whole == 0:
+        return 0.0 if part == 0 else math.inf
+    return part / whole

@@ -1,0 +1,149 @@
+"""Random numbers, so that batches of different sizes can be compared: dropout off, other noise the same for every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NAMES_WITH_P = ("drop", "stochasticdepth")
+"""What classes are called that have their probability in ``p``."""
+
+
+def switch_off_dropout(module: nn.Module) -> list[str]:
+    """Set the probabilities of dropout in ``module`` to 0.
+
+    These are ``p`` of dropout layers, and numbers in attributes, in Hugging Face configurations and in ``hparams`` with "drop" in
+    their name: ``attention_dropout``, ``resid_pdrop``, ``drop_path_rate``, ``layerdrop``.
+
+    Returns:
+        Where there was one, by path.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+        >>> switch_off_dropout(model), model[1].p
+        (['1.p'], 0.0)
+    """
+    found, seen = [], set()
+    for path, layer in module.named_modules():
+        has_p = any(name in type(layer).__name__.lower() for name in _NAMES_WITH_P)
+        for prefix, holder in _holders(layer):
+            if id(holder) in seen:
+                continue
+            seen.add(id(holder))
+            for name, value in list(holder.items()):
+                is_named = isinstance(name, str) and ("drop" in name.lower() or (has_p and name == "p"))
+                if is_named and isinstance(value, float) and 0 < value <= 1:
+                    holder[name] = 0.0
+                    found.append(".".join(part for part in (path, prefix, name) if part))
+    return found
+
+
+def _holders(layer: nn.Module) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+    """Where the layer keeps numbers."""
+    yield "", vars(layer)
+    config = getattr(layer, "config", None)
+    if hasattr(config, "to_dict") and hasattr(config, "__dict__"):
+        yield "config", vars(config)
+    hparams = vars(layer).get("_hparams")
+    if isinstance(hparams, MutableMapping):
+        yield "hparams", hparams
+
+
+class SameForEveryRow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+    """In here random numbers depend on how many were drawn since :meth:`restart`, and are the same for all rows of a tensor.
+
+    So a row meets the same noise in a micro-batch as in the full batch, wherever dimension 0 is the rows: the noise of an
+    autoencoder, the time steps of a diffusion model, Gumbel noise. The state of the random generators is left as it was. What is
+    drawn in another way (a permutation, draws without replacement, Python's own numbers) stays random.
+
+    Example:
+        >>> with SameForEveryRow():
+        ...     noise = torch.randn(3, 2)
+        >>> bool((noise == noise[0]).all())
+        True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = 0
+        self.found: set[str] = set()
+        """The operations that drew, by name."""
+
+    def restart(self) -> None:
+        """Begin to count anew: with every micro-batch."""
+        self._draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        draw = _WAYS.get(name)
+        if draw is None or torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        self._draws += 1
+        with torch.random.fork_rng():
+            torch.manual_seed(self._draws)
+            result = draw(func, args, kwargs)
+        if result is None:
+            return func(*args, **kwargs)
+        self.found.add(name.rstrip("_"))
+        return result
+
+
+def _row_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(tensor.shape[1:], dtype=dtype or tensor.dtype, device=tensor.device)
+
+
+def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, *rest = args
+    if tensor.dim() == 0:
+        return func(*args, **kwargs)
+    if rest and isinstance(rest[0], Tensor):  # bernoulli_(probabilities)
+        return tensor.copy_(_row_of(tensor, torch.float64).uniform_() < rest[0])
+    return tensor.copy_(func(_row_of(tensor), *rest, **kwargs))
+
+
+def _like(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, *rest = args
+    if tensor.dim() == 0:
+        return func(*args, **kwargs)
+    kwargs = {**kwargs, "memory_format": None} if "memory_format" in kwargs else kwargs
+    return func(_row_of(tensor), *rest, **kwargs).expand(tensor.shape).clone()
+
+
+def _of_size(func: Any, args: Any, kwargs: Any) -> Any:
+    place = next((place for place, value in enumerate(args) if isinstance(value, (list, tuple))), None)
+    if place is None or not args[place]:
+        return None if place is None else func(*args, **kwargs)
+    size = args[place]
+    return func(*args[:place], list(size[1:]), *args[place + 1 :], **kwargs).expand(size).clone()
+
+
+def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
+    probabilities = args[1] if len(args) > 1 else args[0]
+    if args[0].dim() == 0:
+        return func(*args, **kwargs)
+    return (_row_of(args[0], torch.float64).uniform_() < probabilities).to(args[0].dtype)
+
+
+def _normal(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    if not tensors:
+        return _of_size(func, args, kwargs)
+    shape = sum(tensors).shape  # type: ignore[union-attr]
+    mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    row = torch.empty(shape[1:], dtype=tensors[0].dtype, device=tensors[0].device).normal_()
+    return mean + std * row.expand(shape)
+
+
+_WAYS = {
+    **dict.fromkeys(("normal_", "uniform_", "random_", "bernoulli_"), _in_place),
+    **dict.fromkeys(("exponential_", "geometric_", "cauchy_", "log_normal_"), _in_place),
+    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _like),
+    **dict.fromkeys(("rand", "randn", "randint"), _of_size),
+    "bernoulli": _bernoulli,
+    "normal": _normal,
+}

@@ -1,0 +1,205 @@
+"""verify: whether a window takes the step of its full batch, on the user's own module."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_accum.callback import GradientAccumulation
+from lightning_accum.micro_batch import Tokens
+from lightning_accum.snapshot import Snapshot
+from lightning_accum.verification.breaks import listed
+from lightning_accum.verification.data import Join, Trial, read_data
+from lightning_accum.verification.examination import Examination
+from lightning_accum.verification.randomness import switch_off_dropout
+from lightning_accum.verification.report import ParameterDifference, Report
+from lightning_accum.verification.step import Bench, copy_of
+
+
+def verify(
+    module: pl.LightningModule,
+    data: Any = None,
+    window: int | None = None,
+    micro_batch: int | Tokens | None = None,
+    *,
+    precision: Any = "64-true",
+    accelerator: str = "cpu",
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = None,
+    join: Join | None = None,
+    **policy: Any,
+) -> Report:
+    """Take one optimizer step as a full batch and one accumulated, and compare them.
+
+    The full batch runs through a plain Lightning Trainer, the window through ``Trainer(strategy="accum")`` with
+    ``GradientAccumulation``, both on copies: module, optimizers, data loaders' generators, random state and loggers stay as they
+    are. Dropout is switched off in the copies. The full batch runs twice, with other random numbers and its rows in the other
+    order, which tells what is rounding; where it differs by more, random numbers are made the same for every row. Where the two
+    steps differ, one thing after the other is taken out to find what breaks equality.
+
+    Args:
+        module: a LightningModule with automatic optimization; it may be in training already.
+        data: a batch (a tensor, mapping, tuple or dataclass; a list that holds tensors); what gives batches (a loader, an iterator,
+            a list of batches); a LightningDataModule; None for the module's own ``train_dataloader``.
+        window: loader batches in a window. The first batches of the data are its micro-batches, and the full batch is all of them
+            together, padded where masks or labels show how. A single batch is cut into so many.
+        micro_batch: the size of the micro-batches that each batch is split into, in samples or :class:`Tokens`.
+        precision: the Trainer's. The default shows differences of 1e-12; a loss that computes in float32 inside, as Hugging Face's
+            causal models do, is held to what float32 can show.
+        accelerator: the Trainer's; ``"gpu"`` for modules whose kernels need one.
+        gradient_clip_val: the Trainer's.
+        gradient_clip_algorithm: the Trainer's.
+        join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors.
+        policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ``batch_norm``, ...
+
+    Returns:
+        A report that is true where equality holds. Print it, or draw it with ``report.plot()``.
+
+    Raises:
+        MisconfigurationException: there is nothing to compare: manual optimization, a window of one micro-batch, too few batches;
+            or the module cannot be copied, or does not run in this precision.
+        JoiningError: the batches of a window do not show how they become one.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> report = verify(BoringModel(), torch.randn(8, 32), micro_batch=2)
+        >>> bool(report), report.gradient < 1e-12
+        (True, True)
+    """
+    module = getattr(module, "_orig_mod", module)  # of torch.compile
+    size = _check(module, window, micro_batch, policy)
+    arguments = {"window": size, "micro_batch": micro_batch, **policy}
+    GradientAccumulation(**arguments)  # says what is wrong with them
+    trainer = {
+        "precision": precision,
+        "accelerator": accelerator,
+        "gradient_clip_val": gradient_clip_val,
+        "gradient_clip_algorithm": gradient_clip_algorithm,
+    }
+    with _random_state_kept(accelerator):
+        trial = read_data(module, data, size, join)
+        try:
+            examination = Examination(Bench(module, arguments, trainer, trial.hooks), trial)
+        except RuntimeError as error:
+            if not re.search(r"dtype|scalar type|Double|Float", str(error)):
+                raise
+            raise MisconfigurationException(
+                f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters and batches are converted to"
+                ' it; pass verify(precision="32-true") for operations that it is too wide for.'
+            ) from error
+    if examination.window is not None and examination.window.micro_batches < 2 and size < 2:
+        raise MisconfigurationException(
+            f"verify(micro_batch={micro_batch!r}) has nothing to compare: the batch"
+            f"{'' if trial.rows is None else f' of {trial.rows} rows'} is one micro-batch. Pass a smaller one or a larger batch."
+        )
+    return _report(module, trial, examination, arguments, precision)
+
+
+def _check(module: Any, window: Any, micro_batch: Any, policy: dict[str, Any]) -> int:
+    if not isinstance(module, pl.LightningModule):
+        raise MisconfigurationException(f"verify takes a LightningModule, but got {type(module).__name__}.")
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{name} has automatic_optimization=False and steps its optimizers by itself: verify compares the one step of automatic"
+            " optimization."
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise MisconfigurationException(f"The training_step of {name} draws its batches by itself (`dataloader_iter`).")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise MisconfigurationException(
+            f"verify(window={window!r}): expected a number of loader batches from 1. A window of another kind has some number of"
+            " them, too; verify that."
+        )
+    if micro_batch == "auto":
+        raise MisconfigurationException(
+            'verify(micro_batch="auto") would run a batch that fits into memory whole. Pass a number of samples or Tokens(...).'
+        )
+    if (window or 1) == 1 and micro_batch is None:
+        raise MisconfigurationException(
+            "verify has nothing to compare: say how the step is accumulated, by window=<loader batches> or micro_batch=<samples>."
+        )
+    if "window" in policy or policy.get("log"):
+        raise MisconfigurationException("verify logs nothing; leave log= out.")
+    return window or 1
+
+
+@contextmanager
+def _random_state_kept(accelerator: str) -> Iterator[None]:
+    snapshot = Snapshot(torch.nn.Module())
+    is_cuda = accelerator in ("gpu", "cuda") and torch.cuda.is_available()
+    snapshot.keep_random_state(torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"))
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def _report(module: pl.LightningModule, trial: Trial, seen: Examination, policy: dict[str, Any], precision: Any) -> Report:
+    notes = [*_notes(module, trial), *seen.notes]
+    full, window = seen.full, seen.window
+    if window is None:
+        nan = float("nan")
+        compared = f"One optimizer step on {_batch(trial)}, in precision {precision}; there could be none on micro-batches."
+        return Report(
+            type(module).__name__, compared, False, nan, nan, (full.loss, nan), seen.tolerance, _reason(seen), (), "cannot be read",
+            seen.breaks, notes,
+        )  # fmt: skip
+    notes += [warning for warning in window.warnings if warning not in full.warnings and not _is_told(warning, seen)]
+    rows = [ParameterDifference(name, value, seen.update.by_name[name]) for name, value in seen.gradient.by_name.items()]
+    parts = f"{window.micro_batches} micro-batches"
+    if len(trial.batches) > 1:
+        parts = f"{len(trial.batches)} loader batches" + (f" in {parts}" if policy["micro_batch"] is not None else "")
+    return Report(
+        module=type(module).__name__,
+        compared=f"One optimizer step on {_batch(trial)}, and one on the same rows as {parts}, in precision {precision}.",
+        is_equal=seen.is_equal,
+        gradient=seen.gradient.overall,
+        update=seen.update.overall,
+        losses=(full.loss, window.loss),
+        tolerance=seen.tolerance,
+        tolerance_reason=_reason(seen),
+        parameters=sorted(rows, key=lambda row: -row.gradient if row.gradient == row.gradient else float("-inf")),
+        weight=window.weight or "none: the window was one micro-batch",
+        breaks=seen.breaks,
+        notes=notes,
+    )
+
+
+def _batch(trial: Trial) -> str:
+    return "a full batch" if trial.rows is None else f"a full batch of {trial.rows} rows"
+
+
+def _reason(seen: Examination) -> str:
+    name = str(seen.full.dtype).removeprefix("torch.")
+    if seen.full.dtype == torch.float64:
+        return "the loss computes in float64"
+    if seen.tolerance > 16 * torch.finfo(seen.full.dtype).eps:
+        return f"the loss computes in {name}; four times what the order of its rows alone changes"
+    return f"the loss computes in {name}; sixteen of its roundings"
+
+
+def _notes(module: pl.LightningModule, trial: Trial) -> Iterator[str]:
+    if places := switch_off_dropout(copy_of(module)):
+        where = listed(places, " places")
+        yield f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch."
+    if not module.training:
+        yield "The module is in evaluation mode, and was compared in it, as the Trainer would run it: module.train() changes that."
+    if trial.padding:
+        yield f"To be put together, {trial.padding}."
+
+
+def _is_told(warning: str, seen: Examination) -> bool:
+    names = {found.name for found in seen.breaks}
+    told = {"BatchNorm": "BatchNorm (", "contrastive loss": "The loss is contrastive", "terms of the loss": "terms"}
+    return any(text in warning for name, text in told.items() if name in names)

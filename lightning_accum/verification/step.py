@@ -1,0 +1,255 @@
+"""One optimizer step of a module, taken by a Trainer on a copy of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from lightning_accum.callback import GradientAccumulation
+from lightning_accum.loops.copies import forget_training
+from lightning_accum.verification.randomness import SameForEveryRow, switch_off_dropout
+from lightning_accum.verification.watch import Step, StepTakenError, Watches, WatchesPieces, WatchesReference
+
+STEPS_IN_AN_EPOCH = 100
+"""What the Trainer believes to have ahead of it, for schedules that ask: one step alone would be all warm-up, or none."""
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is taken out of a module, to see what it does to the result.
+
+    Attributes:
+        freezes_batch_norm: BatchNorm normalises by its running statistics.
+        fixes_batch_idx: every ``training_step`` gets the index 0.
+        evens_noise: random numbers are the same for every row.
+    """
+
+    freezes_batch_norm: bool = False
+    fixes_batch_idx: bool = False
+    evens_noise: bool = False
+
+
+class NoStepError(MisconfigurationException):
+    """There was no optimizer step."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Takes optimizer steps of copies of a module.
+
+    Args:
+        module: stays as it is.
+        policy: the arguments of GradientAccumulation.
+        trainer: those of the Trainer: precision, accelerator, clipping.
+        hooks: a LightningDataModule whose transfer hooks the batches go through.
+    """
+
+    module: pl.LightningModule
+    policy: Mapping[str, Any]
+    trainer: Mapping[str, Any]
+    hooks: pl.LightningDataModule | None = None
+
+    def full(self, batch: Any, change: Change = Change(), seed: int = 0, gradients: Mapping[str, Tensor] | None = None) -> Step:
+        """The step of plain Lightning on one batch.
+
+        Args:
+            batch: the batch.
+            change: what is taken out of the module.
+            seed: of the random generators.
+            gradients: what the optimizer is given instead of the batch's gradients.
+        """
+        watcher = WatchesReference(gradients)
+        trainer = dict(self.trainer)
+        if gradients is not None:  # they have been clipped
+            trainer["gradient_clip_val"] = None
+        return self._run([batch], change, seed, watcher, [], strategy="auto", **trainer)
+
+    def accumulated(self, batches: Sequence[Any], change: Change = Change(), keeps_pieces: bool = False) -> Step:
+        """The step of this package on a window.
+
+        Args:
+            batches: those of the loader.
+            change: what is taken out of the module.
+            keeps_pieces: whether to keep the gradient of each micro-batch.
+        """
+        watcher = WatchesPieces() if keeps_pieces else Watches()
+        policy = {"log": False, **self.policy, "window": len(batches)}
+        callbacks = [GradientAccumulation(**policy)]
+        return self._run(batches, change, 0, watcher, callbacks, strategy="accum", **self.trainer)
+
+    def _run(
+        self, batches: Sequence[Any], change: Change, seed: int, watcher: Watches, callbacks: list[Any], **arguments: Any
+    ) -> Step:
+        module = copy_of(self.module)
+        switch_off_dropout(module)
+        noise = SameForEveryRow()
+        _keep_to_one_step(module, change, noise)
+        if isinstance(watcher, WatchesReference) and watcher.gradients is not None:
+            module.configure_gradient_clipping = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        data = _data(batches, self.hooks)
+        _seed(seed)
+        with warnings.catch_warnings(record=True) as caught, _quiet(), torch.enable_grad(), suppress(StepTakenError):
+            warnings.simplefilter("always")
+            trainer = pl.Trainer(
+                **arguments,
+                devices=1,
+                max_epochs=1,
+                logger=DummyLogger(),
+                callbacks=[*callbacks, watcher],
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                num_sanity_val_steps=0,
+                limit_val_batches=0,
+                use_distributed_sampler=False,
+            )
+            trainer.fit(module, **data)
+        step = watcher.step
+        if not step.after:
+            raise NoStepError(
+                f"{type(module).__name__} took no optimizer step on {len(batches)} batch{'es' * (len(batches) > 1)}: training_step"
+                " returned no loss, the loss had no weight, or its gradient was not finite."
+            )
+        step.warnings = list(dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning))
+        step.noise = noise.found
+        return step
+
+
+def copy_of(module: pl.LightningModule) -> pl.LightningModule:
+    """A deep copy without its Trainer.
+
+    Raises:
+        MisconfigurationException: it cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, pl.Trainer):
+                memo[id(value)] = None
+            elif isinstance(value, Tensor) and not value.is_leaf:  # of an earlier graph: torch copies leaves only
+                memo[id(value)] = value.detach().clone()
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise MisconfigurationException(
+            f"verify works on copies of the module, but {type(module).__name__} cannot be copied by copy.deepcopy:"
+            f" {type(error).__name__}: {error}. Leave out the attribute that this comes from (a lock, a file, a generator), or give"
+            " it to the module in setup()."
+        ) from error
+    forget_training(copied)
+    return copied
+
+
+# --- the copy ---------------------------------------------------------------------------------------------------------
+
+
+def _keep_to_one_step(module: pl.LightningModule, change: Change, noise: SameForEveryRow) -> None:
+    """What a copy leaves out: preparing data that is at hand already, and the user's callbacks."""
+    module.prepare_data = lambda: None  # type: ignore[method-assign]
+    module.configure_callbacks = list  # type: ignore[method-assign]
+    if change == Change():
+        return
+    original = module.training_step
+
+    @functools.wraps(original)
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        if change.freezes_batch_norm:
+            _freeze_batch_norm(module)
+        if change.fixes_batch_idx and len(args) > 1:
+            args = (args[0], 0, *args[2:])
+        if not change.evens_noise:
+            return original(*args, **kwargs)
+        noise.restart()
+        with noise:
+            return original(*args, **kwargs)
+
+    module.training_step = training_step  # type: ignore[method-assign]
+
+
+def _freeze_batch_norm(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.eval()
+            if layer.running_mean is None or layer.running_var is None:  # it has none to go by
+                layer.running_mean = torch.zeros(layer.num_features, device=next(module.parameters()).device)
+                layer.running_var = torch.ones_like(layer.running_mean)
+
+
+# --- its data ---------------------------------------------------------------------------------------------------------
+
+
+class _Repeated(Dataset[Any]):
+    """The batches of one step, again and again. Each time they are copies: a module may take its batch apart."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return STEPS_IN_AN_EPOCH * len(self._batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return copy.deepcopy(self._batches[index % len(self._batches)])
+
+
+class _Data(pl.LightningDataModule):
+    """The batches, with the hooks of the user's data module."""
+
+    def __init__(self, loader: DataLoader[Any], owner: pl.LightningDataModule) -> None:
+        super().__init__()
+        self._loader = loader
+        for hook in _TRANSFER_HOOKS:
+            if is_overridden(hook, owner):
+                setattr(self, hook, getattr(owner, hook))
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader
+
+
+def _data(batches: Sequence[Any], hooks: pl.LightningDataModule | None) -> dict[str, Any]:
+    loader = DataLoader(_Repeated(batches), batch_size=None, shuffle=False)
+    if hooks is None or not any(is_overridden(hook, hooks) for hook in _TRANSFER_HOOKS):
+        return {"train_dataloaders": loader}
+    return {"datamodule": _Data(loader, hooks)}
+
+
+# --- around it --------------------------------------------------------------------------------------------------------
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the Trainers' own words to themselves."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,163 @@
+"""What one optimizer step does, seen by callbacks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accum.accumulation import Accumulates
+from lightning_accum.denominator import UnreadableLossError
+from lightning_accum.graph import terms_of
+from lightning_accum.nodes import nodes_below
+from lightning_accum.safeguards import is_contrastive
+
+
+@dataclass
+class Step:
+    """What one optimizer step did. All tensors are copies in host memory, by name.
+
+    Attributes:
+        before: the parameters that are trained, before the step.
+        after: and after it.
+        gradients: what the optimizer saw, clipped; zeros for a parameter without a gradient.
+        buffers: those of the module, after the step.
+        loss: of the batch, or of the window.
+        dtype: the narrowest type in the graph of the loss.
+        is_contrastive: the loss is a cross entropy over logits that are square in the batch.
+        micro_batches: how many had a loss.
+        weight: what each weighs, in words.
+        weights: the weight of each; None for a sum.
+        pieces: the gradients that each added, where they were asked for.
+        warnings: what was warned of.
+        noise: the random operations that were made even.
+    """
+
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = float("nan")
+    dtype: torch.dtype = torch.float64
+    is_contrastive: bool = False
+    micro_batches: int = 1
+    weight: str | None = None
+    weights: list[float | None] = field(default_factory=list)
+    pieces: list[dict[str, Tensor]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    noise: set[str] = field(default_factory=set)
+
+
+class StepTakenError(Exception):
+    """Ends the fit: nothing after the step is of interest, least of all the ends of epochs."""
+
+
+class Watches(pl.Callback):
+    """Copies what the optimizer steps on and where it goes, by a hook of torch's: Lightning runs as if nobody listened."""
+
+    def __init__(self) -> None:
+        self.step = Step()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.step.before = _copies(pl_module)
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_post_hook(functools.partial(self._after_step, pl_module))
+
+    def _after_step(self, module: pl.LightningModule, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.step.after = _copies(module)
+        self.step.gradients = _gradients(module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        is_last = batch_idx + 1 >= trainer.accumulate_grad_batches
+        if not (self.step.after or is_last):
+            return
+        self.step.buffers = {name: buffer.detach().cpu().clone() for name, buffer in pl_module.named_buffers()}
+        accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Accumulates) else None
+        if accumulation is not None and accumulation.closed is not None:
+            self.step.loss = float(accumulation.closed.loss)
+            self.step.micro_batches = accumulation.closed.micro_batches
+            self.step.weight = accumulation.weigher.criterion
+        elif isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
+            self.step.loss = float(outputs["loss"])
+        raise StepTakenError
+
+
+class WatchesReference(Watches):
+    """Also looks at the loss, and may give the optimizer other gradients."""
+
+    def __init__(self, gradients: Mapping[str, Tensor] | None) -> None:
+        super().__init__()
+        self.gradients = gradients
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self.step.dtype = narrowest_dtype(loss)
+        try:
+            self.step.is_contrastive = bool(is_contrastive(terms_of(loss)))
+        except UnreadableLossError:
+            self.step.is_contrastive = False
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if self.gradients is not None and parameter.grad is not None:
+                parameter.grad = self.gradients[name].to(parameter.device, parameter.dtype)
+
+
+class WatchesPieces(Watches):
+    """Also keeps what each micro-batch added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sum: dict[str, Tensor] = {}
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        now = {name: gradient.to(torch.float64) for name, gradient in _gradients(pl_module).items()}
+        self.step.pieces.append({name: gradient - self._sum.get(name, 0.0) for name, gradient in now.items()})
+        self._sum = now
+        accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Accumulates) else None
+        weight = None if accumulation is None else accumulation.weight
+        self.step.weights.append(None if weight is None else float(weight))
+
+
+def narrowest_dtype(loss: Tensor) -> torch.dtype:
+    """The floating-point type of the least precision that the graph of ``loss`` goes through.
+
+    Example:
+        >>> x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        >>> narrowest_dtype((x * 2).float().sum().double())
+        torch.float32
+    """
+    dtypes = {loss.dtype}
+    for node in () if loss.grad_fn is None else nodes_below(loss.grad_fn):
+        for metadata in getattr(node, "_input_metadata", ()):
+            dtype = getattr(metadata, "dtype", None)
+            if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+                dtypes.add(dtype)
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _copies(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().cpu().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
+            found[name] = gradient.detach().cpu().clone()
+    return found

@@ -1,0 +1,508 @@
+"""`verify` finds equality on modules of others, unchanged, names what breaks it, and leaves the user's own as they were."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, DemoModel
+from lightning.pytorch.demos.transformer import LightningTransformer
+from support import OPTIMIZERS, Language, Scalar, loader, pad, sentences, trainer, x
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accum import SampleCount, Tokens, verify
+from lightning_accum.verification import Report
+
+EXACT = 1e-12
+
+
+class Classifier(pl.LightningModule):
+    """Two layers and a cross entropy, with what a module of today does beside."""
+
+    def __init__(self, *middle: nn.Module, optimizer: str = "adamw") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), *middle, nn.Tanh(), nn.Linear(8, 3))
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
+        self.optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy)
+        return self.loss(logits, batch, batch_idx)
+
+    def loss(self, logits: Tensor, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(logits, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+def points(rows: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 6, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
+
+
+def names(report: Report) -> list[str]:
+    return [found.name for found in report.breaks]
+
+
+# --- modules of others ---------------------------------------------------------------------------------------------------
+
+
+class Autoencoder(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Sequential(nn.Linear(28, 8), nn.ReLU(), nn.Linear(8, 3)), nn.Linear(3, 28)
+
+    def training_step(self, batch):  # without batch_idx
+        return F.mse_loss(self.decoder(self.encoder(batch)), batch)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Translation(pl.LightningModule):
+    """A sequence to a sequence, with label smoothing, dropout, and what most add to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(17, 8), nn.Embedding(17, 8)
+        self.net = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+        self.head = nn.Linear(8, 17)
+        self.save_hyperparameters({"dropout": 0.1})
+
+    def training_step(self, batch, batch_idx):
+        inputs = batch["labels"].clamp(min=0)
+        mask = self.net.generate_square_subsequent_mask(inputs.shape[1] - 1).to(self.source.weight.dtype)
+        hidden = self.net(self.source(batch["input_ids"]), self.target(inputs[:, :-1]), tgt_mask=mask)
+        logits = self.head(F.dropout(hidden, self.hparams.dropout, self.training))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
+        self.logger.experiment.add_scalar("loss", loss, self.global_step)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.trainer.callback_metrics["val_loss"]  # there is none after one step
+
+    def configure_callbacks(self):
+        return [pl.callbacks.LearningRateMonitor(), pl.callbacks.EarlyStopping("val_loss")]
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+def translations() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"input_ids": torch.randint(0, 17, (6, 7)), "labels": pad(sentences(6))["labels"]}
+
+
+def words() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randint(0, 40, (6, 9)), torch.randint(0, 40, (6, 9))
+
+
+OTHERS: dict[str, Any] = {
+    "BoringModel": (BoringModel, lambda: torch.randn(8, 32)),
+    "DemoModel": (DemoModel, lambda: torch.randn(8, 32)),
+    "LightningTransformer": (lambda: LightningTransformer(40), words),
+    "a classifier with torchmetrics": (Classifier, points),
+    "an autoencoder": (Autoencoder, lambda: torch.rand(8, 28)),
+    "a translation with label smoothing": (Translation, translations),
+    "a language model": (Language, lambda: pad(sentences(8))),
+}
+
+
+@pytest.mark.parametrize("how", [{"micro_batch": 2}, {"window": 3}, {"micro_batch": 3, "gradient_clip_val": 1e-3}], ids=str)
+@pytest.mark.parametrize("name", OTHERS)
+def test_modules_of_others_are_equal(name: str, how: dict[str, Any]) -> None:
+    make, data = OTHERS[name]
+    report = verify(make(), data(), **how)
+    assert report, str(report)
+    assert report.gradient < EXACT
+    assert max(row.gradient for row in report.parameters) <= report.tolerance == EXACT
+    assert report.losses[0] == pytest.approx(report.losses[1], rel=EXACT)
+    assert "divided" in report.weight
+
+
+class Wrapped(pl.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, batch_idx):
+        output = self.model(**batch)
+        self.log("loss", output.loss)
+        return output.loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+SMALL = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def hugging_face(name: str) -> Wrapped:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if name == "gpt2":
+        sizes = {"vocab_size": 31, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    elif name == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, max_position_embeddings=16))
+    elif name == "bert":
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, max_position_embeddings=16))
+    elif name == "vit":
+        sizes = {name: value for name, value in SMALL.items() if name != "vocab_size"}
+        config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=5, hidden_dropout_prob=0.1)
+        model = transformers.ViTForImageClassification(config)
+    else:
+        sizes = {"vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    return Wrapped(model.train())
+
+
+def texts(rows: int, length: int, masked: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rows + length)
+    tokens = torch.randint(1, 31, (rows, length), generator=generator)
+    lengths = torch.randint(2, length + 1, (rows, 1), generator=generator)
+    lengths[0] = length
+    mask = torch.arange(length) < lengths
+    labels = tokens.masked_fill(~mask, -100)
+    if masked:
+        hidden = torch.rand(tokens.shape, generator=generator) < 0.3
+        labels, tokens = labels.masked_fill(~hidden, -100), tokens.masked_fill(hidden, 30)
+    return {"input_ids": tokens * mask, "attention_mask": mask.long(), "labels": labels}
+
+
+@pytest.mark.parametrize("how", ["window", "micro_batch", "tokens"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_language_models_of_hugging_face_are_equal(name: str, how: str) -> None:
+    module = hugging_face(name)
+    data: Any = [texts(4, 10, name == "bert"), texts(3, 7, name == "bert"), texts(4, 12, name == "bert")]
+    if how == "window":
+        report = verify(module, data, window=3)
+        assert any("padded on the right to 12 columns" in note for note in report.notes)
+    else:
+        report = verify(module, data[2], micro_batch=2 if how == "micro_batch" else Tokens(24))
+    assert report, str(report)
+    if name == "bert":
+        assert report.tolerance == EXACT > report.gradient
+    else:  # these cast logits to float32 for their loss
+        assert report.tolerance < 1e-5
+        assert 1e-10 < report.gradient < 1e-6
+        assert "float32" in report.tolerance_reason
+    if name != "llama":
+        assert any("Dropout was switched off" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-mixed"])
+def test_vision_transformer_of_hugging_face_is_equal(precision: str) -> None:
+    batch = {"pixel_values": torch.randn(8, 3, 8, 8), "labels": torch.randint(0, 5, (8,))}
+    report = verify(hugging_face("vit"), batch, micro_batch=2, precision=precision)
+    assert report, str(report)
+    assert report.gradient < {"64-true": EXACT, "32-true": 1e-6, "bf16-mixed": 0.1}[precision]
+
+
+# --- what is measured ----------------------------------------------------------------------------------------------------
+
+
+def test_differences_are_those_of_the_known_answer() -> None:
+    """Micro-batches of 1 and 9 tokens: a mean of means is 3.0, where the full batch has 4.6."""
+    batches = [x(1), x(2, 3, 4, 5, 6, 4, 6, 7, 8)]
+    assert sum(float(batch.sum()) for batch in batches) / 10 == 4.6
+    mean_of_means = (1 + 5) / 2
+    report = verify(Scalar(), iter(batches), window=2, weight="equal")
+    assert not report
+    assert names(report) == ["weight"]
+    assert report.gradient == pytest.approx((4.6 - mean_of_means) / 4.6, rel=EXACT)
+    assert report.update == pytest.approx((4.6 - mean_of_means) / 4.6, rel=EXACT)
+    assert 'weight="auto"' in report.breaks[0].mend
+    assert verify(Scalar(), iter(batches), window=2).gradient < 1e-15
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_full_batch_is_the_hand_written_one(optimizer: str) -> None:
+    from lightning_accum.verification.step import Bench
+
+    batch = (points()[0].double(), points()[1])
+    module = Classifier(optimizer=optimizer)
+    bench = Bench(module, {"micro_batch": 5}, {"precision": "64-true"})
+    by_hand = Classifier(optimizer=optimizer).double()
+    loss = F.cross_entropy(by_hand.net(batch[0]), batch[1])
+    loss.backward()
+    by_hand.configure_optimizers().step()
+    for step in (bench.full(batch), bench.accumulated([batch])):
+        assert step.loss == pytest.approx(float(loss), rel=EXACT)
+        for name, parameter in by_hand.named_parameters():
+            assert (step.gradients[name] - parameter.grad).norm() <= EXACT * parameter.grad.norm()
+            assert (step.after[name] - parameter).norm() <= 1e-10 * (parameter - step.before[name]).norm()
+
+
+def test_parameter_whose_gradient_is_rounding_is_no_difference() -> None:
+    """The bias under a softmax over all rows' classes: the gradient of a constant added to all logits is 0."""
+
+    class Shifted(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(()))
+
+        def loss(self, logits, batch, batch_idx):
+            return F.cross_entropy(logits + self.shift, batch[1])
+
+    report = verify(Shifted(), points(), micro_batch=5)
+    assert report, str(report)
+
+
+# --- what breaks equality ------------------------------------------------------------------------------------------------
+
+
+class ReadsBatchIdx(Classifier):
+    def loss(self, logits, batch, batch_idx):
+        return F.cross_entropy(logits, batch[1]) * (1.0 if batch_idx % 2 == 0 else 0.5)
+
+
+class Contrastive(Classifier):
+    def loss(self, logits, batch, batch_idx):
+        return F.cross_entropy(logits @ self.net(batch[0] * 0.9).T, torch.arange(len(logits)))
+
+
+class Centred(Classifier):
+    def loss(self, logits, batch, batch_idx):
+        return F.cross_entropy(logits - logits.mean(0), batch[1])
+
+
+class Warm(Classifier):
+    seen = 0
+
+    def loss(self, logits, batch, batch_idx):
+        self.seen += 1
+        return F.cross_entropy(logits, batch[1]) * self.seen
+
+
+class Counting(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def loss(self, logits, batch, batch_idx):
+        self.calls += 1
+        return F.cross_entropy(logits, batch[1])
+
+
+class TwoMeans(Classifier):
+    def loss(self, logits, batch, batch_idx):
+        chosen = (batch[0][:, :1] > 0.5).to(logits.dtype)
+        return F.cross_entropy(logits, batch[1]) + ((logits**2) * chosen).sum() / chosen.sum()
+
+
+class Mixed(Classifier):
+    def loss(self, logits, batch, batch_idx):
+        return F.cross_entropy(logits + logits[torch.randperm(len(logits))], batch[1])
+
+
+class Hidden(Classifier):
+    def loss(self, logits, batch, batch_idx):
+        return F.cross_entropy(logits, batch[1]).log()
+
+
+class SeesPadding(Language):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (batch["input_ids"].shape[1] / 12)
+
+
+BREAKS: dict[str, Any] = {
+    "BatchNorm": (lambda: Classifier(nn.BatchNorm1d(8)), {"micro_batch": 4}, 'batch_norm="exact"'),
+    "batch_idx": (ReadsBatchIdx, {"window": 3}, "micro_batch="),
+    "contrastive loss": (Contrastive, {"micro_batch": 4}, "GradCache"),
+    "rows that depend on each other": (Centred, {"micro_batch": 4}, "LayerNorm"),
+    "state": (Warm, {"window": 3}, "Reset it"),
+    "buffers": (Counting, {"micro_batch": 4}, "once a step"),
+    "random numbers": (Mixed, {"micro_batch": 4}, "distribution"),
+    "weight": (Hidden, {"micro_batch": 4}, "SampleCount()"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_breaks_equality_is_found_and_named(name: str) -> None:
+    make, how, mend = BREAKS[name]
+    report = verify(make(), points(), **how)
+    assert not report
+    assert names(report) == [name]
+    assert mend in report.breaks[0].mend
+    assert name in report.verdict
+    if name in ("BatchNorm", "batch_idx"):  # can be taken out, and then the rest is equal
+        assert report.breaks[0].difference > 1e-3
+        assert report.breaks[0].without < EXACT
+
+
+def test_batch_idx_is_the_same_for_the_micro_batches_of_a_split_batch() -> None:
+    assert verify(ReadsBatchIdx(), points(), micro_batch=4)
+
+
+def test_spectral_norm_carries_state() -> None:
+    report = verify(Classifier(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), points(), micro_batch=4)
+    assert names(report) == ["state"]
+
+
+def test_several_breaks_are_told_apart_and_each_is_measured() -> None:
+    class All(ReadsBatchIdx):
+        def loss(self, logits, batch, batch_idx):
+            contrast = F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+            return super().loss(logits, batch, batch_idx) + 1e-3 * contrast
+
+    report = verify(All(nn.BatchNorm1d(8)), points(), window=3)
+    assert names(report) == ["BatchNorm", "batch_idx", "contrastive loss"]
+    assert [found.without for found in report.breaks[:2]] == [found.difference for found in report.breaks[1:]]
+    assert 1e-6 < report.breaks[2].difference < 1e-2
+
+
+def test_terms_with_other_counts_are_equal_or_named() -> None:
+    report = verify(TwoMeans(), points(), micro_batch=4)
+    assert report or names(report) == ["terms of the loss"]
+
+
+def test_padding_that_a_loss_depends_on_is_named() -> None:
+    rows = sorted(sentences(9), key=len)
+    batches = [pad(rows[i : i + 3]) for i in (0, 3, 6)]
+    assert verify(Language(), batches, window=3)
+    report = verify(SeesPadding(), batches, window=3)
+    assert names(report)[0] == "padding"
+
+
+@pytest.mark.parametrize("layer", ["frozen", "evaluated"])
+def test_batch_norm_that_does_not_look_at_the_batch_is_equal(layer: str) -> None:
+    module = Classifier(nn.BatchNorm1d(8))
+    module.net[1].eval()
+    assert verify(module, points(), micro_batch=4)
+
+
+def test_noise_is_made_the_same_for_every_row() -> None:
+    class Variational(Classifier):
+        def loss(self, logits, batch, batch_idx):
+            noise = torch.distributions.Normal(torch.zeros_like(logits), 1.0).rsample()
+            steps = torch.randint(0, 10, (len(logits),))
+            return F.cross_entropy(logits + noise * steps[:, None], batch[1]) + F.dropout(logits, 0.5).pow(2).mean()
+
+    report = verify(Variational(), points(), micro_batch=4)
+    assert report, str(report)
+    assert any("Random numbers (bernoulli, normal, randint)" in note for note in report.notes)
+
+
+def test_dropout_is_switched_off_and_said_so() -> None:
+    report = verify(Classifier(nn.Dropout(0.5)), points(), micro_batch=4)
+    assert report
+    assert any("Dropout was switched off (net.1.p)" in note for note in report.notes)
+
+
+def test_explicit_weights_are_tried() -> None:
+    assert verify(Classifier(), points(), micro_batch=5, weight=SampleCount())
+    report = verify(Classifier(), points(), micro_batch=5, weight="equal")
+    assert names(report) == ["weight"]
+    assert "weigh 1, 1, 1; with 1.25, 1.25, 0.5 " in report.breaks[0].found  # 5, 5 and 2 rows
+
+
+def test_optimizer_that_steps_elsewhere_is_named() -> None:
+    class ByBatches(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1 / self.trainer.accumulate_grad_batches)
+
+    assert names(verify(ByBatches(), points(), window=3)) == ["optimizer step"]
+
+
+# --- nothing of the user's changes ---------------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_module_in_training_changes() -> None:
+    module = Classifier(nn.BatchNorm1d(8), nn.Dropout(0.3))
+    module.net[0].bias.requires_grad_(False)
+    module.carried = module.net(points()[0])  # with a graph, which cannot be copied
+    module.net.register_forward_hook(lambda *_: None)
+    generator = torch.Generator().manual_seed(5)
+    data = DataLoader(TensorDataset(*points(24)), batch_size=4, shuffle=True, generator=generator)
+    run = trainer("auto", max_epochs=2)
+    run.fit(module, data)
+    module.net[4].weight.grad = torch.ones_like(module.net[4].weight)
+    module.train()
+    module.net[2].eval()
+
+    def everything() -> dict[str, Any]:
+        optimizer = run.optimizers[0]
+        return {
+            "state": {name: value.clone() for name, value in module.state_dict().items()},
+            "gradients": {name: p.grad if p.grad is None else p.grad.clone() for name, p in module.named_parameters()},
+            "flags": [p.requires_grad for p in module.parameters()] + [m.training for m in module.modules()],
+            "identity": [id(value) for value in (module.trainer, module.carried, *module.modules(), *module.parameters())],
+            "dropout": module.net[2].p,
+            "hooks": [len(m._forward_hooks) + len(m._backward_hooks) for m in module.modules()],
+            "optimizer": [value.clone() for state in optimizer.state.values() for value in state.values()],
+            "step hooks": len(optimizer._optimizer_step_post_hooks),
+            "metric": module.accuracy.tp.clone() if isinstance(module.accuracy.tp, Tensor) else 0,
+            "random": [torch.get_rng_state(), generator.get_state(), torch.tensor(numpy.random.get_state()[1].astype("int64"))],
+            "trainer": [run.global_step, run.current_epoch, len(run.callbacks), run.accumulate_grad_batches],
+        }
+
+    def names_of_things() -> list[Any]:
+        return [sorted(vars(module)), sorted(vars(module.net[2])), sorted(Path().iterdir()), random.getstate()]
+
+    before, names_before = everything(), names_of_things()
+    assert not verify(module, data, window=3)
+    assert verify(module, points(), micro_batch=4, precision="32-true") is not None
+    torch.testing.assert_close(everything(), before, rtol=0, atol=0)
+    assert names_of_things() == names_before
+    assert module.trainer is run
+
+
+def test_verify_in_the_middle_of_a_training_leaves_it_as_it_was() -> None:
+    class Looking(pl.Callback):
+        reports: list[Report] = []
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                self.reports.append(verify(pl_module, points(), micro_batch=4))
+
+    def fitted(*callbacks: pl.Callback) -> list[Tensor]:
+        module = Classifier(nn.Dropout(0.5))
+        torch.manual_seed(3)
+        trainer(accumulate_grad_batches=2, callbacks=list(callbacks)).fit(module, loader([points(), points(), points(), points()]))
+        return list(module.parameters())
+
+    looking = Looking()
+    for found, expected in zip(fitted(looking), fitted(), strict=True):
+        assert torch.equal(found, expected)
+    assert len(looking.reports) == 1
+    assert looking.reports[0]
+
+
+def test_data_module_and_own_loader_are_data_too() -> None:
+    assert verify(BoringModel(), BoringDataModule(), window=4)
+    assert verify(BoringModel(), window=2)
+
+
+def test_hooks_that_change_batches_are_those_of_the_data_module() -> None:
+    class Scaled(pl.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(*points(24)), batch_size=8)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] * 3, batch[1]
+
+    plain, scaled = verify(Classifier(), points(8), micro_batch=4), verify(Classifier(), Scaled(), micro_batch=4)
+    assert scaled
+    by_hand = Classifier().double()
+    batch = next(iter(Scaled().train_dataloader()))
+    assert scaled.losses[0] == pytest.approx(float(F.cross_entropy(by_hand.net(batch[0].double() * 3), batch[1])), rel=1e-7)
+    assert scaled.losses[0] != plain.losses[0]
