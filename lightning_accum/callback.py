@@ -54,8 +54,8 @@ class GradientAccumulation(Callback):
     It logs once an optimizer step: ``window/loss`` (what the full batch would have printed), ``window/weight`` and
     ``window/total_weight`` (tokens, for a language model), ``window/micro_batches``, ``window/optimizer_steps``,
     ``window/weight_per_second``, ``window/grad_norm`` where the Trainer clips by norm, ``window/micro_batch_size`` where it is
-    found by trying, and ``window/loss_epoch`` at the end of
-    an epoch.
+    found by trying, ``window/skipped_micro_batches`` and ``window/total_skipped_micro_batches`` where those that are not finite are
+    skipped, and ``window/loss_epoch`` at the end of an epoch.
 
     Args:
         window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the epoch (from 0) in which n
@@ -77,8 +77,13 @@ class GradientAccumulation(Callback):
             that was written for training without accumulation.
         accumulate_dtype: the type that gradients are added up in, where it is not that of the parameters: ``torch.float32`` under
             parameters in bfloat16.
-        on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite: ``"propagate"``, ``"skip"`` or
-            ``"raise"``.
+        on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite. ``"propagate"``: nothing, it ends in the
+            parameters. ``"skip"``: it is as if it had never been there, on the rank that had it: no weight, no gradient, nothing
+            logged, and what it changed in the module (buffers, attributes, metrics, random state) is put back. ``"raise"``: a
+            FloatingPointError before any optimizer step, which names the batch, the rank, and the loss or the first such
+            parameter. Both wait for the device once a micro-batch and reduce gradients after the last of the window; ``"skip"``
+            holds one copy of the gradients more. With a GradScaler (``precision="16-mixed"``) only the loss is looked at: a
+            gradient that overflows is the scaler's, which drops the step and lowers its scale.
         batch_norm: ``"warn"``, or ``"exact"`` statistics of the whole batch where batches are split.
         trim_padding: whether to sort the rows of a split batch by length and to trim each micro-batch to its longest row.
             Lengths are read from an attention mask, or from labels of -100 at the end of rows whose inputs repeat one value; or
@@ -162,6 +167,12 @@ class GradientAccumulation(Callback):
             )
         if self.policy.micro_batch is not None:
             _check_module(self.policy, pl_module)
+        if self.policy.on_nonfinite != "propagate" and not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                f"GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) looks at the loss and the gradient of each micro-"
+                f"batch, but {type(pl_module).__name__} has automatic_optimization=False and runs its backwards by itself. Look in"
+                ' training_step, or leave on_nonfinite at "propagate".'
+            )
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
         if size is None:
             return

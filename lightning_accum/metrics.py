@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -50,9 +50,16 @@ class WindowMetrics:
     def log_window(self, accumulation: Accumulation) -> None:
         """Show the window that ended last, unless it was shown before."""
         closed = accumulation.closed
-        if closed is None or closed.is_empty or closed is self._last:
+        if closed is None or closed is self._last:
             return
         self._last = closed
+        left_out: dict[str, Tensor | float] = {}
+        if accumulation.policy.on_nonfinite == "skip":
+            left_out["window/skipped_micro_batches"] = closed.left_out
+            left_out["window/total_skipped_micro_batches"] = accumulation.total_left_out
+        if closed.is_empty:
+            self._show(left_out, accumulation)
+            return
         self._epoch.append((closed.loss, closed.weight))
         if len(self._epoch) == 100:
             self._fold_epoch()
@@ -63,6 +70,7 @@ class WindowMetrics:
             "window/total_weight": accumulation.total_weight,
             "window/micro_batches": closed.micro_batches,
             "window/optimizer_steps": steps,
+            **left_out,
         }
         if accumulation.splitting is not None and accumulation.splitting.largest is not None:
             metrics["window/micro_batch_size"] = accumulation.splitting.largest
@@ -70,12 +78,17 @@ class WindowMetrics:
             metrics["window/grad_norm"] = accumulation.gradient_norm
         if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:
             metrics["window/weight_per_second"] = rate
+        self._in_bar = {"window/loss": closed.loss, "window/optimizer_steps": _Whole(steps)}
+        self._show(metrics, accumulation)
+
+    def _show(self, metrics: Mapping[str, Tensor | float], accumulation: Accumulation) -> None:
+        if not metrics:
+            return
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, Tensor)}
         as_tensors = torch.tensor(list(numbers.values()), dtype=accumulation.window.dtype).unbind()
         shown = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
         shown.update(zip(numbers, as_tensors, strict=True))
         loops.show_metrics(self._trainer, shown)
-        self._in_bar = {"window/loss": closed.loss, "window/optimizer_steps": _Whole(steps)}
         if self._trainer.loggers and loops.is_logging_due(self._trainer):
             loops.log_metrics(self._trainer, {name: float(value) for name, value in metrics.items()})
 

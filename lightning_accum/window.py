@@ -1,7 +1,7 @@
 """What has been accumulated since the last optimizer step, and how it becomes the full batch's gradient.
 
 A micro-batch with mean loss ``l`` and weight ``n`` contributes the gradient of ``l * n``. At the boundary the weights are summed
-over the window and the ranks, in one all-reduce of 64 bytes, and the gradients are divided once by that sum. Nothing needs to
+over the window and the ranks, in one all-reduce of 72 bytes, and the gradients are divided once by that sum. Nothing needs to
 be known about the batches to come. fairseq, torchtune and Megatron-LM normalise this way.
 """
 
@@ -36,6 +36,7 @@ class ClosedWindow:
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
         is_flagged: a rank had raised its :attr:`Window.flag`.
         is_last: a rank had raised its :attr:`Window.is_last`.
+        left_out: micro-batches that were not finite, and are in none of the above.
     """
 
     loss: Tensor | float
@@ -45,6 +46,7 @@ class ClosedWindow:
     do_terms_disagree: bool = False
     is_flagged: bool = False
     is_last: bool = False
+    left_out: int = 0
 
 
 class Window:
@@ -78,6 +80,8 @@ class Window:
         """Forget what has been accumulated so far."""
         self._losses: list[Denominator] = []
         self._contributions: list[Contribution] = []
+        self.left_out = 0
+        """Micro-batches so far, on this rank, that were not finite, see :meth:`leave_out`."""
         self._totals: Tensor | list[float] | None = None
         self._reduction: dist.Work | None = None
 
@@ -152,6 +156,11 @@ class Window:
         """Forget all but the first ``micro_batches`` with a loss."""
         del self._losses[micro_batches:], self._contributions[micro_batches:]
 
+    def leave_out(self) -> None:
+        """Forget the last micro-batch, which was not finite, but for its number."""
+        self.rewind(self.micro_batches - 1)
+        self.left_out += 1
+
     def skip(self) -> None:
         """Take in a micro-batch that has no loss on this rank."""
         self._agreed_reference(0.0)
@@ -193,9 +202,9 @@ class Window:
             self._reduction.wait()
         # the one copy to the host
         totals = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
-        weight, loss, negative, terms, spread, micro_batches, sums, flags = totals
+        weight, loss, negative, terms, spread, micro_batches, sums, flags, left_out = totals
         self.discard()
-        told = {"is_flagged": flags % _MOST_RANKS > 0, "is_last": flags >= _MOST_RANKS}
+        told: dict[str, Any] = {"is_flagged": flags % _MOST_RANKS > 0, "is_last": flags >= _MOST_RANKS, "left_out": int(left_out)}
         if negative or not math.isfinite(weight):
             raise ValueError(
                 f"Of the weights of the window's {micro_batches:.0f} micro-batches some are negative, infinite or NaN (their sum is"
@@ -218,8 +227,9 @@ class Window:
         disagree = terms > 0 and spread * weight / terms**2 - 1 > 1e-6
         return ClosedWindow(loss / weight, weight, int(micro_batches), do_terms_disagree=disagree, **told)
 
-    # Eight numbers of this rank, to be summed over the ranks, 64 bytes in float64: the sums of n, of l*n (of l, for losses that are
-    # sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a sum; the flags.
+    # Nine numbers of this rank, to be summed over the ranks, 72 bytes in float64: the sums of n, of l*n (of l, for losses that are
+    # sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a sum; the flags; and
+    # the micro-batches that were left out.
 
     def _flags(self) -> float:
         return float(self.flag) + _MOST_RANKS * self.is_last
@@ -237,15 +247,15 @@ class Window:
             if contribution.others:
                 d = sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
                 terms, spread = terms + d, spread + (d**2 / n if n != 0 else d)
-        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, self._flags()]
+        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, self._flags(), float(self.left_out)]
 
     def _sum_on_device(self) -> Tensor:
         contributions = self._contributions
         if not contributions:
-            return self._tensor_of([0.0] * 7 + [self._flags()])
+            return self._tensor_of([0.0] * 7 + [self._flags(), self.left_out])
         losses = self._tensor_of(self._losses)
         weights = [contribution.weight for contribution in contributions if contribution.weight is not None]
-        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), self._flags()])
+        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), self._flags(), self.left_out])
         zero = torch.zeros_like(counts[0])
         if len(weights) < len(contributions):
             return torch.cat((torch.stack((zero, losses.sum(), zero, zero, zero)), counts))

@@ -1,7 +1,7 @@
 """When gradients are reduced over the ranks: one small object an engine."""
 
-from lightning_accum.sync.base import Sync, SyncPolicy, forward_replaced
+from lightning_accum.sync.base import GradientPlace, Sync, SyncPolicy, forward_replaced
 from lightning_accum.sync.ddp import DDPSync
 from lightning_accum.sync.fsdp import FSDP1Sync, FSDP2Sync, ShardedSync
 
-__all__ = ["DDPSync", "FSDP1Sync", "FSDP2Sync", "ShardedSync", "Sync", "SyncPolicy", "forward_replaced"]
+__all__ = ["DDPSync", "FSDP1Sync", "FSDP2Sync", "GradientPlace", "ShardedSync", "Sync", "SyncPolicy", "forward_replaced"]
