@@ -169,8 +169,7 @@ def _largest_of(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _put_back(places: Sequence[GradientPlace], aside: Sequence[Tensor | None]) -> None:
     for place, gradient in zip(places, aside, strict=True):
-        place.take()
-        place.put(gradient)
+        place.put_back(gradient)
 
 
 @torch.no_grad()

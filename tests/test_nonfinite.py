@@ -40,24 +40,34 @@ class Poison(torch.autograd.Function):
         return gradient + ctx.saved_tensors[0], None
 
 
+class Net(nn.Module):
+    """Two layers; in the backward, ``added`` goes into the gradient of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 5)
+        self.last = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        hidden = self.first(x)
+        return self.last(torch.tanh(hidden if added is None else Poison.apply(hidden, added)))
+
+
 class Classifier(pl.LightningModule):
-    """Two layers; rows of a batch may spoil its loss, or the gradient of the first layer's bias alone."""
+    """Knows nothing of accumulation; rows of a batch may spoil its loss, or the gradients of the first layer."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__()
         torch.manual_seed(11)
-        self.first = nn.Linear(FEATURES, 5).double()
-        self.last = nn.Linear(5, CLASSES).double()
+        self.net = Net().double()
         self.optimizer = optimizer
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        fault = batch["fault"]
-        hidden = self.first(batch["x"])
-        if self.training and (fault >= NAN_GRADIENT).any():
-            added = torch.zeros_like(hidden)
+        fault, added = batch["fault"], None
+        if (fault >= NAN_GRADIENT).any():
+            added = torch.zeros(len(fault), 5, dtype=torch.float64)
             added[fault == NAN_GRADIENT, 0], added[fault == INF_GRADIENT, 0] = math.nan, math.inf
-            hidden = Poison.apply(hidden, added)
-        logits = self.last(torch.tanh(hidden))
+        logits = self.net(batch["x"], added)
         spoilt = torch.zeros_like(logits)
         spoilt[fault == NAN_LOSS], spoilt[fault == INF_LOSS, 0] = math.nan, math.inf
         return F.cross_entropy(logits + spoilt, batch["y"], ignore_index=IGNORED)
@@ -67,7 +77,7 @@ class Classifier(pl.LightningModule):
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
-            shard(self, [self.first, self])
+            shard(self, [self.net.first, self.net])
 
 
 @dataclass

@@ -38,6 +38,10 @@ class GradientPlace:
         """Have ``gradient`` there, where nothing is."""
         self._parameter.grad = gradient
 
+    def put_back(self, gradient: Tensor | None) -> None:
+        """Have ``gradient`` there, and drop what is."""
+        self.put(gradient)
+
 
 class Sync:
     """When gradients are reduced over the ranks. This one is for one rank: never."""

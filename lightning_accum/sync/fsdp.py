@@ -129,9 +129,18 @@ class FSDP2Sync(ShardedSync):
 
     @override
     def gradient_places(self, named: Mapping[str, nn.Parameter]) -> list[GradientPlace]:
-        sharded = {p.sharded_param: p for unit in self.units for group in groups_of(unit) for p in group.fsdp_params}
-        places = super().gradient_places(named)
-        return [_Unsharded(place, sharded[named[place.name]]) if named[place.name] in sharded else place for place in places]
+        sharded = [parameter for unit in self.units for group in groups_of(unit) for parameter in group.fsdp_params]
+        by_parameter = {parameter.sharded_param: parameter for parameter in sharded}
+        # between forward and backward a module has whole ones, and its optimizer shards
+        by_parameter.update({p._unsharded_param: p for p in sharded if hasattr(p, "_unsharded_param")})
+        places: dict[Any, GradientPlace] = {}
+        for place in super().gradient_places(named):
+            sharding = by_parameter.get(named[place.name])
+            if sharding is None:
+                places[named[place.name]] = place
+            else:
+                places.setdefault(sharding, _Unsharded(place, sharding))
+        return list(places.values())
 
     def divide_factors(self) -> set[float]:
         """What gradients are divided by, where somebody has set it."""
@@ -165,6 +174,12 @@ class _Unsharded(GradientPlace):
         self._sharding.unsharded_accumulated_grad = gradient if is_converted else None
         if whole is not None:
             whole.grad = None if is_converted else gradient
+
+    @override
+    def put_back(self, gradient: Tensor | None) -> None:
+        now = self.get()
+        # other ranks wait for this one in the reduction of what each micro-batch has given a gradient to
+        self.put(gradient if gradient is not None or now is None else torch.zeros_like(now))
 
 
 def groups_of(unit: nn.Module) -> list[Any]:
