@@ -369,6 +369,7 @@ class AccumulationMixin(Accumulates, Strategy):
             self._is_reduced_inside(),
             gather_gradients(self._named_parameters(), accumulation.ranks, self._is_reduced_inside(), is_kept),
             self._loss_scale(),
+            int(accumulation.ranks.sum(accumulation.window.left_out)) if self.guard is not None else 0,
         )
         rank_zero_info(
             f"The checkpoint is taken after {partial.position} loader batches of a window; their gradients add"
