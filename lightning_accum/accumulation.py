@@ -20,7 +20,7 @@ from lightning_accum.resume import PartialWindow
 from lightning_accum.splitting import Splitting
 from lightning_accum.term_nodes import scale_terms
 from lightning_accum.terms import TermsAtOnce, TermsCountedAhead
-from lightning_accum.weight import Weigher, count_samples
+from lightning_accum.weight import Contribution, Weigher, count_samples
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
 
@@ -56,7 +56,7 @@ class Accumulation:
         self.world_size = ranks.size
         """The ranks that have batches of their own."""
         self.boundary = Boundary(policy.tail)
-        self.window = Window(ranks.device, ranks.size, ranks.group)
+        self.window = Window(ranks.device, ranks.size, ranks.group, counts_left_out=policy.on_nonfinite == "skip")
         may_be_at_once = policy.weight == "auto" and ranks.size > 1 and splitting is None
         self._terms_at_once = TermsAtOnce() if may_be_at_once else None
         self.weigher = Weigher(policy.weight, warn, hands_out_terms=self._terms_at_once is not None)
@@ -75,6 +75,8 @@ class Accumulation:
         self.position = 0
         """Loader batches of the unfinished window that are done."""
         self._micro_batches_done = 0
+        self.total_left_out = 0
+        """Micro-batches of all windows so far that were not finite, over all ranks."""
         self.total_weight: Tensor | float = 0.0
         """The weight of all windows so far."""
         self.is_zero_grad_due = True
@@ -135,6 +137,7 @@ class Accumulation:
         self.clock.time = int(state["scheduler_time"])
         self.clock.hold()
         self.total_weight = float(state["total_weight"])
+        self.total_left_out = int(state.get("skipped_micro_batches", 0))
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
             self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
         return partial
@@ -159,6 +162,9 @@ class Accumulation:
 
     def is_plain(self) -> bool:
         """One micro-batch is the whole window: there is nothing to weigh, and everything is left to Lightning."""
+        return self.policy.on_nonfinite == "propagate" and self._is_one_micro_batch()
+
+    def _is_one_micro_batch(self) -> bool:
         return self.plan is None and self.world_size == 1 and self.boundary.size == 1
 
     def count_ahead(self) -> None:
@@ -191,7 +197,12 @@ class Accumulation:
             self._note_plain(loss)
             self.weigher.take_terms()
             return None
-        contribution = self.weigher(loss, self.batch)
+        try:
+            contribution = self.weigher(loss, self.batch)
+        except UnreadableLossError:
+            if not self._is_one_micro_batch():
+                raise
+            contribution = Contribution(None)  # nothing depends on its weight
         self.weight = contribution.weight
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         # the weight in the wide type, if there is one
@@ -230,6 +241,11 @@ class Accumulation:
             if not self.is_plain():
                 self.skip()
         return had_loss
+
+    def leave_out(self) -> None:
+        """The micro-batch in hand is not finite: it is as if it had never been there."""
+        self.window.leave_out()
+        self.weight = 0.0
 
     def end_loader_batch(self, seen: int) -> None:
         """Loader batch number ``seen`` is done."""
@@ -277,10 +293,11 @@ class Accumulation:
         if self.closed.is_flagged:
             self._agree_on_sizes()
         self._end(seen)
+        self.total_left_out += self.closed.left_out
         if self.closed.is_empty:
             self._warn_once(
-                "A window ended without any weight (all labels ignored, or no loss): there is no optimizer step for it, parameters"
-                " and optimizer state stay as they are."
+                "A window ended without any weight (all labels ignored, no loss, or nothing finite): there is no optimizer step for"
+                " it, parameters and optimizer state stay as they are."
             )
         else:
             self.total_weight = self.total_weight + self.closed.weight
@@ -378,6 +395,7 @@ class Accumulation:
             "optimizer_steps": self.clock.optimizer_steps,
             "scheduler_time": self.clock.time,
             "total_weight": float(self.total_weight),
+            "skipped_micro_batches": self.total_left_out,
             "is_at_boundary": self.position == 0,
         }
         if self.splitting is not None and self.splitting.sizes is not None:

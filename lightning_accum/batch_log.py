@@ -121,6 +121,19 @@ class BatchLog:
         entry.micro_batches.append(self.micro_batch)
         entry.is_sum |= is_sum
 
+    def forget_micro_batch(self) -> None:
+        """What was logged in the micro-batch under way is not to be shown."""
+        for key, entry in list(self._entries.items()):
+            if entry.last_micro_batch != self.micro_batch:
+                continue
+            entry.last_micro_batch = -1
+            entry.batch_sizes.pop()
+            if entry.micro_batches and entry.micro_batches[-1] == self.micro_batch:
+                for column in (entry.values, entry.weights, entry.micro_batches):
+                    column.pop()
+            if not entry.batch_sizes:
+                del self._entries[key]
+
     # --- at the end of the batch ------------------------------------------------------------------------------------
 
     def weigh(self, weights: Sequence[Denominator | None], rows: Sequence[int]) -> None:
@@ -191,6 +204,8 @@ class BatchLog:
         return value if isinstance(value, Tensor) else None
 
     def _fold(self, entry: _Entry, reduce_fx: Callable[..., Any]) -> Tensor:
+        if len(entry.values) == 1:
+            return entry.values[0]
         values = torch.stack([value.to(entry.values[0].device) for value in entry.values])
         if reduce_fx in _FOLDS:
             return _FOLDS[reduce_fx](values)

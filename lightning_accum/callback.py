@@ -49,8 +49,8 @@ class GradientAccumulation(Callback):
     It logs once an optimizer step: ``window/loss`` (what the full batch would have printed), ``window/weight`` and
     ``window/total_weight`` (tokens, for a language model), ``window/micro_batches``, ``window/optimizer_steps``,
     ``window/weight_per_second``, ``window/grad_norm`` where the Trainer clips by norm, ``window/micro_batch_size`` where it is
-    found by trying, and ``window/loss_epoch`` at the end of
-    an epoch.
+    found by trying, ``window/skipped_micro_batches`` and ``window/total_skipped_micro_batches`` where those that are not finite are
+    skipped, and ``window/loss_epoch`` at the end of an epoch.
 
     Args:
         window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the epoch (from 0) in which n
@@ -78,8 +78,13 @@ class GradientAccumulation(Callback):
             ``parameter.grad``, which is None between the micro-batches. It holds 4 bytes a parameter inside a window, and not 2.
             Sharded modules add up by themselves, and FSDP2 in this type where ``fully_shard`` got it as ``reduce_dtype``; this
             argument checks that. None: the type of the parameters.
-        on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite: ``"propagate"``, ``"skip"`` or
-            ``"raise"``.
+        on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite. ``"propagate"``: nothing, it ends in the
+            parameters. ``"skip"``: it is as if it had never been there, on the rank that had it: no weight, no gradient, nothing
+            logged, and what it changed in the module (buffers, attributes, metrics, random state) is put back. ``"raise"``: a
+            FloatingPointError before any optimizer step, which names the batch, the rank, and the loss or the first such
+            parameter. Both wait for the device once a micro-batch and reduce gradients after the last of the window; ``"skip"``
+            holds one copy of the gradients more. With a GradScaler (``precision="16-mixed"``) only the loss is looked at: a
+            gradient that overflows is the scaler's, which drops the step and lowers its scale.
         batch_norm: ``"warn"``, or ``"exact"`` statistics of the whole batch where batches are split.
         trim_padding: whether to sort the rows of a split batch by length and to trim each micro-batch to its longest row.
             Lengths are read from an attention mask, or from labels of -100 at the end of rows whose inputs repeat one value; or
@@ -128,6 +133,11 @@ class GradientAccumulation(Callback):
             )
         if on_nonfinite not in ("propagate", "skip", "raise"):
             raise MisconfigurationException(f'on_nonfinite={on_nonfinite!r}: expected "propagate", "skip" or "raise"')
+        if accumulate_dtype is not None and on_nonfinite != "propagate":
+            raise MisconfigurationException(
+                f"on_nonfinite={on_nonfinite!r} looks at gradients where autograd adds them up, but with accumulate_dtype="
+                f"{accumulate_dtype} that is elsewhere. Use one of the two."
+            )
         if batch_norm not in ("warn", "exact"):
             raise MisconfigurationException(f'batch_norm={batch_norm!r}: expected "warn" or "exact"')
         self.policy = Policy(
@@ -166,6 +176,12 @@ class GradientAccumulation(Callback):
         if isinstance(self.policy.weight, tuple) and self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
             raise MisconfigurationException(
                 _needs_one_batch(self.policy.weight, self.policy.window or trainer.accumulate_grad_batches)
+            )
+        if self.policy.on_nonfinite != "propagate" and not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                f"GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) looks at the loss and the gradient of each micro-"
+                f"batch, but {type(pl_module).__name__} has automatic_optimization=False and runs its backwards by itself. Look in"
+                ' training_step, or leave on_nonfinite at "propagate".'
             )
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
         if size is None:

@@ -54,10 +54,16 @@ class WindowMetrics:
     def log_window(self, accumulation: Accumulation) -> None:
         """Show the window that ended last, unless it was shown before."""
         closed = accumulation.closed
-        if closed is None or closed.is_empty or closed is self._last:
+        if closed is None or closed is self._last:
             return
         self._last = closed
         others: dict[str, Tensor | float] = {}
+        if accumulation.policy.on_nonfinite == "skip":
+            others["window/skipped_micro_batches"] = closed.left_out
+            others["window/total_skipped_micro_batches"] = accumulation.total_left_out
+        if closed.is_empty:
+            self._show(others)
+            return
         if accumulation.splitting is not None and accumulation.splitting.largest is not None:
             others["window/micro_batch_size"] = accumulation.splitting.largest
         if accumulation.gradient_norm is not None:
@@ -88,12 +94,17 @@ class WindowMetrics:
         }
         if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:
             metrics["window/weight_per_second"] = rate
+        self._in_bar = {"window/loss": closed.loss, "window/optimizer_steps": _Whole(steps)}
+        self._show(metrics)
+
+    def _show(self, metrics: Mapping[str, Tensor | float]) -> None:
+        if not metrics:
+            return
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, Tensor)}
         as_tensors = torch.tensor(list(numbers.values()), dtype=torch.float64).unbind()
         shown = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
         shown.update(zip(numbers, as_tensors, strict=True))
         loops.show_metrics(self._trainer, shown)
-        self._in_bar = {"window/loss": closed.loss, "window/optimizer_steps": _Whole(steps)}
         if self._trainer.loggers and loops.is_logging_due(self._trainer):
             loops.log_metrics(self._trainer, {name: float(value) for name, value in metrics.items()})
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,13 +28,14 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.listeners import callbacks_of, is_step_heard
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual_optimization import ManualOptimization
+from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.resume import PartialWindow, gather_gradients, gather_weighed, put_back
 from lightning_accum.safeguards import batch_norm_layers, gradients_of_zero
 from lightning_accum.snapshot import Keeper
 from lightning_accum.splitting import Splitting
-from lightning_accum.sync import Sync
+from lightning_accum.sync import GradientPlace, SumPlace, Sync
 from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
@@ -62,6 +64,8 @@ class AccumulationMixin(Accumulates, Strategy):
     """The forward and backward of a micro-batch wait for those of the other ranks, whether gradients are reduced or not."""
     is_heard: bool | None = None
     """Whether anything listens to the hooks around the backward of a micro-batch; None where it is not known yet."""
+    guard: Guard | None = None
+    """Looks whether micro-batches are finite; None where nobody does."""
 
     # --- setting up -------------------------------------------------------------------------------------------------
 
@@ -111,6 +115,7 @@ class AccumulationMixin(Accumulates, Strategy):
             callback.connect(self.accumulation, self.partial_window)
         self._callback = callback
         self._keeper = None
+        self.guard = None if self.policy.on_nonfinite == "propagate" else self._make_guard(self.accumulation)
         self._watch = StepWatch(self.optimizers[0])
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self.takes_gradient = not is_overridden("backward", module)
@@ -156,6 +161,35 @@ class AccumulationMixin(Accumulates, Strategy):
         if size is not None:
             self.trainer().accumulate_grad_batches = size
 
+    def _make_guard(self, accumulation: Accumulation) -> Guard:
+        return Guard(
+            self.policy.on_nonfinite == "skip",
+            self._gradient_places,
+            self._in_words,
+            accumulation.leave_out,
+            lambda: self.keeper,
+            self._ranks_of_micro_batch(),
+            looks_at_gradients=getattr(self.precision_plugin, "scaler", None) is None,  # which looks at them by itself
+        )
+
+    def _gradient_places(self) -> list[GradientPlace]:
+        assert self.accumulation is not None
+        named, sums = self.parameters_by_name(), self.accumulation.sums
+        if sums is None:
+            return self._sync.gradient_places(named)
+        return [SumPlace(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
+
+    def _in_words(self) -> str:
+        """The micro-batch in hand."""
+        assert self.accumulation is not None
+        trainer, plan = self.trainer(), self.accumulation.plan
+        part = f" (micro-batch {plan.current} of {len(plan.pieces)})" if plan is not None and len(plan.pieces) > 1 else ""
+        return f"Batch {trainer.fit_loop.epoch_loop.batch_idx}{part} of epoch {trainer.current_epoch} on rank {self.global_rank}"
+
+    def _ranks_of_micro_batch(self) -> dist.ProcessGroup | None:
+        """Those that run parts of the same micro-batch; None where each has its own."""
+        return None
+
     def _ranks(self) -> Ranks:
         """Those whose gradients are averaged."""
         return Ranks(self.root_device, self.world_size, None, self.world_size, self.global_rank, getattr(self, "_timeout", None))
@@ -192,6 +226,11 @@ class AccumulationMixin(Accumulates, Strategy):
                     "LBFGS runs its closure several times in a step, and a window of several loader batches cannot be run"
                     " again: their data is gone. Use GradientAccumulation(1) or another optimizer."
                 )
+            if isinstance(optimizer, LBFGS) and self.policy.on_nonfinite == "skip":
+                raise MisconfigurationException(
+                    "LBFGS compares the losses of a batch that it runs several times in a step, and none of them can be left out."
+                    ' Use on_nonfinite="raise" or another optimizer.'
+                )
         if (is_long or self.policy.micro_batch is not None) and (layers := batch_norm_layers(module)):
             more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
             _warn(
@@ -226,7 +265,7 @@ class AccumulationMixin(Accumulates, Strategy):
 
     @override
     def teardown(self) -> None:
-        self._sync = Sync()
+        self._sync, self.guard = Sync(), None
         if self.accumulation is not None:
             self._watch.remove()
             if self.accumulation.sums is not None:
@@ -277,18 +316,24 @@ class AccumulationMixin(Accumulates, Strategy):
         loss, seed = self._weigh(closure_loss)
         if seed is not None:
             kwargs["gradient"] = seed
-        with gradients_of_zero(loss) if self.accumulation.is_weightless else nullcontext():
+        with self._around_backward(loss):
             return super().backward(loss, optimizer, *args, **kwargs)
 
     def backward_without_hooks(self, loss: Tensor) -> None:
         """As :meth:`backward`, where nobody listens."""
         loss, seed = self._weigh(loss)
         assert self.accumulation is not None
-        if self.accumulation.is_weightless:
-            with gradients_of_zero(loss):
+        if self.accumulation.is_weightless or self.guard is not None:
+            with self._around_backward(loss):
                 torch.autograd.backward(loss, seed)
         else:
             torch.autograd.backward(loss, seed)
+
+    def _around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        assert self.accumulation is not None
+        if self.accumulation.is_weightless:
+            return gradients_of_zero(loss)
+        return nullcontext() if self.guard is None else self.guard.watching(loss, self.accumulation.weight)
 
     def _changes_batches(self) -> bool:
         """Whether a batch on the device may be another than on the host: augmented, or moved by the user's own rules."""
@@ -324,6 +369,11 @@ class AccumulationMixin(Accumulates, Strategy):
         self._sync.complete_reduction()
         return self._end_window() if self.accumulation.is_boundary else None
 
+    @property
+    def ends_windows_apart(self) -> bool:
+        """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
+        return self.guard is not None or self.policy.micro_batch == "auto"
+
     def end_window_apart(self) -> Tensor | None:
         """The window has ended with the last micro-batch, which did not know: only now the gradients are reduced."""
         assert self.accumulation is not None
@@ -339,6 +389,8 @@ class AccumulationMixin(Accumulates, Strategy):
     def _end_window(self) -> Tensor | None:
         assert self.accumulation is not None
         self._sync.end_window()
+        if self.guard is not None:
+            self.guard.end_window()
         seen = loops.loader_batches_seen(self.trainer())
         if self.accumulation.is_plain():
             self.accumulation.close_plain(seen)
@@ -353,9 +405,12 @@ class AccumulationMixin(Accumulates, Strategy):
     def run_without_batch(self) -> Tensor | None:
         """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0."""
         assert self.accumulation is not None
+        ends_window = self.accumulation.is_boundary
+        self.accumulation.is_boundary &= not self.ends_windows_apart
         with nullcontext() if self.accumulation.is_boundary else self.blocked():
             self._forward_without_batch()
-            return self.end_micro_batch()
+            window_loss = self.end_micro_batch()
+        return self.end_window_apart() if ends_window and self.ends_windows_apart else window_loss
 
     def most_micro_batches(self, own: int) -> int:
         """The micro-batches that the rank with the most has in this loader batch. Called on all ranks."""
@@ -401,6 +456,7 @@ class AccumulationMixin(Accumulates, Strategy):
             self._is_reduced_inside(),
             gather_gradients(self.parameters_by_name(), accumulation.ranks, self._is_reduced_inside(), is_kept, accumulation.sums),
             self._loss_scale(),
+            int(accumulation.ranks.sum(accumulation.window.left_out)) if self.guard is not None else 0,
         )
         rank_zero_info(
             f"The checkpoint is taken after {partial.position} loader batches of a window; their gradients add"

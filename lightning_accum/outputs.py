@@ -18,11 +18,15 @@ class Outputs:
     """Collects the outputs of the micro-batches of one batch.
 
     Args:
-        rows: the samples of each.
+        rows: the samples of each, those of micro-batches that will be left out too.
     """
 
-    def __init__(self, rows: list[int]) -> None:
-        self.rows = rows
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows: list[int] = []
+        """The samples of each that was not left out."""
+        self._planned = iter(rows)
+        self._begun = 0
+        self._left_out: set[int] = set()
         self.weights: list[Denominator | None] = []
         """What the loss of each was divided by; None for a sum, 0 without a loss."""
         self._losses: list[Tensor | None] = []
@@ -36,10 +40,18 @@ class Outputs:
             weight: what the loss was divided by; None for a sum, 0 without a loss.
             extra: what else ``training_step`` returned, by name.
         """
+        self.rows.append(next(self._planned))
+        self._begun += self.rows[-1]
         self._losses.append(None if loss is None else loss.detach())
         self.weights.append(weight)
         # a part of the graph that is not below the loss would keep what it saved for a backward that never comes
         self._extras.append(apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra)
+
+    def leave_out(self) -> None:
+        """The next micro-batch is as if it had never been in the batch."""
+        rows = next(self._planned)
+        self._left_out.update(range(self._begun, self._begun + rows))
+        self._begun += rows
 
     def loss(self) -> Tensor | None:
         """The loss of the batch: the weighted mean, or the sum of sums; None where there was none at all."""
@@ -65,6 +77,8 @@ class Outputs:
         Args:
             order: the rows of the batch in the order of the micro-batches; None where they kept theirs.
         """
+        if order is not None and self._left_out:
+            order = [row for place, row in enumerate(order) if place not in self._left_out]
         names = dict.fromkeys(name for extra in self._extras for name in extra)
         return {name: self._join(name, order) for name in names}
 
@@ -75,7 +89,9 @@ class Outputs:
             has_rows = [len(value) for value in values] == rows
             if has_rows and len({value.shape[1:] for value in values}) == 1:
                 joined = torch.cat(values)
-                return joined if order is None or len(order) != len(joined) else joined[_inverse(order, joined.device)]
+                if order is None or len(order) != len(joined):
+                    return joined
+                return joined[torch.tensor(order).argsort().to(joined.device)]
         elif all(_is_number(value) for value in values):
             numbers = torch.stack([torch.as_tensor(value) for value in values])
             weights = [weight for weight in self.weights if weight is not None]
@@ -85,9 +101,3 @@ class Outputs:
 
 def _is_number(value: Any) -> bool:
     return (isinstance(value, Tensor) and value.dim() == 0) or (isinstance(value, Number) and not isinstance(value, bool))
-
-
-def _inverse(order: Sequence[int], device: torch.device) -> Tensor:
-    inverse = torch.empty(len(order), dtype=torch.long)
-    inverse[torch.tensor(order)] = torch.arange(len(order))
-    return inverse.to(device)

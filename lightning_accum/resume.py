@@ -34,6 +34,7 @@ class PartialWindow:
         is_reduced: the gradients were averaged over the ranks already.
         gradients: by rank, on the host, by the name of the parameter; one entry where they were averaged or added up.
         scale: by which a GradScaler had multiplied the losses.
+        left_out: micro-batches that were not finite, over all ranks.
     """
 
     policy: str
@@ -46,6 +47,7 @@ class PartialWindow:
     is_reduced: bool
     gradients: list[dict[str, Tensor]]
     scale: float = 1.0
+    left_out: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers."""
@@ -140,6 +142,7 @@ def put_back(
     else:  # a sum, so it does not matter who brings in what
         weighed = [micro_batch for of_rank in partial.weighed for micro_batch in of_rank] if rank == 0 else []
     window.take_back(partial.reference, weighed)
+    window.left_out = partial.left_out if rank == 0 else 0
     left = set()
     for own in partial.gradients:
         left |= own.keys() - named.keys()

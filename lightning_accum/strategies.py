@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -141,6 +142,14 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
 
     def _check_what_ranks_cannot_split(self, ddp: DistributedDataParallel) -> None:
         """Where ranks may come to different numbers of micro-batches, nothing in them may wait for another rank."""
+        if self.policy.on_nonfinite != "propagate":
+            _check_reduces_once_a_window(self, self._sync_policy)
+            if ddp.static_graph:
+                raise MisconfigurationException(
+                    "DDPAccumulationStrategy(static_graph=True) reduces in the backward that it has recorded, but with"
+                    f" GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) gradients are looked at before. Leave"
+                    " static_graph out."
+                )
         if isinstance(self.policy.window, Tokens) and ddp.static_graph:
             raise MisconfigurationException(
                 "DDPAccumulationStrategy(static_graph=True) reduces in the backward that it has recorded, but a window of Tokens is"
@@ -204,13 +213,13 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         if self.accumulation is None:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
-            if self._is_retried():  # it may fail on this rank alone, so the others must not wait for it in there
+            if self.ends_windows_apart:  # it may fail on this rank alone, so the others must not wait for it in there
                 return self.lightning_module.training_step(*args, **kwargs)
             return self._ddp_sync.forward(self.lightning_module.training_step, *args, **kwargs)
 
     @override
     def run_without_batch(self) -> Tensor | None:
-        if not self._is_retried():
+        if not self.ends_windows_apart:
             return super().run_without_batch()
         assert self.accumulation is not None
         self.accumulation.window.skip()  # as the others agree on a scale in their first micro-batch
@@ -234,10 +243,6 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         self._ddp_sync.forward_without_batch()
         super()._reduce_apart()
         self._ddp_sync.reduce_without_loss()
-
-    def _is_retried(self) -> bool:
-        """Reduction waits for the end of the window, in a forward and backward of its own."""
-        return self.policy.micro_batch == "auto"
 
 
 class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
@@ -267,6 +272,11 @@ class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
     @override
     def _make_sync(self) -> FSDP1Sync:
         assert self.model is not None
+        if self.policy.on_nonfinite != "propagate":
+            raise MisconfigurationException(
+                f"GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) looks at gradients before they are reduced, but"
+                ' FSDP1 gives them to nobody until then. Use strategy="accum_model_parallel" (FSDP2, fully_shard).'
+            )
         return FSDP1Sync(self.model, self._sync_policy)
 
     @override
@@ -338,6 +348,11 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         return Ranks(self.root_device, size, group, self.world_size, self.global_rank, self._timeout)
 
     @override
+    def _ranks_of_micro_batch(self) -> dist.ProcessGroup | None:
+        mesh = self.device_mesh["tensor_parallel"]
+        return mesh.get_group() if mesh.size() > 1 else None
+
+    @override
     def rank_in_group(self) -> int:
         return self.device_mesh["data_parallel"].get_local_rank()
 
@@ -367,6 +382,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
     @override
     def _make_sync(self) -> FSDP2Sync:
         assert self.lightning_module is not None
+        if self.policy.on_nonfinite != "propagate":
+            _check_reduces_once_a_window(self, self._sync_policy)
         sync = FSDP2Sync(self.lightning_module, self._sync_policy)
         size = self.device_mesh["data_parallel"].size()
         sharded = sync.parameters()
@@ -388,6 +405,15 @@ def _checked(sync: SyncPolicy) -> SyncPolicy:
     if sync not in ("window", "micro_batch"):
         raise MisconfigurationException(f'sync={sync!r}: expected "window" or "micro_batch"')
     return sync
+
+
+def _check_reduces_once_a_window(strategy: AccumulationMixin, sync: SyncPolicy) -> None:
+    if sync == "micro_batch":
+        raise MisconfigurationException(
+            f"GradientAccumulation(on_nonfinite={strategy.policy.on_nonfinite!r}) looks at the gradients of each rank, but with"
+            f' {type(strategy).__name__}(sync="micro_batch") they are reduced in each backward, where one that is not finite gets'
+            ' into those of all ranks. Use sync="window".'
+        )
 
 
 def _names(names: list[str]) -> str:

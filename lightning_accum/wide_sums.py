@@ -119,9 +119,12 @@ class WideSums:
         """What was accumulated for a parameter; None where nothing was."""
         return self._sums.get(parameter)
 
-    def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Go on from a gradient that was accumulated before, in another run."""
-        self._sums[parameter] = gradient
+    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Go on from a gradient that was accumulated before; None for nothing."""
+        if gradient is None:
+            self._sums.pop(parameter, None)
+        else:
+            self._sums[parameter] = gradient
 
     def copies(self) -> dict[nn.Parameter, Tensor]:
         """The sums as they are now, for :meth:`put_back`."""

@@ -1,7 +1,7 @@
 """What has been accumulated since the last optimizer step, and how it becomes the full batch's gradient.
 
 A micro-batch with mean loss ``l`` and weight ``n`` contributes the gradient of ``l * n``. At the boundary the weights are summed
-over the window and the ranks, in one all-reduce of 64 bytes, and the gradients are divided once by that sum. Nothing needs to
+over the window and the ranks, in one all-reduce of 72 bytes, and the gradients are divided once by that sum. Nothing needs to
 be known about the batches to come. fairseq, torchtune and Megatron-LM normalise this way.
 """
 
@@ -40,6 +40,7 @@ class ClosedWindow:
         is_miscounted: what was counted ahead for the terms of the loss is not what its micro-batches had.
         is_flagged: a rank had raised its :attr:`Window.flag`.
         is_last: a rank had raised its :attr:`Window.is_last`.
+        left_out: micro-batches that were not finite, and are in none of the above.
     """
 
     loss: Tensor | float
@@ -50,6 +51,7 @@ class ClosedWindow:
     is_miscounted: bool = False
     is_flagged: bool = False
     is_last: bool = False
+    left_out: int = 0
 
 
 class Window:
@@ -62,9 +64,12 @@ class Window:
         device: where the weights are summed.
         world_size: the ranks whose gradients the reduction averages.
         group: their process group; None for the default one.
+        counts_left_out: whether micro-batches may be left out, and their number is summed over the ranks.
     """
 
-    def __init__(self, device: torch.device, world_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, device: torch.device, world_size: int = 1, group: dist.ProcessGroup | None = None, counts_left_out: bool = False
+    ) -> None:
         self.device = device
         self._world_size = world_size
         self._group = group
@@ -76,6 +81,8 @@ class Window:
         """This rank was told to end; all are to know of that, too."""
         self.terms: TermsAtOnce | TermsCountedAhead | None = None
         """Weighs each term of the loss by itself; the same on all ranks."""
+        self._counts_left_out = counts_left_out
+        self._numbers = _NUMBERS + counts_left_out
         self._reference: float | None = None
         self._seed: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
@@ -85,6 +92,8 @@ class Window:
         """Forget what has been accumulated so far."""
         self._losses: list[Denominator] = []
         self._contributions: list[Contribution] = []
+        self.left_out = 0
+        """Micro-batches so far, on this rank, that were not finite, see :meth:`leave_out`."""
         self._totals: Tensor | list[float] | None = None
         self._reduction: dist.Work | None = None
         if self.terms is not None:
@@ -166,6 +175,11 @@ class Window:
         """Forget all but the first ``micro_batches`` with a loss."""
         del self._losses[micro_batches:], self._contributions[micro_batches:]
 
+    def leave_out(self) -> None:
+        """Forget the last micro-batch, which was not finite, but for its number."""
+        self.rewind(self.micro_batches - 1)
+        self.left_out += 1
+
     def skip(self) -> None:
         """Take in a micro-batch that has no loss on this rank."""
         self._agreed_reference(0.0)
@@ -206,13 +220,13 @@ class Window:
         if self.terms is None or contribution.weight is None:
             return None
         assert self._reference is not None
-        totals: list[float] | Tensor = [0.0] * _NUMBERS if self._totals is None else self._totals
+        totals: list[float] | Tensor = [0.0] * self._numbers if self._totals is None else self._totals
         if self._reduction is not None:
             self._reduction.wait()
             self._reduction = None
         if isinstance(totals, Tensor) and self._is_on_host:
             totals = totals.tolist()
-        return self.terms.factors(contribution, self._reference, totals[0], totals[_NUMBERS:])
+        return self.terms.factors(contribution, self._reference, totals[0], totals[self._numbers :])
 
     def close(self, gradients: Sequence[Tensor]) -> ClosedWindow:
         """End the window: scale its gradients in place to those of the full batch.
@@ -232,10 +246,11 @@ class Window:
         # the one copy to the host
         totals = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
         weight, loss, negative, terms, spread, micro_batches, sums, flags = totals[:_NUMBERS]
-        are_exact = self.terms is not None and self.terms.are_exact(totals[_NUMBERS:], weight)
+        left_out = totals[_NUMBERS] if self._counts_left_out else 0.0
+        are_exact = self.terms is not None and self.terms.are_exact(totals[self._numbers :], weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
         self.discard()
-        told = {"is_flagged": flags % _MOST_RANKS > 0, "is_last": flags >= _MOST_RANKS}
+        told: dict[str, Any] = {"is_flagged": flags % _MOST_RANKS > 0, "is_last": flags >= _MOST_RANKS, "left_out": int(left_out)}
         if negative or not math.isfinite(weight):
             raise ValueError(
                 f"Of the weights of the window's {micro_batches:.0f} micro-batches some are negative, infinite or NaN (their sum is"
@@ -261,10 +276,11 @@ class Window:
 
     # Eight numbers of this rank (_NUMBERS), to be summed over the ranks, 64 bytes in float64: the sums of n, of l*n (of l, for
     # losses that are sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a
-    # sum; the flags.
+    # sum; the flags. And, where some may be, the micro-batches that were left out.
 
-    def _flags(self) -> float:
-        return float(self.flag) + _MOST_RANKS * self.is_last
+    def _flags(self) -> list[float]:
+        flags = float(self.flag) + _MOST_RANKS * self.is_last
+        return [flags, float(self.left_out)] if self._counts_left_out else [flags]
 
     def _sum_on_host(self) -> list[float]:
         weight = loss = negative = terms = spread = sums = 0.0
@@ -279,15 +295,15 @@ class Window:
             if contribution.others:
                 d = sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
                 terms, spread = terms + d, spread + (d**2 / n if n != 0 else d)
-        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, self._flags()]
+        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, *self._flags()]
 
     def _sum_on_device(self) -> Tensor:
         contributions = self._contributions
         if not contributions:
-            return self._tensor_of([0.0] * 7 + [self._flags()])
+            return self._tensor_of([0.0] * 7 + self._flags())
         losses = self._tensor_of(self._losses)
         weights = [contribution.weight for contribution in contributions if contribution.weight is not None]
-        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), self._flags()])
+        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), *self._flags()])
         zero = torch.zeros_like(counts[0])
         if len(weights) < len(contributions):
             return torch.cat((torch.stack((zero, losses.sum(), zero, zero, zero)), counts))

@@ -25,6 +25,7 @@ from lightning_accum.trimming import difference_by_padding
 
 if TYPE_CHECKING:
     from lightning_accum.mixin import AccumulationMixin
+    from lightning_accum.nonfinite import Guard
 
 _NOTHING: dict[str, Any] = {}
 
@@ -170,9 +171,30 @@ class WindowClosure(Closure):
         assert accumulation is not None
         if accumulation.plan is not None:
             return self._run_micro_batches()
+        if self._strategy.guard is not None:
+            return self._run_guarded(self._strategy.guard)
         self._result = self.closure(*args, **kwargs)
         window_loss = self._strategy.end_micro_batch()
         return self._result.loss if accumulation.is_plain() else window_loss
+
+    def _run_guarded(self, guard: Guard) -> Tensor | None:
+        """Run a loader batch that may be left out, so it neither ends its window nor is shown before it was looked at."""
+        strategy, trainer = self._strategy, self._strategy.trainer()
+        accumulation = strategy.accumulation
+        assert accumulation is not None
+        ends_window, accumulation.is_boundary = accumulation.is_boundary, False
+        with collecting_logs(trainer) if accumulation.policy.on_nonfinite == "skip" else nullcontext() as log:
+            guard.begin_micro_batch()
+            with strategy.blocked():
+                self._result = self.closure()
+                strategy.end_micro_batch()
+            is_left_out = guard.end_micro_batch()
+        if is_left_out:
+            self._result = ClosureResult(None)
+        if log is not None:
+            log.weigh([accumulation.weight], [1])
+            show_logs(trainer, log, is_left_out)
+        return strategy.end_window_apart() if ends_window else None
 
     def _run_micro_batches(self) -> Tensor | None:
         strategy, trainer = self._strategy, self._strategy.trainer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -58,6 +59,14 @@ def _weightless(value: Tensor, metric: _ResultMetric) -> Tensor:
     return value.nan_to_num() if metric.meta.is_mean_reduction else value  # times its batch size of 0
 
 
+def _neutral(value: Tensor, metric: _ResultMetric) -> Tensor:
+    """What changes nothing when it is reduced with what other ranks log; in the mean of a step, about what was logged last."""
+    if metric.meta.is_max_reduction or metric.meta.is_min_reduction:
+        return torch.full_like(value, -math.inf if metric.meta.is_max_reduction else math.inf)
+    last = metric._forward_cache
+    return last.clone() if metric.meta.is_mean_reduction and isinstance(last, Tensor) else torch.zeros_like(value)
+
+
 @contextmanager
 def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
     """Collect what the module logs, and log nothing yet."""
@@ -89,8 +98,14 @@ def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
         log.registered = {key: results.pop(key) for key in list(results) if key not in registered_before}
 
 
-def show_logs(trainer: pl.Trainer, log: BatchLog) -> None:
-    """Log what was collected, as the whole batch would have."""
+def show_logs(trainer: pl.Trainer, log: BatchLog, is_left_out: bool = False) -> None:
+    """Log what was collected, as the whole batch would have.
+
+    Args:
+        trainer: whose results it goes to.
+        log: what was collected.
+        is_left_out: the batch is as if it had never been there. What the ranks reduce together is logged without weight.
+    """
     results = trainer.fit_loop.epoch_loop._results
 
     def of(key: str) -> _ResultMetric:
@@ -100,6 +115,12 @@ def show_logs(trainer: pl.Trainer, log: BatchLog) -> None:
         return trainer.world_size > 1 and (not of(key).is_tensor or of(key).meta.sync.should)
 
     for key, value, batch_size in log.merged(lambda key: of(key).meta.reduce_fx, is_synced):
+        if is_left_out and not is_synced(key):
+            continue
+        if is_left_out and isinstance(value, Tensor):
+            value, batch_size = _neutral(value, of(key)), 0
+        elif is_left_out and key in results:
+            continue  # a metric: it holds what it held before the batch
         results.setdefault(key, of(key))
         results.update_metrics(key, value, batch_size)
 

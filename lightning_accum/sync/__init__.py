@@ -1,8 +1,19 @@
 """When gradients are reduced over the ranks: one small object an engine."""
 
-from lightning_accum.sync.base import Sync, SyncPolicy, forward_replaced
+from lightning_accum.sync.base import GradientPlace, Sync, SyncPolicy, forward_replaced
 from lightning_accum.sync.ddp import DDPSync
 from lightning_accum.sync.fsdp import FSDP1Sync, FSDP2Sync, ShardedSync
-from lightning_accum.sync.wide import WideDDPSync
+from lightning_accum.sync.wide import SumPlace, WideDDPSync
 
-__all__ = ["DDPSync", "FSDP1Sync", "FSDP2Sync", "ShardedSync", "Sync", "SyncPolicy", "WideDDPSync", "forward_replaced"]
+__all__ = [
+    "DDPSync",
+    "FSDP1Sync",
+    "FSDP2Sync",
+    "GradientPlace",
+    "ShardedSync",
+    "SumPlace",
+    "Sync",
+    "SyncPolicy",
+    "WideDDPSync",
+    "forward_replaced",
+]

@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
+
+
+class GradientPlace:
+    """Where the gradient of a parameter is accumulated until it is reduced: its ``grad``.
+
+    Args:
+        name: of the parameter.
+        parameter: the parameter.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name = name
+        self._parameter = parameter
+
+    def get(self) -> Tensor | None:
+        """What is there."""
+        return self._parameter.grad
+
+    def take(self) -> Tensor | None:
+        """What is there, and from now on nothing."""
+        gradient = self.get()
+        if gradient is not None:
+            self.put(None)
+        return gradient
+
+    def put(self, gradient: Tensor | None) -> None:
+        """Have ``gradient`` there, where nothing is."""
+        self._parameter.grad = gradient
+
+    def put_back(self, gradient: Tensor | None) -> None:
+        """Have ``gradient`` there, and drop what is."""
+        self.put(gradient)
 
 
 class Sync:
@@ -30,6 +62,10 @@ class Sync:
 
     def end_window(self) -> None:
         """The gradients of a window are reduced."""
+
+    def gradient_places(self, named: Mapping[str, nn.Parameter]) -> list[GradientPlace]:
+        """Where the gradients of the parameters of these names are accumulated before they are reduced."""
+        return [GradientPlace(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
 
 
 @contextmanager

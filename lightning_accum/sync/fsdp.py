@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
-from lightning_accum.sync.base import Sync, SyncPolicy
+from lightning_accum.sync.base import GradientPlace, Sync, SyncPolicy
 from lightning_accum.wide_sums import is_narrower
 
 try:
@@ -138,6 +138,21 @@ class FSDP2Sync(ShardedSync):
                     return summed
         return None
 
+    @override
+    def gradient_places(self, named: Mapping[str, nn.Parameter]) -> list[GradientPlace]:
+        sharded = [parameter for unit in self.units for group in groups_of(unit) for parameter in group.fsdp_params]
+        by_parameter = {parameter.sharded_param: parameter for parameter in sharded}
+        # between forward and backward a module has whole ones, and its optimizer shards
+        by_parameter.update({p._unsharded_param: p for p in sharded if hasattr(p, "_unsharded_param")})
+        places: dict[Any, GradientPlace] = {}
+        for place in super().gradient_places(named):
+            sharding = by_parameter.get(named[place.name])
+            if sharding is None:
+                places[named[place.name]] = place
+            else:
+                places.setdefault(sharding, _Unsharded(place, sharding))
+        return list(places.values())
+
     def divide_factors(self) -> set[float]:
         """What gradients are divided by, where somebody has set it."""
         factors = {getattr(group, "gradient_divide_factor", None) for unit in self.units for group in groups_of(unit)}
@@ -146,6 +161,36 @@ class FSDP2Sync(ShardedSync):
     def parameters(self) -> set[nn.Parameter]:
         """The sharded parameters, whose gradients are reduced."""
         return {parameter.sharded_param for unit in self.units for group in groups_of(unit) for parameter in group.fsdp_params}
+
+
+class _Unsharded(GradientPlace):
+    """Of a sharded parameter: whole, in one of the two places where fully_shard has it until it reduces it (read in torch 2.13)."""
+
+    def __init__(self, place: GradientPlace, parameter: Any) -> None:
+        super().__init__(place.name, parameter.sharded_param)
+        self._sharding = parameter
+
+    @override
+    def get(self) -> Tensor | None:
+        gradient: Tensor | None = self._sharding.unsharded_accumulated_grad
+        if gradient is not None:
+            return gradient
+        whole = getattr(self._sharding, "_unsharded_param", None)  # from the first forward on
+        return None if whole is None else whole.grad
+
+    @override
+    def put(self, gradient: Tensor | None) -> None:
+        whole = getattr(self._sharding, "_unsharded_param", None)
+        is_converted = gradient is not None and whole is not None and gradient.dtype != whole.dtype  # to that of the reduction
+        self._sharding.unsharded_accumulated_grad = gradient if is_converted else None
+        if whole is not None:
+            whole.grad = None if is_converted else gradient
+
+    @override
+    def put_back(self, gradient: Tensor | None) -> None:
+        now = self.get()
+        # other ranks wait for this one in the reduction of what each micro-batch has given a gradient to
+        self.put(gradient if gradient is not None or now is None else torch.zeros_like(now))
 
 
 def groups_of(unit: nn.Module) -> list[Any]:

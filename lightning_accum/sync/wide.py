@@ -6,12 +6,36 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_accum.ranks import Ranks
+from lightning_accum.sync.base import GradientPlace
 from lightning_accum.sync.ddp import DDPSync
 from lightning_accum.wide_sums import WideSums
+
+
+class SumPlace(GradientPlace):
+    """Where the gradient of a parameter is accumulated in a wider type.
+
+    Args:
+        name: of the parameter.
+        parameter: the parameter.
+        sums: have it.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, sums: WideSums) -> None:
+        super().__init__(name, parameter)
+        self._sums = sums
+
+    @override
+    def get(self) -> Tensor | None:
+        return self._sums.of(self._parameter)
+
+    @override
+    def put(self, gradient: Tensor | None) -> None:
+        self._sums.put(self._parameter, gradient)
 
 
 class WideDDPSync(DDPSync):

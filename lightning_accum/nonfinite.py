@@ -1,0 +1,197 @@
+"""Micro-batches whose loss or gradient is not finite: found before their gradient is added to that of their window.
+
+Autograd adds a gradient to what is there already, and a NaN cannot be taken back out of a sum. So what was accumulated is put aside
+during each backward, and the new gradient is added to it when it was looked at: one copy of the gradients more, and one wait for
+the device a micro-batch. Where a bad one is an error, what was accumulated is good, and it is enough to look at the sum.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_accum.denominator import Denominator
+from lightning_accum.snapshot import Keeper, Snapshot
+from lightning_accum.sync.base import GradientPlace
+
+_log = logging.getLogger("lightning.pytorch.accumulation")
+
+
+class Guard:
+    """Looks at each micro-batch of a training, and leaves out those that are not finite, or reports them.
+
+    A micro-batch that is left out is as if it had never been there: its gradient is dropped, and what it changed in the module is
+    put back (see :class:`Keeper`), random state included.
+
+    Args:
+        leaves_out: whether to leave them out, or to raise an error.
+        places: gives where the gradients of a window are accumulated, in the order of the parameters.
+        where: tells in words which micro-batch is in hand.
+        leave_out: has the window forget it.
+        keeper: gives what keeps the module.
+        group: ranks that run parts of the same micro-batch, and so have to find the same.
+        looks_at_gradients: or at the loss alone, as where a GradScaler looks at the gradients.
+    """
+
+    def __init__(
+        self,
+        leaves_out: bool,
+        places: Callable[[], Sequence[GradientPlace]],
+        where: Callable[[], str],
+        leave_out: Callable[[], None],
+        keeper: Callable[[], Keeper],
+        group: dist.ProcessGroup | None = None,
+        looks_at_gradients: bool = True,
+    ) -> None:
+        self._leaves_out = leaves_out
+        self._find_places = places
+        self._where = where
+        self._leave_out = leave_out
+        self._keeper = keeper
+        self._group = group
+        self._looks_at_gradients = looks_at_gradients
+        self._places: Sequence[GradientPlace] | None = None
+        self._snapshot: Snapshot | None = None
+        self._has_warned = False
+        self.has_left_out = False
+        """The micro-batch in hand was left out."""
+
+    def end_window(self) -> None:
+        """Parameters may have come and gone when the next one begins."""
+        self._places = None
+
+    def begin_micro_batch(self) -> None:
+        """Its forward is next."""
+        self.has_left_out = False
+        if self._leaves_out:
+            self._snapshot = self._keeper().take(watches_parameters=False)
+
+    @contextmanager
+    def watching(self, loss: Tensor, weight: Denominator | None) -> Iterator[None]:
+        """The backward of a micro-batch runs in here.
+
+        Args:
+            loss: its loss. One without weight may be anything.
+            weight: its weight; None for a sum.
+
+        Raises:
+            FloatingPointError: it is not finite, and such are not to be left out.
+        """
+        if self._places is None:
+            self._places = self._find_places()
+        places = self._places
+        aside = [place.take() for place in places] if self._leaves_out else None
+        try:
+            yield
+        except BaseException:
+            if aside is not None:
+                _put_back(places, aside)
+            raise
+        fault = self._fault(loss.detach(), weight, places)
+        if aside is not None:
+            if fault is None:
+                _add(places, aside)
+            else:
+                _put_back(places, aside)
+        if fault is not None:
+            self._report(fault)
+            self.has_left_out = True
+            self._leave_out()
+
+    def _report(self, fault: str) -> None:
+        if not self._leaves_out:
+            raise FloatingPointError(
+                f"{self._where()} is not finite: {fault}. No optimizer step was made with it."
+                ' GradientAccumulation(on_nonfinite="skip") trains on without such micro-batches.'
+            )
+        if self._has_warned:
+            _log.info(f"{self._where()} is left out: {fault}.")
+            return
+        self._has_warned = True
+        told = f"{self._where()} is left out, as it is not finite: {fault}."
+        warnings.warn(f"{told} Others may follow; `window/skipped_micro_batches` counts them.", stacklevel=2)
+
+    def end_micro_batch(self) -> bool:
+        """Its backward is done. Returns whether it was left out.
+
+        Raises:
+            RuntimeError: it changed something that cannot be put back.
+        """
+        snapshot, self._snapshot = self._snapshot, None
+        if self.has_left_out and snapshot is not None:
+            snapshot.restore()
+        return self.has_left_out
+
+    @torch.no_grad()
+    def _fault(self, loss: Tensor, weight: Denominator | None, places: Sequence[GradientPlace]) -> str | None:
+        """What is not finite, in words; None for nothing. Waits for the device, once."""
+        is_bad_loss = ~torch.isfinite(loss).all()
+        if isinstance(weight, Tensor):
+            is_bad_loss &= (weight != 0).to(is_bad_loss.device).reshape(())
+        found = {place.name: place.get() for place in places} if self._looks_at_gradients else {}
+        largest = _largest_of({name: gradient for name, gradient in found.items() if gradient is not None})
+        of_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for value in largest.values():
+            of_dtype.setdefault(value.dtype, []).append(value)
+        bad = [is_bad_loss, *(~torch.isfinite(torch.stack(values)).all() for values in of_dtype.values())]
+        is_bad = torch.stack([flag.to(loss.device) for flag in bad]).any()
+        if self._group is not None:
+            of_all = is_bad.to(torch.uint8)
+            dist.all_reduce(of_all, dist.ReduceOp.MAX, group=self._group)
+            is_bad = of_all
+        if not is_bad.item():
+            return None
+        if is_bad_loss.item():
+            return f"its loss is {loss.flatten()[0].item()}"
+        for name, value in largest.items():
+            if not torch.isfinite(value).item():
+                return f"the gradient of '{name}' has {'NaN' if value.isnan().item() else 'an infinity'} in it"
+        return "its gradient is not finite on another rank that runs a part of it"
+
+
+def _largest_of(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The largest absolute value in each gradient: NaN or inf where there is one, and it cannot overflow as a sum could."""
+    dense: dict[str, Tensor] = {}
+    for name, gradient in gradients.items():
+        gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        values = gradient if gradient.layout == torch.strided else gradient._values()
+        if values.numel():
+            dense[name] = values
+    return dict(zip(dense, torch._foreach_norm(list(dense.values()), float("inf")), strict=True)) if dense else {}
+
+
+def _put_back(places: Sequence[GradientPlace], aside: Sequence[Tensor | None]) -> None:
+    for place, gradient in zip(places, aside, strict=True):
+        place.put_back(gradient)
+
+
+@torch.no_grad()
+def _add(places: Sequence[GradientPlace], aside: Sequence[Tensor | None]) -> None:
+    """Add what is there to what was put aside, as autograd would have done."""
+    sums: list[Tensor] = []
+    added: list[Tensor] = []
+    for place, before in zip(places, aside, strict=True):
+        if before is None:
+            continue
+        new = place.take()
+        if new is not None and _is_plain(before) and _is_plain(new) and before.dtype == new.dtype:
+            sums.append(before)
+            added.append(new)
+        elif new is not None and before.layout != torch.strided and new.layout == torch.strided:
+            before = new + before
+        elif new is not None:
+            before += new
+        place.put(before)
+    if sums:
+        torch._foreach_add_(sums, added)
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    return gradient.layout == torch.strided and not isinstance(gradient, DTensor)
