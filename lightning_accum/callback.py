@@ -133,11 +133,6 @@ class GradientAccumulation(Callback):
             )
         if on_nonfinite not in ("propagate", "skip", "raise"):
             raise MisconfigurationException(f'on_nonfinite={on_nonfinite!r}: expected "propagate", "skip" or "raise"')
-        if accumulate_dtype is not None and on_nonfinite != "propagate":
-            raise MisconfigurationException(
-                f"on_nonfinite={on_nonfinite!r} looks at gradients where autograd adds them up, but with accumulate_dtype="
-                f"{accumulate_dtype} that is elsewhere. Use one of the two."
-            )
         if batch_norm not in ("warn", "exact"):
             raise MisconfigurationException(f'batch_norm={batch_norm!r}: expected "warn" or "exact"')
         self.policy = Policy(

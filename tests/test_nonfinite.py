@@ -726,3 +726,18 @@ def test_loss_without_weight_may_be_anything() -> None:
         with guard.watching(torch.tensor(math.nan), weight):
             module(torch.zeros(1, 2)).sum().backward()
     assert left_out == [1]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("accum", 1), ("accum_ddp", 2)])
+def test_gradients_added_up_in_a_wider_type_are_left_out_too(strategy: str, ranks: int) -> None:
+    good = [labels(0, 1, 2), labels(3), labels(1, 1, 0, 2), labels(2, 2)]
+    nan, inf = labels(1, 2, fault=NAN_GRADIENT), labels(3, 3, 3, fault=INF_LOSS)
+    trained = []
+    for batches in ([good[0], nan, good[1], good[2], good[3], inf], good):
+        module, window = OfBatches(*[batches] * ranks).float(), len(batches) // 2
+        for batch in batches:
+            batch["x"] = batch["x"].float()
+        fit(module, ddp() if ranks == 2 else strategy, window, devices=ranks, accumulate_dtype=torch.float64)
+        trained.append([parameter.detach() for parameter in module.parameters()])
+    assert all(torch.isfinite(parameter).all() for parameter in trained[0])
+    assert relative_error(*trained) < 1e-7  # of one rounding to float32
