@@ -199,8 +199,8 @@ def test_a_micro_batch_without_loss_is_named() -> None:
 
 
 def test_a_weight_that_counts_something_else_is_named() -> None:
+    run = trainer(callbacks=[GradientAccumulation(micro_batch=4, weight=[TokenCount(), TokenCount()])])
     with pytest.warns(UserWarning, match="mean squared error.*only where the two are proportional"):
-        run = trainer(callbacks=[GradientAccumulation(micro_batch=4, weight=[TokenCount(), TokenCount()])])
         run.fit(Rated(), loader(rated(1)))
 
 

@@ -49,6 +49,7 @@ def install(trainer: pl.Trainer) -> None:
     _specialise(fit_loop.epoch_loop._results, BatchResults)
     results = cast("BatchResults", fit_loop.epoch_loop._results)
     results.metrics_of_module, results.strategy = None, cast("AccumulationMixin", trainer.strategy)
+    results.look_and_log = None
     for loop in (fit_loop.epoch_loop, fit_loop.epoch_loop.automatic_optimization):
         cast("AccumulatingEpochLoop | WindowOptimization", loop).strategy = cast("AccumulationMixin", trainer.strategy)
 
