@@ -51,6 +51,7 @@ def install(trainer: pl.Trainer) -> None:
     _specialise(fit_loop.epoch_loop._results, BatchResults)
     results = cast("BatchResults", fit_loop.epoch_loop._results)
     results.metrics_of_module, results.strategy = None, cast("AccumulationMixin", trainer.strategy)
+    results.look_and_log = None
     epoch_loop = fit_loop.epoch_loop
     for loop in (epoch_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization):
         cast("AccumulatingEpochLoop | WindowOptimization | WindowManualOptimization", loop).strategy = cast(

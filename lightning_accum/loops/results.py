@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,6 +29,8 @@ class BatchResults(_ResultCollection):
     batch_log: BatchLog | None = None
     metrics_of_module: tuple[int, list[Metric]] | None = None
     """The epoch in which they were looked for, and the metrics."""
+    look_and_log: tuple[Callable[..., None], Callable[..., None]] | None = None
+    """The module's own ``log``, and what stands in for it while a split batch runs."""
     shown: set[int]
     _is_batch_size_given = False
 
@@ -76,16 +78,10 @@ def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
     if results.metrics_of_module is None or results.metrics_of_module[0] != trainer.current_epoch:
         results.metrics_of_module = (trainer.current_epoch, _metrics_in(module))
     log, registered_before = BatchLog(results.metrics_of_module[1], results.shown), set(results)
-    modules_own = module.log
-
-    def look_and_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        log.look_at(value)
-        modules_own(name, value, *args, **kwargs)
-
     attributes = vars(module)
     had_log = attributes.get("log")
     results.batch_log = log
-    attributes["log"] = look_and_log
+    attributes["log"] = _look_and_log(results, module)
     try:
         yield log
     finally:
@@ -96,6 +92,25 @@ def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
         log.close(lambda key: results[key].meta.on_step)
         # of an attempt that fails, nothing stays; else they are registered in the order in which they are shown
         log.registered = {key: results.pop(key) for key in list(results) if key not in registered_before}
+
+
+def _look_and_log(results: BatchResults, module: pl.LightningModule) -> Callable[..., None]:
+    """The same for all batches of a module: a compiled training_step is compiled anew for another."""
+    modules_own = module.log
+    known = results.look_and_log
+    if known is not None and known[0] == modules_own:
+        return known[1]
+
+    def look_and_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if results.batch_log is not None:
+            results.batch_log.look_at(value)
+        modules_own(name, value, *args, **kwargs)
+
+    # what is looked at is no part of a graph that is compiled; `_compiler_ctx` is set by Lightning for a compiled module
+    is_compiled = module._compiler_ctx is not None
+    log = torch.compiler.disable(look_and_log) if is_compiled else look_and_log  # type: ignore[no-untyped-call]
+    results.look_and_log = (modules_own, log)
+    return log
 
 
 def show_logs(trainer: pl.Trainer, log: BatchLog, is_left_out: bool = False) -> None:
