@@ -82,10 +82,10 @@ def sum_of_squares(norms: Iterable[Tensor], device: torch.device, dtype: torch.d
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for norm in norms:
         alike.setdefault((norm.dtype, norm.device), []).append(norm)
-    total = torch.zeros((), dtype=dtype, device=device)
-    for group in alike.values():
-        total = total + torch.stack(group).to(device, dtype).square().sum()
-    return total
+    sums = [torch.stack(group).to(device, dtype).square().sum() for group in alike.values()]
+    if len(sums) == 1:  # as nearly always
+        return sums[0]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=dtype, device=device)
 
 
 def squared_norm_of_gradients(parameters: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -110,14 +110,18 @@ class GradientNoiseScale(Callback):
             raise MisconfigurationException(f"every_n_windows={every_n_windows!r}: expected a number of windows from 1")
         self.smoothing = smoothing
         self.every_n_windows = every_n_windows
-        self._windows = 0
-        """Those with an optimizer step, over all of training."""
-        self._noise = SmoothedNoise(smoothing, torch.device("cpu"))
-        self._largest = LargestMicroBatch()
         self._accumulation: Accumulation | None = None
         self._watch: GradientWatch | None = None
         self._optimizers: list[Optimizer] = []
         self._micro_batches: list[_MicroBatch] = []
+        self._begin_fit()
+
+    def _begin_fit(self) -> None:
+        """What was seen in an earlier fit is of another training, unless a checkpoint brings it back."""
+        self._windows = 0
+        """Those with an optimizer step, over all of training."""
+        self._noise = SmoothedNoise(self.smoothing, torch.device("cpu"))
+        self._largest = LargestMicroBatch()
         self._warned: set[str] = set()
 
     @property
@@ -131,6 +135,7 @@ class GradientNoiseScale(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._begin_fit()
         if not isinstance(trainer.strategy, Accumulates):
             raise MisconfigurationException(
                 f"GradientNoiseScale needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
@@ -144,6 +149,7 @@ class GradientNoiseScale(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._let_go()
         strategy = cast("AccumulationMixin", trainer.strategy)
         accumulation = strategy.accumulation
         assert accumulation is not None

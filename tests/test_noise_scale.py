@@ -379,7 +379,14 @@ def test_training_is_the_same_to_the_bit_and_nothing_stays_in_the_module() -> No
     fit(modules[1], GradientAccumulation(3))
     assert all(torch.equal(a, b) for a, b in zip(modules[0].parameters(), modules[1].parameters(), strict=True))
     assert not any(parameter._backward_hooks for parameter in modules[1].parameters())
-    fit(modules[1], GradientAccumulation(3))  # and again
+
+
+def test_another_fit_begins_anew() -> None:
+    batches = samples(1, 5, 2, 4)
+    noise = GradientNoiseScale(smoothing=1)
+    for _ in range(2):
+        trainer(callbacks=[GradientAccumulation(2), noise]).fit(Quadratic(batches))
+        assert_agrees(noise.estimate, quadratic_by_hand([batches[:2], batches[2:]]), 2)
 
 
 def test_one_small_all_reduce_a_measured_window() -> None:

@@ -13,7 +13,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import lightning.pytorch as pl
 import torch
@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_accum import GradientAccumulation, GradientNoiseScale
 
+Clock = Callable[[], float]
 VOCABULARY, LENGTH = 256, 64
 WITHOUT, SIDES = "without", {"without": None, "every window": 1, "one window in ten": 10}
 
@@ -52,10 +53,10 @@ class GPT(pl.LightningModule):
 class TimedBatches:
     """A loader that notes when the first and the last of the batches that count are drawn."""
 
-    def __init__(self, warm_up: int, counted: int, rows: int, device: str) -> None:
+    def __init__(self, warm_up: int, counted: int, rows: int, device: str, clock: Clock) -> None:
         generator = torch.Generator().manual_seed(0)
         self._batches = [torch.randint(VOCABULARY, (rows, LENGTH), generator=generator) for _ in range(16)]
-        self._warm_up, self._counted, self._device = warm_up, counted, device
+        self._warm_up, self._counted, self._device, self._clock = warm_up, counted, device, clock
         self.milliseconds = 0.0
 
     def __len__(self) -> int:
@@ -66,7 +67,7 @@ class TimedBatches:
             if index in (self._warm_up, self._warm_up + self._counted):
                 if self._device == "cuda":
                     torch.cuda.synchronize()
-                now = time.perf_counter()
+                now = self._clock()
                 self.milliseconds = now if index == self._warm_up else (now - self.milliseconds) / self._counted * 1e3
             yield self._batches[index % len(self._batches)]
 
@@ -102,8 +103,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="of a layer (default: 128)")
     parser.add_argument("--rows", type=int, default=8, help=f"rows of {LENGTH} bytes in a micro-batch (default: 8)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--clock", choices=["wall", "process"], default="wall", help="process: CPU time, for a shared machine")
     arguments = parser.parse_args()
-    batches = TimedBatches(2 * arguments.window, arguments.windows * arguments.window, arguments.rows, arguments.device)
+    clock = time.perf_counter if arguments.clock == "wall" else time.process_time
+    batches = TimedBatches(2 * arguments.window, arguments.windows * arguments.window, arguments.rows, arguments.device, clock)
     measured: dict[str, list[float]] = {side: [] for side in SIDES}
     for round_ in range(-1, arguments.rounds):  # the first warms up
         for side in SIDES if round_ % 2 else reversed(SIDES):
@@ -115,6 +118,7 @@ def main() -> None:
     print(
         f"{sum(parameters):,} parameters in {len(parameters)} tensors, {arguments.rows * LENGTH} tokens a micro-batch,"
         f" {arguments.window} a window, {arguments.rounds} rounds of {arguments.windows} windows, {arguments.device},"
+        f" {arguments.clock} clock,"
         f" Lightning {pl.__version__}, torch {torch.__version__}"
     )
     print(f"{'':20}{'ms per micro-batch':>20}{'/ without':>12}{'round by round':>26}")
