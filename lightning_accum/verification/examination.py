@@ -16,7 +16,7 @@ from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Trial
 from lightning_accum.verification.measure import Difference, is_same_step, minus, most_noise, tolerance, weights_that_fit
 from lightning_accum.verification.report import Break
-from lightning_accum.verification.step import Bench, Change
+from lightning_accum.verification.step import Bench, Change, NoStepError
 from lightning_accum.verification.watch import Step
 
 _OF_SPLITTING = ("micro_batch", "split", "trim_padding", "batch_norm")
@@ -39,6 +39,8 @@ class Examination:
         self.breaks: list[Break] = []
         self.notes: list[str] = []
         self.full = bench.full(trial.full)
+        if not self.full.is_finite:
+            raise NoStepError("The gradient of the full batch is not finite: there is nothing to compare. Pass other data.")
         self.tolerance = tolerance(self.full.dtype, self._measure_noise())
         self.window: Step | None = None
         """None where it could not be run, since its weight cannot be read."""
@@ -113,6 +115,9 @@ class Examination:
     def _find_breaks(self, window: Step) -> None:
         """Take out one thing after the other, until the rest is equal."""
         full, batches, left = self.full, list(self._trial.batches), self.gradient.largest
+        if not window.is_finite:
+            self.breaks.append(breaks.not_finite())
+            return
         if layers := batch_norm_layers(self._bench.module):
             change = replace(self._change, freezes_batch_norm=True)
             frozen, frozen_window = self._bench.full(self._trial.full, change), self._bench.accumulated(batches, change)

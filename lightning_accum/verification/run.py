@@ -42,12 +42,13 @@ def verify(
     ``GradientAccumulation``, both on copies: module, optimizers, data loaders' generators, random state and loggers stay as they
     are. Dropout is switched off in the copies. The full batch runs twice, with other random numbers and its rows in the other
     order, which tells what is rounding; where it differs by more, random numbers are made the same for every row. Where the two
-    steps differ, one thing after the other is taken out to find what breaks equality.
+    steps differ, one thing after the other is taken out to find what breaks equality. Takes memory for some copies of the
+    parameters in this precision, and the full batch has to fit.
 
     Args:
         module: a LightningModule with automatic optimization; it may be in training already.
         data: a batch (a tensor, mapping, tuple or dataclass; a list that holds tensors); what gives batches (a loader, an iterator,
-            a list of batches); a LightningDataModule; None for the module's own ``train_dataloader``.
+            a list of batches); a LightningDataModule, which is prepared and set up; None for the module's own ``train_dataloader``.
         window: loader batches in a window. The first batches of the data are its micro-batches, and the full batch is all of them
             together, padded where masks or labels show how. A single batch is cut into so many.
         micro_batch: the size of the micro-batches that each batch is split into, in samples or :class:`Tokens`.

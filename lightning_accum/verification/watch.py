@@ -54,6 +54,11 @@ class Step:
     warnings: list[str] = field(default_factory=list)
     noise: set[str] = field(default_factory=set)
 
+    @property
+    def is_finite(self) -> bool:
+        """No gradient is infinite or NaN."""
+        return all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
+
 
 class StepTakenError(Exception):
     """Ends the fit: nothing after the step is of interest, least of all the ends of epochs."""
