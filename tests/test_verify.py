@@ -409,6 +409,26 @@ def test_dropout_is_switched_off_and_said_so() -> None:
     assert any("Dropout was switched off (net.1.p)" in note for note in report.notes)
 
 
+def test_layers_that_the_trainer_has_made_are_the_same_in_all_runs() -> None:
+    class Late(Classifier):
+        def setup(self, stage):
+            self.scale = nn.Linear(3, 3)
+
+        def configure_model(self):
+            if not hasattr(self, "late"):
+                self.late = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+
+        def loss(self, logits, batch, batch_idx):
+            return F.cross_entropy(self.late(self.scale(logits)), batch[1])
+
+    module = Late()
+    report = verify(module, points(), micro_batch=4)
+    assert report, str(report)
+    assert any("(late.1.p)" in note for note in report.notes)
+    assert {row.name for row in report.parameters} >= {"scale.weight", "late.0.weight"}
+    assert not hasattr(module, "late")
+
+
 def test_explicit_weights_are_tried() -> None:
     assert verify(Classifier(), points(), micro_batch=5, weight=SampleCount())
     report = verify(Classifier(), points(), micro_batch=5, weight="equal")

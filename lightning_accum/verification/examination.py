@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_accum.denominator import UnreadableLossError
-from lightning_accum.safeguards import batch_norm_layers
 from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Trial
 from lightning_accum.verification.measure import Difference, is_same_step, minus, most_noise, tolerance, weights_that_fit
@@ -118,7 +117,7 @@ class Examination:
         if not window.is_finite:
             self.breaks.append(breaks.not_finite())
             return
-        if layers := batch_norm_layers(self._bench.module):
+        if layers := self.full.batch_norm:
             change = replace(self._change, freezes_batch_norm=True)
             frozen, frozen_window = self._bench.full(self._trial.full, change), self._bench.accumulated(batches, change)
             without = _apart(frozen_window, frozen)
@@ -199,8 +198,7 @@ class Examination:
         apart = {n: value for n, value in apart.items() if not value <= max(self.tolerance, _SMALLEST_DIFFERENCE_OF_BUFFERS)}
         if not apart:
             return
-        layers = [name for name, layer in self._bench.module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-        updated = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in apart)]
+        updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in apart)]
         left = self.gradient.largest
         if updated:
             self.breaks.append(breaks.batch_norm(updated, self._bench.policy, left, None))

@@ -18,9 +18,8 @@ from lightning_accum.snapshot import Snapshot
 from lightning_accum.verification.breaks import listed
 from lightning_accum.verification.data import Join, Trial, read_data
 from lightning_accum.verification.examination import Examination
-from lightning_accum.verification.randomness import switch_off_dropout
 from lightning_accum.verification.report import ParameterDifference, Report
-from lightning_accum.verification.step import Bench, copy_of
+from lightning_accum.verification.step import Bench
 
 
 def verify(
@@ -147,7 +146,7 @@ def _random_state_kept(accelerator: str) -> Iterator[None]:
 
 
 def _report(module: pl.LightningModule, trial: Trial, seen: Examination, policy: dict[str, Any], precision: Any) -> Report:
-    notes = [*_notes(module, trial), *seen.notes]
+    notes = [*_notes(module, trial, seen), *seen.notes]
     full, window = seen.full, seen.window
     if window is None:
         nan = float("nan")
@@ -190,8 +189,8 @@ def _reason(seen: Examination) -> str:
     return f"the loss computes in {name}; sixteen of its roundings"
 
 
-def _notes(module: pl.LightningModule, trial: Trial) -> Iterator[str]:
-    if places := switch_off_dropout(copy_of(module)):
+def _notes(module: pl.LightningModule, trial: Trial, seen: Examination) -> Iterator[str]:
+    if places := seen.full.dropout:
         where = listed(places, " places")
         yield f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch."
     if not module.training:
