@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 import torchmetrics
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, DemoModel
 from lightning.pytorch.demos.transformer import LightningTransformer
 from support import OPTIMIZERS, Language, Scalar, loader, pad, sentences, trainer, x
@@ -408,11 +409,42 @@ def test_dropout_is_switched_off_and_said_so() -> None:
     assert any("Dropout was switched off (net.1.p)" in note for note in report.notes)
 
 
+def test_layers_that_the_trainer_has_made_are_the_same_in_all_runs() -> None:
+    class Late(Classifier):
+        def setup(self, stage):
+            self.scale = nn.Linear(3, 3)
+
+        def configure_model(self):
+            if not hasattr(self, "late"):
+                self.late = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+
+        def loss(self, logits, batch, batch_idx):
+            return F.cross_entropy(self.late(self.scale(logits)), batch[1])
+
+    module = Late()
+    report = verify(module, points(), micro_batch=4)
+    assert report, str(report)
+    assert any("(late.1.p)" in note for note in report.notes)
+    assert {row.name for row in report.parameters} >= {"scale.weight", "late.0.weight"}
+    assert not hasattr(module, "late")
+
+
 def test_explicit_weights_are_tried() -> None:
     assert verify(Classifier(), points(), micro_batch=5, weight=SampleCount())
     report = verify(Classifier(), points(), micro_batch=5, weight="equal")
     assert names(report) == ["weight"]
     assert "weigh 1, 1, 1; with 1.25, 1.25, 0.5 " in report.breaks[0].found  # 5, 5 and 2 rows
+
+
+def test_what_is_not_finite_is_named_or_refused() -> None:
+    class Spread(Classifier):
+        def loss(self, logits, batch, batch_idx):
+            return F.cross_entropy(logits, batch[1]) + (logits.std(0) if len(logits) < 12 else logits * 0).mean()
+
+    assert names(verify(Spread(), points(), micro_batch=1)) == ["non-finite gradient"]
+    broken = (points()[0] / 0, points()[1])
+    with pytest.raises(MisconfigurationException, match="not finite"):
+        verify(Classifier(), broken, micro_batch=4)
 
 
 def test_optimizer_that_steps_elsewhere_is_named() -> None:

@@ -39,6 +39,13 @@ def random_numbers(difference: float) -> Break:
     return Break("random numbers", found, difference, None, mend)
 
 
+def not_finite() -> Break:
+    """The window's gradient is infinite or NaN, and the full batch's is not."""
+    found = "The gradient of the micro-batches is infinite or NaN, where that of the full batch is finite."
+    mend = "Look for what divides by a count that can be 0 in a micro-batch, or for a variance over a single row."
+    return Break("non-finite gradient", found, math.nan, None, mend)
+
+
 def batch_norm(layers: Sequence[str], policy: Mapping[str, Any], difference: float, without: float | None) -> Break:
     """Layers normalise by the statistics of what they see."""
     exact = 'batch_norm="exact"' if policy.get("micro_batch") else 'micro_batch=..., batch_norm="exact"'

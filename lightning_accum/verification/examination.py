@@ -8,15 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_accum.denominator import UnreadableLossError
-from lightning_accum.safeguards import batch_norm_layers
 from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Trial
 from lightning_accum.verification.measure import Difference, is_same_step, minus, most_noise, tolerance, weights_that_fit
 from lightning_accum.verification.report import Break
-from lightning_accum.verification.step import Bench, Change
+from lightning_accum.verification.step import Bench, Change, NoStepError
 from lightning_accum.verification.watch import Step
 
 _OF_SPLITTING = ("micro_batch", "split", "trim_padding", "batch_norm")
@@ -39,6 +38,8 @@ class Examination:
         self.breaks: list[Break] = []
         self.notes: list[str] = []
         self.full = bench.full(trial.full)
+        if not self.full.is_finite:
+            raise NoStepError("The gradient of the full batch is not finite: there is nothing to compare. Pass other data.")
         self.tolerance = tolerance(self.full.dtype, self._measure_noise())
         self.window: Step | None = None
         """None where it could not be run, since its weight cannot be read."""
@@ -113,7 +114,10 @@ class Examination:
     def _find_breaks(self, window: Step) -> None:
         """Take out one thing after the other, until the rest is equal."""
         full, batches, left = self.full, list(self._trial.batches), self.gradient.largest
-        if layers := batch_norm_layers(self._bench.module):
+        if not window.is_finite:
+            self.breaks.append(breaks.not_finite())
+            return
+        if layers := self.full.batch_norm:
             change = replace(self._change, freezes_batch_norm=True)
             frozen, frozen_window = self._bench.full(self._trial.full, change), self._bench.accumulated(batches, change)
             without = _apart(frozen_window, frozen)
@@ -194,8 +198,7 @@ class Examination:
         apart = {n: value for n, value in apart.items() if not value <= max(self.tolerance, _SMALLEST_DIFFERENCE_OF_BUFFERS)}
         if not apart:
             return
-        layers = [name for name, layer in self._bench.module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-        updated = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in apart)]
+        updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in apart)]
         left = self.gradient.largest
         if updated:
             self.breaks.append(breaks.batch_norm(updated, self._bench.policy, left, None))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -51,6 +53,14 @@ def _holders(layer: nn.Module) -> Iterator[tuple[str, MutableMapping[str, Any]]]
     hparams = vars(layer).get("_hparams")
     if isinstance(hparams, MutableMapping):
         yield "hparams", hparams
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global random generators."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
 
 
 class SameForEveryRow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__

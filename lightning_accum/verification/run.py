@@ -18,9 +18,8 @@ from lightning_accum.snapshot import Snapshot
 from lightning_accum.verification.breaks import listed
 from lightning_accum.verification.data import Join, Trial, read_data
 from lightning_accum.verification.examination import Examination
-from lightning_accum.verification.randomness import switch_off_dropout
 from lightning_accum.verification.report import ParameterDifference, Report
-from lightning_accum.verification.step import Bench, copy_of
+from lightning_accum.verification.step import Bench
 
 
 def verify(
@@ -42,12 +41,13 @@ def verify(
     ``GradientAccumulation``, both on copies: module, optimizers, data loaders' generators, random state and loggers stay as they
     are. Dropout is switched off in the copies. The full batch runs twice, with other random numbers and its rows in the other
     order, which tells what is rounding; where it differs by more, random numbers are made the same for every row. Where the two
-    steps differ, one thing after the other is taken out to find what breaks equality.
+    steps differ, one thing after the other is taken out to find what breaks equality. Takes memory for some copies of the
+    parameters in this precision, and the full batch has to fit.
 
     Args:
         module: a LightningModule with automatic optimization; it may be in training already.
         data: a batch (a tensor, mapping, tuple or dataclass; a list that holds tensors); what gives batches (a loader, an iterator,
-            a list of batches); a LightningDataModule; None for the module's own ``train_dataloader``.
+            a list of batches); a LightningDataModule, which is prepared and set up; None for the module's own ``train_dataloader``.
         window: loader batches in a window. The first batches of the data are its micro-batches, and the full batch is all of them
             together, padded where masks or labels show how. A single batch is cut into so many.
         micro_batch: the size of the micro-batches that each batch is split into, in samples or :class:`Tokens`.
@@ -146,7 +146,7 @@ def _random_state_kept(accelerator: str) -> Iterator[None]:
 
 
 def _report(module: pl.LightningModule, trial: Trial, seen: Examination, policy: dict[str, Any], precision: Any) -> Report:
-    notes = [*_notes(module, trial), *seen.notes]
+    notes = [*_notes(module, trial, seen), *seen.notes]
     full, window = seen.full, seen.window
     if window is None:
         nan = float("nan")
@@ -189,8 +189,8 @@ def _reason(seen: Examination) -> str:
     return f"the loss computes in {name}; sixteen of its roundings"
 
 
-def _notes(module: pl.LightningModule, trial: Trial) -> Iterator[str]:
-    if places := switch_off_dropout(copy_of(module)):
+def _notes(module: pl.LightningModule, trial: Trial, seen: Examination) -> Iterator[str]:
+    if places := seen.full.dropout:
         where = listed(places, " places")
         yield f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch."
     if not module.training:

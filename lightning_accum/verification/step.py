@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import random
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +22,7 @@ from typing_extensions import override
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.loops.copies import forget_training
-from lightning_accum.verification.randomness import SameForEveryRow, switch_off_dropout
+from lightning_accum.verification.randomness import SameForEveryRow, seed_everything
 from lightning_accum.verification.watch import Step, StepTakenError, Watches, WatchesPieces, WatchesReference
 
 STEPS_IN_AN_EPOCH = 100
@@ -76,11 +74,11 @@ class Bench:
             seed: of the random generators.
             gradients: what the optimizer is given instead of the batch's gradients.
         """
-        watcher = WatchesReference(gradients)
+        watcher = WatchesReference(seed, gradients)
         trainer = dict(self.trainer)
         if gradients is not None:  # they have been clipped
             trainer["gradient_clip_val"] = None
-        return self._run([batch], change, seed, watcher, [], strategy="auto", **trainer)
+        return self._run([batch], change, watcher, [], strategy="auto", **trainer)
 
     def accumulated(self, batches: Sequence[Any], change: Change = Change(), keeps_pieces: bool = False) -> Step:
         """The step of this package on a window.
@@ -93,19 +91,16 @@ class Bench:
         watcher = WatchesPieces() if keeps_pieces else Watches()
         policy = {"log": False, **self.policy, "window": len(batches)}
         callbacks = [GradientAccumulation(**policy)]
-        return self._run(batches, change, 0, watcher, callbacks, strategy="accum", **self.trainer)
+        return self._run(batches, change, watcher, callbacks, strategy="accum", **self.trainer)
 
-    def _run(
-        self, batches: Sequence[Any], change: Change, seed: int, watcher: Watches, callbacks: list[Any], **arguments: Any
-    ) -> Step:
+    def _run(self, batches: Sequence[Any], change: Change, watcher: Watches, callbacks: list[Any], **arguments: Any) -> Step:
         module = copy_of(self.module)
-        switch_off_dropout(module)
         noise = SameForEveryRow()
         _keep_to_one_step(module, change, noise)
         if isinstance(watcher, WatchesReference) and watcher.gradients is not None:
             module.configure_gradient_clipping = lambda *args, **kwargs: None  # type: ignore[method-assign]
         data = _data(batches, self.hooks)
-        _seed(seed)
+        seed_everything(0)  # for what setup and configure_model make
         with warnings.catch_warnings(record=True) as caught, _quiet(), torch.enable_grad(), suppress(StepTakenError):
             warnings.simplefilter("always")
             trainer = pl.Trainer(
@@ -232,13 +227,6 @@ def _data(batches: Sequence[Any], hooks: pl.LightningDataModule | None) -> dict[
 
 
 # --- around it --------------------------------------------------------------------------------------------------------
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
 
 
 @contextmanager

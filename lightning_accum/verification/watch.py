@@ -17,7 +17,8 @@ from lightning_accum.accumulation import Accumulates
 from lightning_accum.denominator import UnreadableLossError
 from lightning_accum.graph import terms_of
 from lightning_accum.nodes import nodes_below
-from lightning_accum.safeguards import is_contrastive
+from lightning_accum.safeguards import batch_norm_layers, is_contrastive
+from lightning_accum.verification.randomness import seed_everything, switch_off_dropout
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Step:
         pieces: the gradients that each added, where they were asked for.
         warnings: what was warned of.
         noise: the random operations that were made even.
+        dropout: where it was switched off.
+        batch_norm: the layers that normalise by statistics of the batch they see.
     """
 
     before: dict[str, Tensor] = field(default_factory=dict)
@@ -53,6 +56,13 @@ class Step:
     pieces: list[dict[str, Tensor]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     noise: set[str] = field(default_factory=set)
+    dropout: list[str] = field(default_factory=list)
+    batch_norm: list[str] = field(default_factory=list)
+
+    @property
+    def is_finite(self) -> bool:
+        """No gradient is infinite or NaN."""
+        return all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
 
 
 class StepTakenError(Exception):
@@ -62,11 +72,15 @@ class StepTakenError(Exception):
 class Watches(pl.Callback):
     """Copies what the optimizer steps on and where it goes, by a hook of torch's: Lightning runs as if nobody listened."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self.step = Step()
+        self._seed = seed
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.step.dropout = switch_off_dropout(pl_module)
+        self.step.batch_norm = batch_norm_layers(pl_module)
+        seed_everything(self._seed)
         self.step.before = _copies(pl_module)
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(functools.partial(self._after_step, pl_module))
@@ -96,8 +110,8 @@ class Watches(pl.Callback):
 class WatchesReference(Watches):
     """Also looks at the loss, and may give the optimizer other gradients."""
 
-    def __init__(self, gradients: Mapping[str, Tensor] | None) -> None:
-        super().__init__()
+    def __init__(self, seed: int, gradients: Mapping[str, Tensor] | None) -> None:
+        super().__init__(seed)
         self.gradients = gradients
 
     @override
