@@ -21,7 +21,7 @@ RunMicroBatch = Callable[[Any], tuple[Tensor | None, dict[str, Any]]]
 
 
 class BatchRun:
-    """Runs the micro-batches of a plan.
+    """Runs the micro-batches of a plan, one after the other.
 
     Args:
         strategy: whose accumulation has planned the batch.
@@ -44,6 +44,9 @@ class BatchRun:
         self._collecting = collecting
         self._show = show
         self._ends_window = self._accumulation.is_boundary
+        assert self._accumulation.splitting is not None
+        self._ends_apart = self._accumulation.splitting.is_retried or strategy.joins_batches
+        """The window ends when all is done, and not with the backward of the last micro-batch."""
 
     def __call__(self) -> tuple[Tensor | None, dict[str, Any], Tensor | None]:
         """Run the batch.
@@ -65,14 +68,14 @@ class BatchRun:
         accumulated = None if is_zero_grad_due else strategy.parameters()
         outputs, order, log, window_loss = splitting.run(self._attempt, discard, accumulated)
         self._show(log)
-        if self._ends_window and splitting.is_retried:
+        if self._ends_window and self._ends_apart:
             window_loss = strategy.end_window_apart()
         return outputs.loss(), outputs.extra(order), window_loss
 
     def _attempt(self, plan: Plan) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
         accumulation, strategy = self._accumulation, self._strategy
         assert accumulation.splitting is not None
-        ends_window = self._ends_window and not accumulation.splitting.is_retried
+        ends_window = self._ends_window and not self._ends_apart
         # windows of tokens may end with any micro-batch, and the ranks come to different numbers of them; an attempt may not step
         counts_tokens = isinstance(accumulation.policy.window, Tokens) and not accumulation.splitting.is_retried
         own = rounds = len(plan.pieces)

@@ -22,13 +22,14 @@ from typing_extensions import override
 from lightning_accum import loops
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.at_exit import let_gloo_rest_at_exit
+from lightning_accum.batch_norm_policy import joins_batches
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.listeners import callbacks_of, is_step_heard
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.resume import PartialWindow, gather_gradients, gather_weighed, put_back
-from lightning_accum.safeguards import batch_norm_layers, gradients_of_zero
+from lightning_accum.safeguards import gradients_of_zero
 from lightning_accum.snapshot import Keeper
 from lightning_accum.splitting import Splitting
 from lightning_accum.sync import Sync
@@ -49,6 +50,12 @@ class AccumulationMixin(Accumulates, Strategy):
     _keeper: Keeper | None = None
     is_waited_for_in_forward = False
     """The forward and backward of a micro-batch wait for those of the other ranks, whether gradients are reduced or not."""
+    joins_batches = False
+    """Micro-batches of a batch run together, for BatchNorm layers to see all of it."""
+    is_weighed = False
+    """The loss that comes to :meth:`backward` is that of several micro-batches, which are in the window already, and"""
+    joint_seed: Tensor | None = None
+    """this is the ``gradient`` of its backward."""
     is_heard: bool | None = None
     """Whether anything listens to the hooks around the backward of a micro-batch; None where it is not known yet."""
 
@@ -110,7 +117,8 @@ class AccumulationMixin(Accumulates, Strategy):
         if policy.micro_batch is None:
             return None
         # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
-        trim = False if self.is_waited_for_in_forward else policy.trim_padding
+        # and BatchNorm takes padding for a part of the batch, which has to be the same for all rows
+        trim = False if self.is_waited_for_in_forward or self.joins_batches else policy.trim_padding
         device, has_ranks = self.root_device, self.world_size > 1
         return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, _warn, _log.info)
 
@@ -122,12 +130,7 @@ class AccumulationMixin(Accumulates, Strategy):
                     "LBFGS runs its closure several times in a step, and a window of several loader batches cannot be run"
                     " again: their data is gone. Use GradientAccumulation(1) or another optimizer."
                 )
-        if (is_long or self.policy.micro_batch is not None) and (layers := batch_norm_layers(module)):
-            more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
-            _warn(
-                f"BatchNorm ({', '.join(layers[:3])}{more}) normalises each micro-batch by its own statistics, and updates its"
-                " running statistics at each: with it a window differs from its full batch."
-            )
+        self.joins_batches = joins_batches(self.policy, module, is_long, _warn)
 
     @override
     def on_train_start(self) -> None:
@@ -218,19 +221,23 @@ class AccumulationMixin(Accumulates, Strategy):
 
     def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take in the loss of a micro-batch. Returns what to call backward on, and with which gradient (None for 1)."""
-        accumulation = self.accumulation
-        assert accumulation is not None
-        if self._is_announced:
-            seed = accumulation.begin_backward(loss)
-        else:
-            self._is_announced = True
-            batch = accumulation.batch if accumulation.plan is None else accumulation.plan.batch
-            seed = accumulation.begin_backward(loss)
-            rank_zero_info(accumulation.describe(batch, self.trainer().accumulate_grad_batches))
+        seed = self.joint_seed if self.is_weighed else self.weigh_micro_batch(loss)
         self._sync.begin_backward()
         if seed is None:
             return loss, None
         return (loss, seed) if self._takes_gradient else (loss * seed, None)
+
+    def weigh_micro_batch(self, loss: Tensor) -> Tensor | None:
+        """Take in the loss of a micro-batch. Returns the ``gradient`` of its backward (None for 1)."""
+        accumulation = self.accumulation
+        assert accumulation is not None
+        if self._is_announced:
+            return accumulation.begin_backward(loss)
+        self._is_announced = True
+        batch = accumulation.batch if accumulation.plan is None else accumulation.plan.batch
+        seed = accumulation.begin_backward(loss)
+        rank_zero_info(accumulation.describe(batch, self.trainer().accumulate_grad_batches))
+        return seed
 
     def end_micro_batch(self) -> Tensor | None:
         """Leave training_step; at a boundary, end the window.

@@ -124,6 +124,11 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
 
     def _check_what_ranks_cannot_split(self, ddp: DistributedDataParallel) -> None:
         """Where ranks may come to different numbers of micro-batches, nothing in them may wait for another rank."""
+        if self.joins_batches and ddp.static_graph:
+            raise MisconfigurationException(
+                "DDPAccumulationStrategy(static_graph=True) records one forward and backward, but GradientAccumulation(batch_norm="
+                '"exact") runs the forwards of all micro-batches, and reduces after their backward. Leave static_graph out.'
+            )
         if isinstance(self.policy.window, Tokens) and ddp.static_graph:
             raise MisconfigurationException(
                 "DDPAccumulationStrategy(static_graph=True) reduces in the backward that it has recorded, but a window of Tokens is"
@@ -144,7 +149,7 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
                 " number of samples."
             )
         names = [name for name, layer in ddp.module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
-        if names:
+        if names and not (self.joins_batches and isinstance(size, Tokens)):
             raise MisconfigurationException(
                 f"SyncBatchNorm ({names[0]}) waits for all ranks in every micro-batch, but GradientAccumulation(micro_batch="
                 f"{size!r}) may come to different numbers of them on the ranks. Give a number of samples."
@@ -208,7 +213,7 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
 
     def _is_retried(self) -> bool:
         """Reduction waits for the end of the window, in a forward and backward of its own."""
-        return self.policy.micro_batch == "auto"
+        return self.policy.micro_batch == "auto" or self.joins_batches
 
 
 class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
