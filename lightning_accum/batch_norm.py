@@ -199,6 +199,8 @@ class _Join(Function):
     @staticmethod
     def forward(ctx: Any, call: NormalisedTogether, previous: Tensor | None, *parts: Tensor) -> Tensor:
         ctx.call, ctx.previous = call, None if previous is None else previous.detach()
+        if not call.is_counted:
+            ctx.nothing, ctx.shapes = [part.new_zeros(()) for part in parts], [part.shape for part in parts]
         exact = torch.float32 if parts[0].device.type == "mps" else torch.float64
         return torch.zeros(2 * parts[0].shape[1] + 1, dtype=exact, device=parts[0].device)
 
@@ -213,7 +215,9 @@ class _Join(Function):
         of_previous = None if ctx.previous is None else torch.zeros_like(ctx.previous)
         are_wanted = ctx.needs_input_grad[2:]
         is_used = any(gradient is not None for gradient in call.gradients) or (call.group is not None and float(sums[-1]) > 0)
-        if not call.is_counted or not is_used:
+        if not call.is_counted:
+            return None, of_previous, *(nothing.expand(shape) for nothing, shape in zip(ctx.nothing, ctx.shapes, strict=True))
+        if not is_used:
             return None, of_previous, *[None] * len(are_wanted)
         gradients = [call.gradient_of(index, sums) if is_wanted else None for index, is_wanted in enumerate(are_wanted)]
         if not torch._C._autograd._get_current_graph_task_keep_graph():

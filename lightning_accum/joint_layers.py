@@ -33,6 +33,28 @@ def group_of(layer: _BatchNorm) -> dist.ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
+def statistics_of_ranks(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """The buffers of layers that ranks have in common, and their values."""
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and group_of(layer) is not None]
+    return [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+
+
+@contextmanager
+def sync_batch_norm_hidden(module: nn.Module) -> Iterator[None]:
+    """In here the SyncBatchNorm layers of ``module`` are plain ones.
+
+    DistributedDataParallel refuses them on the CPU, where their forward does not run. That of :class:`JointLayers` does.
+    """
+    layers = [layer for layer in module.modules() if type(layer) is nn.SyncBatchNorm]
+    for layer in layers:
+        layer.__class__ = nn.BatchNorm1d  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = nn.SyncBatchNorm
+
+
 class JointLayers:
     """In :meth:`installed`, micro-batches that run in lock-step meet at each BatchNorm layer and are normalised together.
 

@@ -25,6 +25,7 @@ from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.batch_norm_policy import joins_batches
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.listeners import callbacks_of, is_step_heard
+from lightning_accum.joint_layers import statistics_of_ranks
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
@@ -130,7 +131,7 @@ class AccumulationMixin(Accumulates, Strategy):
                     "LBFGS runs its closure several times in a step, and a window of several loader batches cannot be run"
                     " again: their data is gone. Use GradientAccumulation(1) or another optimizer."
                 )
-        self.joins_batches = joins_batches(self.policy, module, is_long, _warn)
+        self.joins_batches, self._have_all_batches = joins_batches(self.policy, module, is_long, _warn), False
 
     @override
     def on_train_start(self) -> None:
@@ -283,6 +284,26 @@ class AccumulationMixin(Accumulates, Strategy):
         with nullcontext() if self.accumulation.is_boundary else self.blocked():
             self._forward_without_batch()
             return self.end_micro_batch()
+
+    def expect_batches_of_all_ranks(self, has_batch: bool) -> None:
+        """Ranks with statistics in common wait for each other, and one that never had a batch has none to stand in.
+
+        Called on all ranks at each loader batch. They talk at the first only, since every other has one to stand in.
+
+        Raises:
+            RuntimeError: a rank has none. On all ranks.
+        """
+        assert self.lightning_module is not None
+        if not self.joins_batches or self._have_all_batches or not statistics_of_ranks(self.lightning_module):
+            return
+        assert self.ranks is not None
+        lacking = int(self.ranks.largest(0 if has_batch else self.ranks.rank + 1)[0])
+        if lacking:
+            raise RuntimeError(
+                f"The first loader batch of rank {lacking - 1} is None, and its BatchNorm layers share their statistics with the"
+                " other ranks: these would wait for it. Begin with a batch on every rank."
+            )
+        self._have_all_batches = True
 
     def most_micro_batches(self, own: int) -> int:
         """The micro-batches that the rank with the most has in this loader batch. Called on all ranks."""

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.gradient_norm import clip_sharded_by_norm
+from lightning_accum.joint_layers import sync_batch_norm_hidden
 from lightning_accum.micro_batch import Tokens
 from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.ranks import Ranks
@@ -112,6 +113,13 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sync_policy = _checked(sync)
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        is_joint = self.policy.batch_norm == "exact" and self.policy.micro_batch is not None
+        with sync_batch_norm_hidden(self.model) if is_joint and self.root_device.type == "cpu" else nullcontext():
+            super().configure_ddp()
 
     @override
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
