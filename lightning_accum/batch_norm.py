@@ -115,6 +115,8 @@ class NormalisedTogether:
 
     def sums_of(self, index: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """For each channel the sum of the gradient, and that of the gradient times the normalised part."""
+        if not gradient.numel():  # torch's kernel divides by it
+            return torch.zeros_like(self.mean), torch.zeros_like(self.mean)
         statistics = (self.mean, self.var, self.mean, self.invstd)  # one pair for the CPU, one for CUDA
         part = _load(self._saved[index])
         _, of_normalised, of_gradient = torch.ops.aten.native_batch_norm_backward(
