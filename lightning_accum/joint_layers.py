@@ -19,12 +19,6 @@ from lightning_accum.lock_step import LockStep
 _Forward = Callable[..., Any]
 
 
-def layers_by_batch(module: nn.Module) -> dict[str, _BatchNorm]:
-    """The layers below ``module`` that normalise by the batch as they are now, by name. One that is frozen (``eval()``) does not."""
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
-    return {name: layer for name, layer in layers.items() if layer.training or layer.running_mean is None}
-
-
 def group_of(layer: _BatchNorm) -> dist.ProcessGroup | None:
     """The ranks that a layer takes its statistics from; None for this one alone."""
     if not (isinstance(layer, nn.SyncBatchNorm) and layer.training and dist.is_available() and dist.is_initialized()):

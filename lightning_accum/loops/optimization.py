@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_accum.batch_run import BatchRun
 from lightning_accum.gradient_norm import noting_gradient_norm
-from lightning_accum.joint_layers import layers_by_batch, statistics_of_ranks
+from lightning_accum.joint_layers import statistics_of_ranks
 from lightning_accum.joint_run import JointRun
 from lightning_accum.listeners import is_micro_batch_heard, is_step_bare
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
@@ -222,7 +222,7 @@ class WindowClosure(Closure):
             strategy.is_heard = is_micro_batch_heard(trainer)
         run_micro_batch = run_with_hooks if strategy.is_heard or self._backward_fn is None else run_without_hooks
         strategy.expect_batches_of_all_ranks(has_batch=True)
-        if strategy.joins_batches and layers_by_batch(module):
+        if strategy.joins_batches:
             run: BatchRun = JointRun(strategy, forward, run_closure, collecting, show)
         else:
             run = BatchRun(strategy, run_micro_batch, collecting, show)
