@@ -46,7 +46,7 @@ class _Entry:
     batch_sizes: list[int] = field(default_factory=list)
     is_batch_size_given: bool = False
     is_sum: bool = False
-    last_micro_batch: int = -1
+    seen: set[int] = field(default_factory=set)
     metric: Metric | None = None
     of_metric: _OfMetric | None = None
 
@@ -101,9 +101,9 @@ class BatchLog:
     def collect(self, key: str, value: Tensor | Metric, batch_size: int, is_batch_size_given: bool) -> None:
         """Take in one logged value."""
         number = 0
-        while (entry := self._entries.setdefault((key, number), _Entry())).last_micro_batch == self.micro_batch:
+        while self.micro_batch in (entry := self._entries.setdefault((key, number), _Entry())).seen:
             number += 1
-        entry.last_micro_batch = self.micro_batch
+        entry.seen.add(self.micro_batch)
         entry.batch_sizes.append(batch_size)
         entry.is_batch_size_given |= is_batch_size_given
         weight, is_sum, entry.of_metric = self._of_value
@@ -124,9 +124,9 @@ class BatchLog:
     def forget_micro_batch(self) -> None:
         """What was logged in the micro-batch under way is not to be shown."""
         for key, entry in list(self._entries.items()):
-            if entry.last_micro_batch != self.micro_batch:
+            if self.micro_batch not in entry.seen:
                 continue
-            entry.last_micro_batch = -1
+            entry.seen.discard(self.micro_batch)
             entry.batch_sizes.pop()
             if entry.micro_batches and entry.micro_batches[-1] == self.micro_batch:
                 for column in (entry.values, entry.weights, entry.micro_batches):

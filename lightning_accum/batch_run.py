@@ -21,7 +21,7 @@ RunMicroBatch = Callable[[Any], tuple[Tensor | None, dict[str, Any]]]
 
 
 class BatchRun:
-    """Runs the micro-batches of a plan.
+    """Runs the micro-batches of a plan, one after the other.
 
     Args:
         strategy: whose accumulation has planned the batch.

@@ -235,6 +235,11 @@ def _check(policy: Policy) -> None:
             f'micro_batch="auto" runs a batch again when memory runs out, but {manual} the module may have stepped by then. Give a'
             " number of samples, or Tokens(...)."
         )
+    if policy.batch_norm == "exact":
+        raise MisconfigurationException(
+            f'batch_norm="exact" runs the forwards of all micro-batches before one backward; {manual} the module runs its backwards by'
+            ' itself. Use batch_norm="warn".'
+        )
     if isinstance(policy.weight, tuple):
         raise MisconfigurationException(
             f"weight={list(policy.weight)} weighs each term of one loss by itself; {manual} there may be several losses. Give one"

@@ -24,7 +24,9 @@ from typing_extensions import override
 from lightning_accum import loops
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.at_exit import let_gloo_rest_at_exit
+from lightning_accum.batch_norm_policy import joins_batches
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.joint_layers import statistics_of_ranks
 from lightning_accum.listeners import callbacks_of, is_step_heard
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual_optimization import ManualOptimization
@@ -32,7 +34,7 @@ from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.resume import PartialWindow, gather_gradients, gather_weighed, put_back
-from lightning_accum.safeguards import batch_norm_layers, gradients_of_zero
+from lightning_accum.safeguards import gradients_of_zero
 from lightning_accum.snapshot import Keeper
 from lightning_accum.splitting import Splitting
 from lightning_accum.sync import GradientPlace, SumPlace, Sync
@@ -62,6 +64,12 @@ class AccumulationMixin(Accumulates, Strategy):
     _callback: GradientAccumulation | None = None
     is_waited_for_in_forward = False
     """The forward and backward of a micro-batch wait for those of the other ranks, whether gradients are reduced or not."""
+    joins_batches = False
+    """Micro-batches of a batch run together, for BatchNorm layers to see all of it."""
+    is_weighed = False
+    """The loss that comes to :meth:`backward` is that of several micro-batches, which are in the window already, and"""
+    joint_seed: Tensor | None = None
+    """this is the ``gradient`` of its backward."""
     is_heard: bool | None = None
     """Whether anything listens to the hooks around the backward of a micro-batch; None where it is not known yet."""
     guard: Guard | None = None
@@ -135,8 +143,10 @@ class AccumulationMixin(Accumulates, Strategy):
                 f" by itself in turns, but with {type(self).__name__} the ranks wait for each other in every forward. Use a window"
                 " of loader batches."
             )
-        assert self.lightning_module is not None
-        self.takes_gradient = not is_overridden("backward", self.lightning_module)
+        module = self.lightning_module
+        assert module is not None
+        joins_batches(self.policy, module, self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches), _warn)
+        self.takes_gradient = not is_overridden("backward", module)
         self.manual = ManualOptimization(self, self.policy, self.ranks, _warn)
         self._callback = callback
         if callback is not None:
@@ -199,7 +209,8 @@ class AccumulationMixin(Accumulates, Strategy):
         if policy.micro_batch is None:
             return None
         # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
-        trim = False if self.is_waited_for_in_forward else policy.trim_padding
+        # and BatchNorm takes padding for a part of the batch, which has to be the same for all rows
+        trim = False if self.is_waited_for_in_forward or self.joins_batches else policy.trim_padding
         device, has_ranks = self.root_device, self.world_size > 1
         return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, _warn, _log.info)
 
@@ -231,12 +242,7 @@ class AccumulationMixin(Accumulates, Strategy):
                     "LBFGS compares the losses of a batch that it runs several times in a step, and none of them can be left out."
                     ' Use on_nonfinite="raise" or another optimizer.'
                 )
-        if (is_long or self.policy.micro_batch is not None) and (layers := batch_norm_layers(module)):
-            more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
-            _warn(
-                f"BatchNorm ({', '.join(layers[:3])}{more}) normalises each micro-batch by its own statistics, and updates its"
-                " running statistics at each: with it a window differs from its full batch."
-            )
+        self.joins_batches, self._have_all_batches = joins_batches(self.policy, module, is_long, _warn), False
 
     @override
     def on_train_start(self) -> None:
@@ -343,19 +349,23 @@ class AccumulationMixin(Accumulates, Strategy):
 
     def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take in the loss of a micro-batch. Returns what to call backward on, and with which gradient (None for 1)."""
-        accumulation = self.accumulation
-        assert accumulation is not None
-        if self._is_announced:
-            seed = accumulation.begin_backward(loss)
-        else:
-            self._is_announced = True
-            batch = accumulation.batch if accumulation.plan is None else accumulation.plan.batch
-            seed = accumulation.begin_backward(loss)
-            rank_zero_info(accumulation.describe(batch, self.trainer().accumulate_grad_batches))
+        seed = self.joint_seed if self.is_weighed else self.weigh_micro_batch(loss)
         self._sync.begin_backward()
         if seed is None:
             return loss, None
         return (loss, seed) if self.takes_gradient else (loss * seed, None)
+
+    def weigh_micro_batch(self, loss: Tensor) -> Tensor | None:
+        """Take in the loss of a micro-batch. Returns the ``gradient`` of its backward (None for 1)."""
+        accumulation = self.accumulation
+        assert accumulation is not None
+        if self._is_announced:
+            return accumulation.begin_backward(loss)
+        self._is_announced = True
+        batch = accumulation.batch if accumulation.plan is None else accumulation.plan.batch
+        seed = accumulation.begin_backward(loss)
+        rank_zero_info(accumulation.describe(batch, self.trainer().accumulate_grad_batches))
+        return seed
 
     def end_micro_batch(self) -> Tensor | None:
         """Leave training_step; at a boundary, end the window.
@@ -372,7 +382,7 @@ class AccumulationMixin(Accumulates, Strategy):
     @property
     def ends_windows_apart(self) -> bool:
         """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
-        return self.guard is not None or self.policy.micro_batch == "auto"
+        return self.guard is not None or self.policy.micro_batch == "auto" or self.joins_batches
 
     def end_window_apart(self) -> Tensor | None:
         """The window has ended with the last micro-batch, which did not know: only now the gradients are reduced."""
@@ -411,6 +421,26 @@ class AccumulationMixin(Accumulates, Strategy):
             self._forward_without_batch()
             window_loss = self.end_micro_batch()
         return self.end_window_apart() if ends_window and self.ends_windows_apart else window_loss
+
+    def expect_batches_of_all_ranks(self, has_batch: bool) -> None:
+        """Ranks with statistics in common wait for each other, and one that never had a batch has none to stand in.
+
+        Called on all ranks at each loader batch. They talk at the first only, since every other has one to stand in.
+
+        Raises:
+            RuntimeError: a rank has none. On all ranks.
+        """
+        assert self.lightning_module is not None
+        if not self.joins_batches or self._have_all_batches or not statistics_of_ranks(self.lightning_module):
+            return
+        assert self.ranks is not None
+        lacking = int(self.ranks.largest(0 if has_batch else self.ranks.rank + 1)[0])
+        if lacking:
+            raise RuntimeError(
+                f"The first loader batch of rank {lacking - 1} is None, and its BatchNorm layers share their statistics with the"
+                " other ranks: these would wait for it. Begin with a batch on every rank."
+            )
+        self._have_all_batches = True
 
     def most_micro_batches(self, own: int) -> int:
         """The micro-batches that the rank with the most has in this loader batch. Called on all ranks."""

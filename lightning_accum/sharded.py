@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum import loops
+from lightning_accum.batch_norm_policy import refuse_sharded
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.safeguards import gradients_of_zero
@@ -53,6 +54,7 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
                 f'GradientAccumulation(micro_batch="auto") runs a batch again on the rank that ran out of memory, but with'
                 f" {type(self).__name__} the other ranks wait for it in every forward. Give a number of samples, or Tokens(...)."
             )
+        refuse_sharded(self.policy, type(self).__name__)
         self._sync = self._sharded_sync = self._make_sync()
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(self.policy.accumulate_dtype)

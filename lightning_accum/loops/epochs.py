@@ -334,6 +334,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         optimization.visited = seen
         if accumulation.splitting is not None:
             accumulation.splitting.plan = None
+        strategy.expect_batches_of_all_ranks(has_batch=False)
         accumulation.is_boundary = not self._should_accumulate()
         zero_grad = optimization._make_zero_grad_fn(self.batch_idx, self.trainer.optimizers[0])
         if zero_grad is not None:  # a reduction may be next, and stale gradients must not be in it

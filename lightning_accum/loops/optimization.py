@@ -19,6 +19,8 @@ from typing_extensions import override
 
 from lightning_accum.batch_run import BatchRun
 from lightning_accum.gradient_norm import noting_gradient_norm
+from lightning_accum.joint_layers import statistics_of_ranks
+from lightning_accum.joint_run import JointRun
 from lightning_accum.listeners import is_micro_batch_heard, is_step_bare
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
 from lightning_accum.trimming import difference_by_padding
@@ -164,7 +166,10 @@ class WindowClosure(Closure):
         try:
             return self._run(*args, **kwargs)
         finally:
+            shared = statistics_of_ranks(self._strategy.trainer().lightning_module) if self._strategy.joins_batches else []
             snapshot.restore()
+            for buffer, value in shared:  # those of the other ranks' rows
+                buffer.copy_(value)
 
     def _run(self, *args: Any, **kwargs: Any) -> Tensor | None:
         accumulation = self._strategy.accumulation
@@ -202,6 +207,19 @@ class WindowClosure(Closure):
         batch_name, *others = self._kwargs
         others = [self._kwargs[name] for name in others]
         training_step = module.training_step if is_step_bare(trainer) else strategy.training_step
+        collecting, show = partial(collecting_logs, trainer), partial(show_logs, trainer)
+
+        def forward(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+            result = _result_of(training_step(batch, *others))
+            return result.closure_loss, result.extra
+
+        def run_closure(joint_forward: Callable[[], Tensor | None]) -> None:
+            def step() -> ClosureResult:
+                with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):  # type: ignore[attr-defined]
+                    return ClosureResult(joint_forward())
+
+            self._step_fn = step
+            self.closure()
 
         def run_with_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
             self._kwargs[batch_name] = batch
@@ -225,7 +243,11 @@ class WindowClosure(Closure):
         if strategy.is_heard is None:
             strategy.is_heard = is_micro_batch_heard(trainer)
         run_micro_batch = run_with_hooks if strategy.is_heard or self._backward_fn is None else run_without_hooks
-        run = BatchRun(strategy, run_micro_batch, partial(collecting_logs, trainer), partial(show_logs, trainer))
+        strategy.expect_batches_of_all_ranks(has_batch=True)
+        if strategy.joins_batches:
+            run: BatchRun = JointRun(strategy, forward, run_closure, collecting, show)
+        else:
+            run = BatchRun(strategy, run_micro_batch, collecting, show)
         with current_hook(module, "training_step"), torch.enable_grad():
             loss, extra, window_loss = run()
         self._result = ClosureResult(None, extra=extra)
