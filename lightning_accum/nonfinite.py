@@ -8,6 +8,7 @@ the device a micro-batch. Where a bad one is an error, what was accumulated is g
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,7 +95,7 @@ class Guard:
             if aside is not None:
                 _put_back(places, aside)
             raise
-        fault = self._fault(loss.detach(), weight, places)
+        fault = self._fault(loss, weight, places)
         if aside is not None:
             if fault is None:
                 _add(places, aside)
@@ -129,34 +130,31 @@ class Guard:
             snapshot.restore()
         return self.has_left_out
 
-    @torch.no_grad()
     def _fault(self, loss: Tensor, weight: Denominator | None, places: Sequence[GradientPlace]) -> str | None:
         """What is not finite, in words; None for nothing. Waits for the device, once."""
-        is_bad_loss = ~torch.isfinite(loss).all()
-        if isinstance(weight, Tensor):
-            is_bad_loss &= (weight != 0).to(is_bad_loss.device).reshape(())
         found = {place.name: place.get() for place in places} if self._looks_at_gradients else {}
-        largest = _largest_of({name: gradient for name, gradient in found.items() if gradient is not None})
-        of_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for value in largest.values():
-            of_dtype.setdefault(value.dtype, []).append(value)
-        bad = [is_bad_loss, *(~torch.isfinite(torch.stack(values)).all() for values in of_dtype.values())]
-        is_bad = torch.stack([flag.to(loss.device) for flag in bad]).any()
+        names, largest = _largest_of({name: gradient for name, gradient in found.items() if gradient is not None})
+        weights = [weight.detach().reshape(())] if isinstance(weight, Tensor) else []
+        value, *numbers = _on_host([loss.detach().reshape(()), *weights, *largest])
+        is_bad_loss = not math.isfinite(value) and not (weights and numbers[0] == 0)
+        numbers = numbers[len(weights) :]
+        is_bad = is_bad_loss or not all(map(math.isfinite, numbers))
         if self._group is not None:
-            of_all = is_bad.to(torch.uint8)
+            of_all = torch.tensor(is_bad, dtype=torch.uint8, device=loss.device)
             dist.all_reduce(of_all, dist.ReduceOp.MAX, group=self._group)
-            is_bad = of_all
-        if not is_bad.item():
+            is_bad = bool(of_all)
+        if not is_bad:
             return None
-        if is_bad_loss.item():
-            return f"its loss is {loss.flatten()[0].item()}"
-        for name, value in largest.items():
-            if not torch.isfinite(value).item():
-                return f"the gradient of '{name}' has {'NaN' if value.isnan().item() else 'an infinity'} in it"
+        if is_bad_loss:
+            return f"its loss is {value}"
+        for name, number in zip(names, numbers, strict=True):
+            if not math.isfinite(number):
+                return f"the gradient of '{name}' has {'NaN' if math.isnan(number) else 'an infinity'} in it"
         return "its gradient is not finite on another rank that runs a part of it"
 
 
-def _largest_of(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+@torch.no_grad()
+def _largest_of(gradients: dict[str, Tensor]) -> tuple[list[str], list[Tensor]]:
     """The largest absolute value in each gradient: NaN or inf where there is one, and it cannot overflow as a sum could."""
     dense: dict[str, Tensor] = {}
     for name, gradient in gradients.items():
@@ -164,7 +162,20 @@ def _largest_of(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         values = gradient if gradient.layout == torch.strided else gradient._values()
         if values.numel():
             dense[name] = values
-    return dict(zip(dense, torch._foreach_norm(list(dense.values()), float("inf")), strict=True)) if dense else {}
+    return list(dense), list(torch._foreach_norm(list(dense.values()), math.inf)) if dense else []
+
+
+def _on_host(numbers: Sequence[Tensor]) -> list[float]:
+    """Tensors of one number each, in one copy."""
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, number in enumerate(numbers):
+        alike.setdefault((number.dtype, number.device), []).append(index)
+    device = numbers[0].device
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    order = [index for group in alike.values() for index in group]
+    stacked = [torch.stack([numbers[index] for index in group]).to(device, exact) for group in alike.values()]
+    values: list[float] = torch.cat(stacked).tolist()
+    return [value for _, value in sorted(zip(order, values, strict=True))]
 
 
 def _put_back(places: Sequence[GradientPlace], aside: Sequence[Tensor | None]) -> None:
