@@ -112,6 +112,11 @@ class ManualWindows:
         """The loss of the call in hand is known on the host to have no weight."""
         self.micro_batches = 0
         """Micro-batches of the window so far, the one in hand included."""
+        self._versions: list[int] = []
+        self._steps_of_first: list[str] | None = None
+        """What the first micro-batch of the window stepped."""
+        self._left_before: dict[nn.Parameter, Tensor] | None = None
+        """What was in ``.grad`` before a micro-batch that does not end its window; None where it has been put back."""
 
     @property
     def is_first(self) -> bool:
@@ -122,6 +127,9 @@ class ManualWindows:
 
     def begin_micro_batch(self, batch: Any, is_boundary: bool) -> InHand:
         """Enter training_step."""
+        self.put_back()
+        if not is_boundary:
+            self._versions = [p._version for p in self._parameters()]
         self.micro_batches += 1
         hand = InHand(batch, is_boundary)
         self.take_in_hand(hand)
@@ -157,6 +165,8 @@ class ManualWindows:
             call.window.refer_to(1.0 if contribution.weight is None else float(contribution.weight))
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         hand.before = {p: p.grad for p in self._parameters() if p.grad is not None}
+        if hand.next_call == 0 and not hand.is_boundary:
+            self._left_before = dict(hand.before)
         for parameter in hand.before:
             parameter.grad = None
         return call.window.add(loss, contribution)
@@ -179,8 +189,26 @@ class ManualWindows:
         for parameter, gradient in given.items():
             parameter.grad = gradient if parameter not in before else before[parameter] + gradient
         for parameter, gradient in before.items():
-            if parameter not in given:
-                parameter.grad = gradient
+            if parameter not in given:  # a copy where it is put back later, since the module may clip or clear what it sees
+                parameter.grad = gradient if hand.is_boundary else gradient.clone()
+
+    def begin_to_look(self) -> None:
+        self._versions = [p._version for p in self._parameters()]
+
+    def look_for_changes(self) -> None:
+        if self._versions != [p._version for p in self._parameters()]:
+            self._warn_once(
+                "training_step changes parameters by itself in a micro-batch whose steps wait (a moving average, a target network,"
+                " an optimizer with steps of other names): that happens in every micro-batch, where it would happen once for the"
+                " full batch. Do it where trainer.global_step has grown."
+            )
+
+    def put_back(self) -> None:
+        """Have in ``.grad`` what was there before the last micro-batch, unless it ended its window: what it gave is in the sums."""
+        before, self._left_before = self._left_before, None
+        if before is not None:
+            for parameter in self._parameters():
+                parameter.grad = before.get(parameter)
 
     def _close(self, call: Call, scale: float) -> dict[nn.Parameter, Tensor]:
         """End the window of a call. Returns the gradients of the full batch."""
@@ -210,17 +238,39 @@ class ManualWindows:
         is_used = torch.tensor([parameter in sums for parameter in parameters], dtype=torch.uint8, device=device)
         dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self.ranks.group)
         used = [parameter for parameter, flag in zip(parameters, is_used.tolist(), strict=True) if flag]
-        summed = {parameter: sums[parameter] if parameter in sums else torch.zeros_like(parameter) for parameter in used}
-        for bucket in _buckets(summed.values()):
+        sparse = self._sparse(used, sums)
+        summed = {p: sums[p] if p in sums else torch.zeros_like(p, layout=torch.sparse_coo if p in sparse else None) for p in used}
+        for parameter in used:
+            if parameter in sparse:
+                total = summed[parameter].coalesce() / self.ranks.size
+                dist.all_reduce(total, group=self.ranks.group)  # gloo's own; what other backends say, they say
+                summed[parameter] = total
+        for bucket in _buckets(gradient for gradient in summed.values() if not gradient.is_sparse):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(self.ranks.size)
             dist.all_reduce(flat, group=self.ranks.group)
             for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
         return summed
 
+    def _sparse(self, used: list[nn.Parameter], sums: dict[nn.Parameter, Tensor]) -> set[nn.Parameter]:
+        flags = [parameter in sums and sums[parameter].is_sparse for parameter in used]
+        is_sparse = torch.tensor(flags, dtype=torch.uint8, device=self.ranks.device)
+        dist.all_reduce(is_sparse, dist.ReduceOp.MAX, group=self.ranks.group)
+        return {parameter for parameter, flag in zip(used, is_sparse.tolist(), strict=True) if flag}
+
     def end_loader_batch(self, seen: int) -> None:
         """Leave training_step, with loader batch number ``seen``."""
         hand, self.hand, self.is_under_way = self.hand, InHand(), False
+        if not hand.is_boundary:
+            self.look_for_changes()
+        if self._steps_of_first is None:
+            self._steps_of_first = hand.stepped
+        if hand.stepped != self._steps_of_first and hand.next_call:
+            self._warn_once(
+                f"training_step stepped {hand.stepped or 'nothing'} in the last micro-batch of a window, and"
+                f" {self._steps_of_first or 'nothing'} in its first. Only what the last one steps is stepped; does it depend on"
+                " batch_idx, on what the loss is, or does the module accumulate by itself?"
+            )
         made = {call.micro_batches for call in self.calls}
         if made - {self.micro_batches}:
             self._warn_once(
@@ -229,6 +279,7 @@ class ManualWindows:
                 " it depend on batch_idx?"
             )
         if hand.is_boundary:
+            self._left_before = None  # of micro-batches that took turns with the last
             if self.closed and not self.closed[0].is_empty:
                 self.total_weight += float(self.closed[0].weight)
             self.windows += 1
@@ -240,7 +291,7 @@ class ManualWindows:
         for call in self.calls:
             call.window.discard()
             call.sums, call.micro_batches = {}, 0
-        self.micro_batches = 0
+        self.micro_batches, self._steps_of_first = 0, None
         self.boundary.close(seen)
         return lost
 
@@ -279,6 +330,12 @@ class ManualWindows:
         self.hand.stepped.append(name)
         if self.waits:
             return False
+        if self.is_under_way and not any(call.micro_batches for call in self.calls):
+            self._warn_once(
+                f"training_step steps {name}, and no micro-batch of the window has called self.manual_backward: the gradients, which"
+                " loss.backward() or the module's own code has put there, are those of the last micro-batch of this rank alone. Call"
+                " self.manual_backward(loss)."
+            )
         is_empty = bool(self.closed) and all(closed.is_empty for closed in self.closed)
         if is_empty:
             self._warn_once(
@@ -304,15 +361,24 @@ class Views:
         number: of micro-batches.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], attributes: dict[str, Any], number: int) -> None:
-        self._parameters, self._attributes, self._last = parameters, attributes, number - 1
+    def __init__(self, parameters: list[nn.Parameter], module: nn.Module, number: int) -> None:
+        self._parameters, self._attributes, self._last = parameters, vars(module), number - 1
         self._gradients: list[Tensor | None] = []
         self._requires_grad = [self._flags()] * number
+        self._owners = [vars(child) for child in module.modules()]
+        self._found: list[dict[str, Any]] = []
+        self._written: list[list[dict[str, Any]]] = [[{} for _ in self._owners] for _ in range(number)]
+        self._dtype = torch.get_default_dtype()
+        self._dtypes = [self._dtype] * number
 
     def turn(self, before: int | None, now: int | None) -> None:
         """Micro-batch ``before`` stops, ``now`` goes on; None is nobody."""
         if before is not None:
             self._requires_grad[before] = self._flags()
+            self._dtypes[before] = torch.get_default_dtype()
+            for owner, found, written in zip(self._owners, self._found, self._written[before], strict=True):
+                changed = {k: v for k, v in owner.items() if k not in _REGISTERED and (k not in found or found[k] is not v)}
+                written.update(changed)
             if before != self._last:
                 for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                     parameter.grad = gradient
@@ -323,12 +389,17 @@ class Views:
             if toggled is not None:
                 self._attributes[_TOGGLED] = toggled
             self._gradients = [parameter.grad for parameter in self._parameters]
+            for owner, written in zip(self._owners, self._written[now], strict=True):
+                owner.update(written)
+            self._found = [dict(owner) for owner in self._owners]
+        torch.set_default_dtype(self._dtype if now is None else self._dtypes[now])
 
     def _flags(self) -> tuple[list[bool], Any]:
         return [parameter.requires_grad for parameter in self._parameters], self._attributes.get(_TOGGLED)
 
 
 _TOGGLED = "_param_requires_grad_state"
+_REGISTERED = {"_parameters", "_buffers", "_modules", "_current_fx_name", "log"}
 
 
 def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:

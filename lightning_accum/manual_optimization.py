@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_accum import loops
 from lightning_accum.lock_step import LockStep
@@ -57,11 +59,29 @@ class ManualOptimization:
         self._resumed: dict[str, Any] = {}
         self._is_stepping = False
         self._undo = ExitStack()
-        for optimizer in strategy.optimizers:
-            self._undo.callback(intercept_steps(optimizer, self._on_step))
-        if policy.scheduler_counts != "micro_batches":
-            for config in strategy.lr_scheduler_configs:
-                self._undo.callback(make_scheduler_wait(config.scheduler, lambda: self.windows.waits))
+        self._waiting: set[int] = set()
+        self._have_wait(strategy.optimizers, [config.scheduler for config in strategy.lr_scheduler_configs])
+
+    def _have_wait(self, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> None:
+        for optimizer in optimizers:
+            if id(optimizer) not in self._waiting:
+                self._waiting.add(id(optimizer))
+                self._undo.callback(intercept_steps(optimizer, self._on_step))
+        if self.windows.policy.scheduler_counts == "micro_batches":
+            return
+        for scheduler in schedulers:
+            if id(scheduler) not in self._waiting:
+                self._waiting.add(id(scheduler))
+                self._undo.callback(make_scheduler_wait(scheduler, lambda: self.windows.waits))
+
+    def _find_held(self) -> None:
+        """Optimizers and schedulers that the module has kept for itself, in configure_optimizers or on_train_start."""
+        owners = [self._strategy.lightning_module, *self._strategy.optimizers]
+        held = [value for owner in owners for value in vars(owner).values()]
+        held += [one for value in held if isinstance(value, (list, tuple)) for one in value]
+        held += [one for value in held if isinstance(value, dict) for one in value.values()]
+        schedulers = [one for one in held if isinstance(one, (LRScheduler, ReduceLROnPlateau))]
+        self._have_wait([one for one in held if type(one) is not LightningOptimizer and isinstance(one, Optimizer)], schedulers)
 
     def end(self) -> None:
         """Leave optimizers and schedulers as they were."""
@@ -70,6 +90,8 @@ class ManualOptimization:
     def backward(self, run: Callable[..., Tensor], loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``manual_backward``: ``run`` is the strategy's own, and takes the loss first."""
         windows = self.windows
+        if not windows.is_under_way:  # in validation, or in a hook
+            return run(loss, *args, **kwargs)
         seed = windows.begin_backward(loss)
         if seed is not None:
             if self._strategy.takes_gradient and kwargs.get("gradient") is None and not args[1:]:
@@ -145,10 +167,13 @@ class ManualOptimization:
         """
         windows, last = self.windows, len(micro_batches) - 1
         hands = [windows.begin_micro_batch(batch, index == last) for index, batch in enumerate(micro_batches)]
-        views = Views(self._strategy.parameters(), vars(self._strategy.lightning_module), len(hands))
+        views = Views(self._strategy.parameters(), self._strategy.lightning_module, len(hands))
 
         def turn(before: int | None, now: int | None) -> None:
+            if before is not None and before != last:
+                windows.look_for_changes()
             views.turn(before, now)
+            windows.begin_to_look()
             windows.take_in_hand(hands[last if now is None else now])
             if now is not None:
                 on_turn(now)
@@ -196,6 +221,7 @@ class ManualOptimization:
     def restart(self, seen: int) -> None:
         """Begin to train after loader batch number ``seen``, inside a window if the checkpoint was."""
         windows, strategy = self.windows, self._strategy
+        self._find_held()
         windows.discard(seen)
         partials = [PartialWindow.from_state_dict(partial) for partial in self._resumed.get("calls", [])]
         micro_batches, self._resumed = self._resumed.get("micro_batches", 0), {}
@@ -220,6 +246,8 @@ class ManualOptimization:
 
 def _name_of(optimizer: Optimizer, optimizers: list[Optimizer]) -> str:
     name = type(optimizer).__name__
+    if all(optimizer is not one for one in optimizers):
+        return f"{name} (not of configure_optimizers)"
     return name if len(optimizers) == 1 else f"optimizer {optimizers.index(optimizer)} ({name})"
 
 

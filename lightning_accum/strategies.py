@@ -217,6 +217,11 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
             ddp._sync_buffers()  # type: ignore[no-untyped-call]  # as DistributedDataParallel does in a forward
 
     @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self.manual is None:  # else nothing is left to DistributedDataParallel that it could delay
+            super().post_backward(closure_loss)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         if self.manual is not None:  # its windows reduce gradients themselves, each backward by itself

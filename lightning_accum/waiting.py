@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
@@ -30,13 +31,13 @@ def intercept_steps(optimizer: Optimizer, on_step: OnStep) -> Callable[[], None]
     own, original = vars(optimizer).get("step"), optimizer.step  # a scheduler has put its own there, to count
 
     @wraps(original)  # with the mark that a scheduler looks for
-    def step(closure: Closure | None = None, **kwargs: Any) -> Any:
+    def step(self: Optimizer, closure: Closure | None = None, **kwargs: Any) -> Any:
         def own_step(closure: Closure | None = None) -> Any:
             return original(**kwargs) if closure is None else original(closure, **kwargs)
 
         return on_step(optimizer, own_step, closure)
 
-    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # a scheduler made later wants a method
 
     def undo() -> None:
         if own is None:

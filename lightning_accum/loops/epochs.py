@@ -179,11 +179,18 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     _takes_batch_idx = False
 
     @override
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        if self.strategy.manual is not None:  # a window has one on_train_batch_start that steps, that of its first loader batch
+            self.strategy.manual.windows.waits = not self.strategy.manual.windows.is_first
+        super().advance(data_fetcher)
+
+    @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         if self.strategy.accumulation is not None:
             self.strategy.accumulation.is_stand_in = False
         if self.strategy.manual is not None:
             self.strategy.manual.windows.waits = False  # what is stepped between loader batches is no part of one
+            self.strategy.manual.windows.put_back()
         super().on_advance_end(data_fetcher)
 
     @override
