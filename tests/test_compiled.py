@@ -1,6 +1,6 @@
 """Compiled modules: exact, and compiled a bounded number of times, not once a micro-batch or window.
 
-``torch.compile`` compiles for the first size that it sees, once more for each dimension that turns out to vary (then for any size),
+``torch.compile`` compiles for the first size that it sees, once for every dimension that turns out to vary (then for any size),
 and apart for a size of one. So there is a bound: the first; one for rows and one for columns, if they vary; and one where a
 micro-batch has a single row. The two rows on which trimming is tried are another number of rows.
 """
