@@ -263,9 +263,9 @@ class _Save(Function):
     """Saves a tensor as any node does: hooks for saved tensors see it, and a change in place is an error."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, handle: Tensor, tensor: Tensor) -> Tensor:
         ctx.save_for_backward(tensor)
-        return tensor.new_empty(())
+        return handle.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
@@ -273,7 +273,8 @@ class _Save(Function):
 
 
 def _save(tensor: Tensor) -> Any:
-    return _Save.apply(tensor.detach().requires_grad_()).grad_fn
+    handle = torch.empty(0, requires_grad=True)  # not the tensor itself, which as a leaf the graph would keep where it is
+    return _Save.apply(handle, tensor.detach()).grad_fn
 
 
 def _load(saved: Any) -> Tensor:
