@@ -53,13 +53,13 @@ def joins_batches(policy: Policy, module: nn.Module, is_window_long: bool, warn:
         )
     if policy.on_nonfinite != "propagate":
         raise MisconfigurationException(
-            f'GradientAccumulation(batch_norm="exact", on_nonfinite={policy.on_nonfinite!r}): the rows of all micro-batches are in the'
-            " same statistics, so none can be left out, or found to be the bad one. Use one of the two."
+            f'GradientAccumulation(batch_norm="exact", on_nonfinite={policy.on_nonfinite!r}): the rows of all micro-batches are in'
+            " the same statistics, so none can be left out, or found to be the bad one. Use one of the two."
         )
     if policy.accumulate_dtype is not None:
         raise MisconfigurationException(
-            f'GradientAccumulation(batch_norm="exact", accumulate_dtype={policy.accumulate_dtype}): a window is one backward for all its'
-            " micro-batches, and nothing is added up. Leave accumulate_dtype out."
+            f'GradientAccumulation(batch_norm="exact", accumulate_dtype={policy.accumulate_dtype}): a window is one backward for'
+            " all its micro-batches, and nothing is added up. Leave accumulate_dtype out."
         )
     return True
 

@@ -9,24 +9,21 @@ schedulers wait. ``zero_grad`` need not: nothing that is accumulated is in ``.gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_accum.average import average
 from lightning_accum.boundary import Boundary
 from lightning_accum.denominator import Denominator
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.weight import Weigher
 from lightning_accum.window import ClosedWindow, Window
-
-_BUCKET = 25 * 2**20
-"""Bytes of gradients in one all-reduce, as DistributedDataParallel has."""
 
 
 @dataclass
@@ -193,9 +190,11 @@ class ManualWindows:
                 parameter.grad = gradient if hand.is_boundary else gradient.clone()
 
     def begin_to_look(self) -> None:
+        """From now on parameters should not change."""
         self._versions = [p._version for p in self._parameters()]
 
     def look_for_changes(self) -> None:
+        """Warn if they have, in a micro-batch whose steps wait."""
         if self._versions != [p._version for p in self._parameters()]:
             self._warn_once(
                 "training_step changes parameters by itself in a micro-batch whose steps wait (a moving average, a target network,"
@@ -217,7 +216,8 @@ class ManualWindows:
         if self.ranks.size > 1 and not self._reduces_by_itself:
             factor = call.window.refer_to(1.0)
             sums = {parameter: gradient.mul_(factor) for parameter, gradient in sums.items()}
-            sums = self._averaged(sums)
+            parameters = [parameter for parameter in self._parameters() if parameter.requires_grad or parameter in sums]
+            average(sums, parameters, self.ranks, torch.zeros_like)
         closed = call.window.close(list(sums.values()))
         self.closed.append(closed)
         if closed.do_terms_disagree:
@@ -230,33 +230,6 @@ class ManualWindows:
         if scale != 1.0:
             torch._foreach_mul_(list(sums.values()), scale)
         return sums
-
-    def _averaged(self, sums: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """The mean over the ranks; a parameter that only other ranks have used is among them."""
-        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad or parameter in sums]
-        device = self.ranks.device
-        is_used = torch.tensor([parameter in sums for parameter in parameters], dtype=torch.uint8, device=device)
-        dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self.ranks.group)
-        used = [parameter for parameter, flag in zip(parameters, is_used.tolist(), strict=True) if flag]
-        sparse = self._sparse(used, sums)
-        summed = {p: sums[p] if p in sums else torch.zeros_like(p, layout=torch.sparse_coo if p in sparse else None) for p in used}
-        for parameter in used:
-            if parameter in sparse:
-                total = summed[parameter].coalesce() / self.ranks.size
-                dist.all_reduce(total, group=self.ranks.group)  # gloo's own; what other backends say, they say
-                summed[parameter] = total
-        for bucket in _buckets(gradient for gradient in summed.values() if not gradient.is_sparse):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(self.ranks.size)
-            dist.all_reduce(flat, group=self.ranks.group)
-            for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
-        return summed
-
-    def _sparse(self, used: list[nn.Parameter], sums: dict[nn.Parameter, Tensor]) -> set[nn.Parameter]:
-        flags = [parameter in sums and sums[parameter].is_sparse for parameter in used]
-        is_sparse = torch.tensor(flags, dtype=torch.uint8, device=self.ranks.device)
-        dist.all_reduce(is_sparse, dist.ReduceOp.MAX, group=self.ranks.group)
-        return {parameter for parameter, flag in zip(used, is_sparse.tolist(), strict=True) if flag}
 
     def end_loader_batch(self, seen: int) -> None:
         """Leave training_step, with loader batch number ``seen``."""
@@ -332,8 +305,8 @@ class ManualWindows:
             return False
         if self.is_under_way and not any(call.micro_batches for call in self.calls):
             self._warn_once(
-                f"training_step steps {name}, and no micro-batch of the window has called self.manual_backward: the gradients, which"
-                " loss.backward() or the module's own code has put there, are those of the last micro-batch of this rank alone. Call"
+                f"training_step steps {name}, and no micro-batch of the window has called self.manual_backward: the gradients, from"
+                " loss.backward() or the module's own code, are those of the last micro-batch of this rank alone. Call"
                 " self.manual_backward(loss)."
             )
         is_empty = bool(self.closed) and all(closed.is_empty for closed in self.closed)
@@ -400,20 +373,3 @@ class Views:
 
 _TOGGLED = "_param_requires_grad_state"
 _REGISTERED = {"_parameters", "_buffers", "_modules", "_current_fx_name", "log"}
-
-
-def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Gradients of one type and device together, up to so many bytes."""
-    open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
-    full = []
-    for gradient in gradients:
-        kind = (gradient.dtype, gradient.device)
-        bucket, size = open_buckets.get(kind, ([], 0))
-        bucket.append(gradient)
-        size += gradient.numel() * gradient.element_size()
-        if size >= _BUCKET:
-            full.append(bucket)
-            open_buckets.pop(kind, None)
-        else:
-            open_buckets[kind] = (bucket, size)
-    return full + [bucket for bucket, _ in open_buckets.values()]

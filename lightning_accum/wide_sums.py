@@ -6,17 +6,14 @@ gradient is added to a sum in a wider type as soon as backward has made it, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_accum.average import average
 from lightning_accum.ranks import Ranks
-
-BUCKET_BYTES = 25 * 2**20
-"""So much is reduced over the ranks at a time, as DistributedDataParallel does."""
 
 
 def is_narrower(dtype: torch.dtype, wide: torch.dtype) -> bool:
@@ -158,21 +155,7 @@ class WideSums:
             parameters: those of the module, in the same order on all ranks.
         """
         self.gradients()
-        if not parameters:
-            return
-        is_used = ranks.largest(*(float(parameter in self._sums) for parameter in parameters))
-        used = [parameter for parameter, is_one in zip(parameters, is_used, strict=True) if is_one]
-        for parameter in used:
-            if parameter not in self._sums:
-                self._sums[parameter] = torch.zeros_like(parameter, dtype=self.dtype_of(parameter))
-        for bucket in _buckets([self._sums[parameter] for parameter in used]):
-            is_in_place = len(bucket) == 1 and bucket[0].is_contiguous()
-            flat = bucket[0] if is_in_place else torch.cat([total.reshape(-1) for total in bucket])
-            dist.all_reduce(flat, group=ranks.group)
-            flat.div_(ranks.size)
-            if not is_in_place:
-                for total, part in zip(bucket, torch.split(flat, [total.numel() for total in bucket]), strict=True):
-                    total.copy_(part.view(total.shape))
+        average(self._sums, parameters, ranks, lambda parameter: torch.zeros_like(parameter, dtype=self.dtype_of(parameter)))
 
     @torch.no_grad()
     def hand_over(self) -> None:
@@ -199,20 +182,3 @@ class WideSums:
 def sparse_layers(module: nn.Module) -> list[str]:
     """The names of the layers of torch's whose gradients are sparse."""
     return [n for n, layer in module.named_modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse]
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type and device together, in their order, up to a size."""
-    open_ones: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        bucket = open_ones.setdefault(key, [])
-        if bucket and sum(map(_bytes, bucket)) + _bytes(tensor) > BUCKET_BYTES:
-            yield open_ones.pop(key)
-            bucket = open_ones.setdefault(key, [])
-        bucket.append(tensor)
-    yield from open_ones.values()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

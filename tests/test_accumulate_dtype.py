@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum import GradientAccumulation, Tokens, wide_sums
+from lightning_accum import GradientAccumulation, Tokens
 from lightning_accum.wide_sums import WideSums
 
 BFLOAT16_ROUNDING = 2**-8
@@ -425,7 +425,7 @@ class SomeUsed(pl.LightningModule):
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize("bucket", [10, 60, 25 * 2**20])
 def test_parameters_that_some_ranks_or_none_use(options: dict[str, Any], bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wide_sums, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr("lightning_accum.average.BUCKET_BYTES", bucket)
     module = SomeUsed()
     weight = module.conv.weight.detach().double()
     run = trainer(ddp(**options), devices=2, callbacks=[GradientAccumulation(3, weight="equal", accumulate_dtype=torch.float64)])
