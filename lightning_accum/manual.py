@@ -193,9 +193,11 @@ class ManualWindows:
                 parameter.grad = gradient if hand.is_boundary else gradient.clone()
 
     def begin_to_look(self) -> None:
+        """Take in what the parameters are now."""
         self._versions = [p._version for p in self._parameters()]
 
     def look_for_changes(self) -> None:
+        """Warn if they have changed since, without a step of an optimizer."""
         if self._versions != [p._version for p in self._parameters()]:
             self._warn_once(
                 "training_step changes parameters by itself in a micro-batch whose steps wait (a moving average, a target network,"
@@ -332,9 +334,9 @@ class ManualWindows:
             return False
         if self.is_under_way and not any(call.micro_batches for call in self.calls):
             self._warn_once(
-                f"training_step steps {name}, and no micro-batch of the window has called self.manual_backward: the gradients, which"
-                " loss.backward() or the module's own code has put there, are those of the last micro-batch of this rank alone. Call"
-                " self.manual_backward(loss)."
+                f"training_step steps {name}, and no micro-batch of the window has called self.manual_backward: the gradients,"
+                " which loss.backward() or the module's own code has put there, are those of the last micro-batch of this rank alone."
+                " Call self.manual_backward(loss)."
             )
         is_empty = bool(self.closed) and all(closed.is_empty for closed in self.closed)
         if is_empty:

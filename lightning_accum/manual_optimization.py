@@ -167,7 +167,9 @@ class ManualOptimization:
         """
         windows, last = self.windows, len(micro_batches) - 1
         hands = [windows.begin_micro_batch(batch, index == last) for index, batch in enumerate(micro_batches)]
-        views = Views(self._strategy.parameters(), self._strategy.lightning_module, len(hands))
+        module = self._strategy.lightning_module
+        assert module is not None
+        views = Views(self._strategy.parameters(), module, len(hands))
 
         def turn(before: int | None, now: int | None) -> None:
             if before is not None and before != last:
