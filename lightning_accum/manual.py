@@ -146,7 +146,7 @@ class ManualWindows:
         """
         hand = self.hand
         if hand.stepped and self.boundary.size != 1:
-            self._warn_once(
+            self.warn_once(
                 f"training_step steps {hand.stepped[0]} and then calls manual_backward again. If that loss was computed with what"
                 " was stepped, the micro-batches of a window before its last compute it with what was there before, and a window"
                 " differs from its full batch. To be exact, call step after the last backward, or split the loader's batches with"
@@ -196,7 +196,7 @@ class ManualWindows:
     def look_for_changes(self) -> None:
         """Warn if they have, in a micro-batch whose steps wait."""
         if self._versions != [p._version for p in self._parameters()]:
-            self._warn_once(
+            self.warn_once(
                 "training_step changes parameters by itself in a micro-batch whose steps wait (a moving average, a target network,"
                 " an optimizer with steps of other names): that happens in every micro-batch, where it would happen once for the"
                 " full batch. Do it where trainer.global_step has grown."
@@ -221,7 +221,7 @@ class ManualWindows:
         closed = call.window.close(list(sums.values()))
         self.closed.append(closed)
         if closed.do_terms_disagree:
-            self._warn_once(
+            self.warn_once(
                 "The terms of a loss are means over counts that are not proportional from micro-batch to micro-batch. All of them"
                 f" take the weight of the main one ({call.weigher.criterion}); for the others a window differs from its full batch."
             )
@@ -239,14 +239,14 @@ class ManualWindows:
         if self._steps_of_first is None:
             self._steps_of_first = hand.stepped
         if hand.stepped != self._steps_of_first and hand.next_call:
-            self._warn_once(
+            self.warn_once(
                 f"training_step stepped {hand.stepped or 'nothing'} in the last micro-batch of a window, and"
                 f" {self._steps_of_first or 'nothing'} in its first. Only what the last one steps is stepped; does it depend on"
                 " batch_idx, on what the loss is, or does the module accumulate by itself?"
             )
         made = {call.micro_batches for call in self.calls}
         if made - {self.micro_batches}:
-            self._warn_once(
+            self.warn_once(
                 f"training_step called manual_backward {len(self.calls)} times in some of the {self.micro_batches} micro-batches of"
                 f" a window, and {hand.next_call} times in another. A window equals its full batch only where all do the same; does"
                 " it depend on batch_idx?"
@@ -288,7 +288,7 @@ class ManualWindows:
         """The call of a ``training_step`` that has the number ``index``, from 0."""
         if index == len(self.calls):
             window = Window(self.ranks.device, self.ranks.size, self.ranks.group)
-            self.calls.append(Call(window, Weigher(self.policy.weight, self._warn_once)))
+            self.calls.append(Call(window, Weigher(self.policy.weight, self.warn_once)))
         return self.calls[index]
 
     def go_on(self, seen: int, position: int, size: float, micro_batches: int) -> None:
@@ -304,72 +304,21 @@ class ManualWindows:
         if self.waits:
             return False
         if self.is_under_way and not any(call.micro_batches for call in self.calls):
-            self._warn_once(
+            self.warn_once(
                 f"training_step steps {name}, and no micro-batch of the window has called self.manual_backward: the gradients, from"
                 " loss.backward() or the module's own code, are those of the last micro-batch of this rank alone. Call"
                 " self.manual_backward(loss)."
             )
         is_empty = bool(self.closed) and all(closed.is_empty for closed in self.closed)
         if is_empty:
-            self._warn_once(
+            self.warn_once(
                 "A window ended without any weight (all labels ignored, or no loss): there is no optimizer step for it, parameters"
                 " and optimizer state stay as they are."
             )
         return not is_empty
 
-    def _warn_once(self, message: str) -> None:
+    def warn_once(self, message: str) -> None:
+        """Warn, unless it was said before."""
         if message not in self._warned:
             self._warned.add(message)
             self._warn(message)
-
-
-class Views:
-    """What each of several micro-batches that take turns sees of the parameters: ``.grad``, and ``requires_grad`` as it has set it.
-
-    What the last of them leaves in ``.grad`` is what all of them find there; what the others leave is gone with their turn.
-
-    Args:
-        parameters: of the module.
-        attributes: of the module. In ``_param_requires_grad_state`` Lightning's ``toggle_optimizer`` keeps what it has changed.
-        number: of micro-batches.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], module: nn.Module, number: int) -> None:
-        self._parameters, self._attributes, self._last = parameters, vars(module), number - 1
-        self._gradients: list[Tensor | None] = []
-        self._requires_grad = [self._flags()] * number
-        self._owners = [vars(child) for child in module.modules()]
-        self._found: list[dict[str, Any]] = []
-        self._written: list[list[dict[str, Any]]] = [[{} for _ in self._owners] for _ in range(number)]
-        self._dtype = torch.get_default_dtype()
-        self._dtypes = [self._dtype] * number
-
-    def turn(self, before: int | None, now: int | None) -> None:
-        """Micro-batch ``before`` stops, ``now`` goes on; None is nobody."""
-        if before is not None:
-            self._requires_grad[before] = self._flags()
-            self._dtypes[before] = torch.get_default_dtype()
-            for owner, found, written in zip(self._owners, self._found, self._written[before], strict=True):
-                changed = {k: v for k, v in owner.items() if k not in _REGISTERED and (k not in found or found[k] is not v)}
-                written.update(changed)
-            if before != self._last:
-                for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                    parameter.grad = gradient
-        if now is not None:
-            flags, toggled = self._requires_grad[now]
-            for parameter, flag in zip(self._parameters, flags, strict=True):
-                parameter.requires_grad_(flag)
-            if toggled is not None:
-                self._attributes[_TOGGLED] = toggled
-            self._gradients = [parameter.grad for parameter in self._parameters]
-            for owner, written in zip(self._owners, self._written[now], strict=True):
-                owner.update(written)
-            self._found = [dict(owner) for owner in self._owners]
-        torch.set_default_dtype(self._dtype if now is None else self._dtypes[now])
-
-    def _flags(self) -> tuple[list[bool], Any]:
-        return [parameter.requires_grad for parameter in self._parameters], self._attributes.get(_TOGGLED)
-
-
-_TOGGLED = "_param_requires_grad_state"
-_REGISTERED = {"_parameters", "_buffers", "_modules", "_current_fx_name", "log"}

@@ -15,13 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_accum import loops
 from lightning_accum.lock_step import LockStep
-from lightning_accum.manual import Call, ManualWindows, Views
+from lightning_accum.manual import Call, ManualWindows
 from lightning_accum.micro_batch import Tokens
 from lightning_accum.plan import Plan
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.resume import PartialWindow, gather_gradients, gather_weighed, put_back
 from lightning_accum.safeguards import gradients_of_zero
+from lightning_accum.views import Views
 from lightning_accum.waiting import intercept_steps, make_scheduler_wait
 
 if TYPE_CHECKING:
@@ -91,6 +92,11 @@ class ManualOptimization:
         """``manual_backward``: ``run`` is the strategy's own, and takes the loss first."""
         windows = self.windows
         if not windows.is_under_way:  # in validation, or in a hook
+            if self._strategy.trainer().training:
+                windows.warn_once(
+                    "manual_backward is called outside of training_step, where it is no part of a window: what it gives to the"
+                    " gradients is that of one loader batch. Call it in training_step."
+                )
             return run(loss, *args, **kwargs)
         seed = windows.begin_backward(loss)
         if seed is not None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.loops.optimization.manual import ManualResult, _ManualOptimization
 from typing_extensions import override
 
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
 from lightning_accum.outputs import Outputs
 from lightning_accum.plan import Plan
+from lightning_accum.thread_state import carried
 
 if TYPE_CHECKING:
     from lightning_accum.mixin import AccumulationMixin
@@ -50,15 +48,10 @@ class WindowManualOptimization(_ManualOptimization):
             self._run_micro_batches(kwargs, self._plan)
 
     def _run_micro_batches(self, kwargs: OrderedDict[str, Any], plan: Plan) -> None:
-        manual, device = self.strategy.manual, self.strategy.root_device
+        manual = self.strategy.manual
         assert manual is not None
         windows, name = manual.windows, next(iter(kwargs))
         outputs = Outputs([piece.count for piece in plan.pieces])
-
-        @contextmanager
-        def as_the_trainer_does() -> Iterator[None]:
-            with torch.enable_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                yield
 
         def training_step(index: int, batch: Any) -> tuple[dict[str, Any], Any]:
             output = self.strategy.training_step(*{**kwargs, name: batch}.values())
@@ -70,7 +63,7 @@ class WindowManualOptimization(_ManualOptimization):
                 log.micro_batch = index
 
             if self._is_boundary:
-                results = manual.run_together(list(plan), training_step, as_the_trainer_does, log_for)
+                results = manual.run_together(list(plan), training_step, carried(self.strategy.root_device), log_for)
             else:
                 results = []
                 for index, micro_batch in enumerate(plan):
