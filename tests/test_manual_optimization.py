@@ -538,3 +538,140 @@ def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(ranks: int) -> None:
 
     with pytest.warns(UserWarning, match="the gradients in the checkpoint are dropped"):
         trainer("accum", callbacks=[GradientAccumulation(2)]).fit(Stateful(by_rank, "adamw"), ckpt_path="inside.ckpt")
+
+
+# --- what a review broke ----------------------------------------------------------------------------------------------
+
+
+class NeverZero(Manual):
+    """Gradients are never cleared: the module's own run adds each batch's to those before."""
+
+    def build(self) -> None:
+        self.generator, self.discriminator = nn.Linear(3, 2), nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        opt_g, _ = self.optimizers()
+        self.manual_backward(self.discriminator(self.generator(batch[1])).square().mean())
+        opt_g.step()
+
+
+class Remembers(Manual):
+    """What one part of training_step keeps on the module, a later part uses, after a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        self.fake = self.generator(noise)
+        opt_g.zero_grad()
+        self.manual_backward(F.softplus(-self.discriminator(self.fake)).mean())
+        opt_g.step()
+        opt_d.zero_grad()
+        both = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(self.fake.detach())).mean()
+        self.manual_backward(both)
+        opt_d.step()
+
+
+class OwnScheduler(GAN):
+    """A scheduler that the Trainer does not know of."""
+
+    def on_train_start(self) -> None:
+        self.kept = {"schedule": torch.optim.lr_scheduler.ExponentialLR(self.optimizers(use_pl_optimizer=False)[0], 0.5)}
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.kept["schedule"].step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [NeverZero, OwnScheduler])
+def test_windows_of_what_a_review_broke(kind: type[Manual]) -> None:
+    by_rank = draw(kind, 1)
+    expected = own_run(kind, by_rank)
+    module = kind(by_rank)
+    fitted(module)
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [NeverZero, Remembers, OwnScheduler])
+def test_split_batches_of_what_a_review_broke(kind: type[Manual]) -> None:
+    by_rank = draw(kind, 1)
+    expected = own_run(kind, by_rank, 1)
+    module = kind(by_rank)
+    trainer("accum", callbacks=[GradientAccumulation(micro_batch=2)]).fit(module)
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+
+
+class Averages(GAN):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self.discriminator[0].bias.mul_(0.99)
+        return loss
+
+
+class Alternates(GAN):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[batch_idx % 2]
+        optimizer.zero_grad()
+        self.manual_backward(self.discriminator(self.generator(batch[1])).square().mean())
+        optimizer.step()
+
+
+class Direct(GAN):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[0]
+        optimizer.zero_grad()
+        self.discriminator(self.generator(batch[1])).square().mean().backward()
+        optimizer.step()
+
+
+class AfterTheBatch(GAN):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.noise = batch[1]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.manual_backward(self.generator(self.noise).square().mean())
+        self.optimizers()[0].step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Averages, "changes parameters by itself in a micro-batch whose steps wait"),
+        (Alternates, "Only what the last one steps is stepped"),
+        (Direct, "no micro-batch of the window has called self.manual_backward"),
+        (AfterTheBatch, "is called outside of training_step"),
+    ],
+)
+def test_what_cannot_be_equal_is_named(kind: type[Manual], message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
+        fitted(kind(draw(GAN, 1)), size=2)
+
+
+def test_turns_leave_the_default_dtype_as_it_was() -> None:
+    trainer("accum", precision="64-true", callbacks=[GradientAccumulation(micro_batch=2)]).fit(Remembers(draw(GAN, 1)))
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_sparse_gradients_over_ranks() -> None:
+    class Embeds(Manual):
+        def build(self) -> None:
+            self.table = nn.Embedding(9, 2, sparse=True)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SparseAdam(self.parameters(), lr=0.1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            rows = (batch[0][:, 0].abs() * 4).long().clamp(max=8)
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward((self.table(rows) - batch[0]).square().mean())
+            optimizer.step()
+
+    by_rank = draw(GAN, 2)
+    expected, module = own_run(Embeds, by_rank), Embeds(by_rank)
+    fitted(module, ranks=2)
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
