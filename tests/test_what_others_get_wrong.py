@@ -302,3 +302,36 @@ def test_labels_shifted_in_the_model_are_counted_as_the_model_counts() -> None:
     fit(module, 2)
     # 8 predictions of class 1 pull by +1/2 each, one of class 0 by -1/2
     assert module.gradients == pytest.approx([(8 * 0.5 - 1 * 0.5) / 9], rel=1e-15)
+
+
+# --- manual optimization ----------------------------------------------------------------------------------------------
+
+
+def test_manual_optimization_in_windows_5054() -> None:
+    """Lightning refuses it; Accelerate's wrapped optimizer lets the gradients of one optimizer's loss leak into the other's."""
+
+    class TwoOptimizers(Scalar):
+        def __init__(self, batches) -> None:
+            super().__init__(batches)
+            self.automatic_optimization = False
+            self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD([parameter], lr=1.0) for parameter in (self.w, self.v)]
+
+        def training_step(self, batch, batch_idx):
+            for optimizer, parameter in zip(self.optimizers(), (self.w, self.v), strict=True):
+                optimizer.zero_grad()  # clears what the other's loss has left there
+                self.manual_backward(((self.w + self.v) * batch).mean() * (1 if parameter is self.w else 2))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+        def on_before_optimizer_step(self, optimizer) -> None:
+            pass
+
+    batches = [x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)]
+    with pytest.raises(Exception, match="not supported for manual optimization"):
+        trainer("auto", accumulate_grad_batches=2).fit(TwoOptimizers(batches))
+    module = TwoOptimizers(batches)
+    trainer(accumulate_grad_batches=2).fit(module)
+    assert (-module.w.item(), -module.v.item()) == pytest.approx((3 * 4.6, 2 * 4.6), rel=1e-15)
