@@ -345,7 +345,7 @@ def _checked_weight(weight: Any, window: Any, micro_batch: Any) -> Any:
     if not isinstance(weight, (list, tuple)):
         if not (callable(weight) or (isinstance(weight, str) and weight in ("auto", "equal"))):
             raise MisconfigurationException(
-                f'weight={weight!r}: expected "auto", "equal", a callable of the batch, or a list of one for each term of the loss'
+                f'weight={weight!r}: expected "auto", "equal" or a callable of the batch, or a list of callables, one for each term'
             )
         return weight
     if not weight or not all(callable(of_term) for of_term in weight):

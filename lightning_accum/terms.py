@@ -10,6 +10,11 @@ term makes all of them exact:
 - a window of one micro-batch on every rank: each rank reads its own from the graph, and they are summed before the backward
   (:class:`TermsAtOnce`);
 - a window of one loader batch that is split: explicit weights count the whole batch before it runs (:class:`TermsCountedAhead`).
+
+Elsewhere all terms take the weight of the main one. What that costs in the gradient of ``cross_entropy + c * mse``, for a window of
+64 sentences in micro-batches of 4 (``tests/benchmarks/terms.py``, mean of 5 windows): 9 to 11 % where they come in any order, 31 to
+35 % sorted by length. A mean of means is 2 to 4 % off for ``c = 1`` (the per-sample term, which it has right, is the larger one)
+and 16 to 38 % for ``c = 0.1``. Each by its own weight: 2e-15.
 """
 
 from __future__ import annotations
