@@ -54,6 +54,7 @@ class Accumulation:
         """The ranks that have batches of their own."""
         self.boundary = Boundary(policy.tail)
         self.window = Window(ranks.device, ranks.size, ranks.group)
+        self.window.may_leave_out = policy.on_nonfinite == "skip"
         self.weigher = Weigher(policy.weight, warn)
         self.clock = StepClock(policy.scheduler_counts)
         self.closed: ClosedWindow | None = None

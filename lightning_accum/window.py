@@ -1,7 +1,7 @@
 """What has been accumulated since the last optimizer step, and how it becomes the full batch's gradient.
 
 A micro-batch with mean loss ``l`` and weight ``n`` contributes the gradient of ``l * n``. At the boundary the weights are summed
-over the window and the ranks, in one all-reduce of 72 bytes, and the gradients are divided once by that sum. Nothing needs to
+over the window and the ranks, in one all-reduce of 64 bytes, and the gradients are divided once by that sum. Nothing needs to
 be known about the batches to come. fairseq, torchtune and Megatron-LM normalise this way.
 """
 
@@ -71,6 +71,8 @@ class Window:
         """Something that all ranks are to know of when the window ends; it travels with the weights."""
         self.is_last = False
         """This rank was told to end; all are to know of that, too."""
+        self.may_leave_out = False
+        """Micro-batches may be left out, on all ranks or on none; how many there are is told to all."""
         self._reference: float | None = None
         self._seed: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
@@ -202,9 +204,13 @@ class Window:
             self._reduction.wait()
         # the one copy to the host
         totals = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
-        weight, loss, negative, terms, spread, micro_batches, sums, flags, left_out = totals
+        weight, loss, negative, terms, spread, micro_batches, sums, flags, *left_out = totals
         self.discard()
-        told: dict[str, Any] = {"is_flagged": flags % _MOST_RANKS > 0, "is_last": flags >= _MOST_RANKS, "left_out": int(left_out)}
+        told: dict[str, Any] = {
+            "is_flagged": flags % _MOST_RANKS > 0,
+            "is_last": flags >= _MOST_RANKS,
+            "left_out": int(sum(left_out)),
+        }
         if negative or not math.isfinite(weight):
             raise ValueError(
                 f"Of the weights of the window's {micro_batches:.0f} micro-batches some are negative, infinite or NaN (their sum is"
@@ -227,12 +233,13 @@ class Window:
         disagree = terms > 0 and spread * weight / terms**2 - 1 > 1e-6
         return ClosedWindow(loss / weight, weight, int(micro_batches), do_terms_disagree=disagree, **told)
 
-    # Nine numbers of this rank, to be summed over the ranks, 72 bytes in float64: the sums of n, of l*n (of l, for losses that are
-    # sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a sum; the flags; and
-    # the micro-batches that were left out.
+    # Eight numbers of this rank, to be summed over the ranks, 64 bytes in float64: the sums of n, of l*n (of l, for losses that are
+    # sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a sum; the flags; and a
+    # ninth where micro-batches may be left out, the number of those that were.
 
-    def _flags(self) -> float:
-        return float(self.flag) + _MOST_RANKS * self.is_last
+    def _flags(self) -> list[float]:
+        flags = float(self.flag) + _MOST_RANKS * self.is_last
+        return [flags, float(self.left_out)] if self.may_leave_out else [flags]
 
     def _sum_on_host(self) -> list[float]:
         weight = loss = negative = terms = spread = sums = 0.0
@@ -247,15 +254,15 @@ class Window:
             if contribution.others:
                 d = sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
                 terms, spread = terms + d, spread + (d**2 / n if n != 0 else d)
-        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, self._flags(), float(self.left_out)]
+        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, *self._flags()]
 
     def _sum_on_device(self) -> Tensor:
         contributions = self._contributions
         if not contributions:
-            return self._tensor_of([0.0] * 7 + [self._flags(), self.left_out])
+            return self._tensor_of([0.0] * 7 + self._flags())
         losses = self._tensor_of(self._losses)
         weights = [contribution.weight for contribution in contributions if contribution.weight is not None]
-        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), self._flags(), self.left_out])
+        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), *self._flags()])
         zero = torch.zeros_like(counts[0])
         if len(weights) < len(contributions):
             return torch.cat((torch.stack((zero, losses.sum(), zero, zero, zero)), counts))
