@@ -1,7 +1,7 @@
 """What has been accumulated since the last optimizer step, and how it becomes the full batch's gradient.
 
 A micro-batch with mean loss ``l`` and weight ``n`` contributes the gradient of ``l * n``. At the boundary the weights are summed
-over the window and the ranks, in one all-reduce of 72 bytes, and the gradients are divided once by that sum. Nothing needs to
+over the window and the ranks, in one all-reduce of 64 bytes, and the gradients are divided once by that sum. Nothing needs to
 be known about the batches to come. fairseq, torchtune and Megatron-LM normalise this way.
 """
 
@@ -250,7 +250,11 @@ class Window:
         are_exact = self.terms is not None and self.terms.are_exact(totals[self._numbers :], weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
         self.discard()
-        told: dict[str, Any] = {"is_flagged": flags % _MOST_RANKS > 0, "is_last": flags >= _MOST_RANKS, "left_out": int(left_out)}
+        told: dict[str, Any] = {
+            "is_flagged": flags % _MOST_RANKS > 0,
+            "is_last": flags >= _MOST_RANKS,
+            "left_out": int(left_out),
+        }
         if negative or not math.isfinite(weight):
             raise ValueError(
                 f"Of the weights of the window's {micro_batches:.0f} micro-batches some are negative, infinite or NaN (their sum is"
