@@ -15,7 +15,7 @@ class WaysPartError(RuntimeError):
     """The runs came to different places."""
 
 
-class _Ended(BaseException):  # noqa: N818  # no error: it unwinds a run that has been given up
+class _Ended(BaseException):  # no error: it unwinds a run that has been given up
     """Another run has failed."""
 
 
@@ -97,7 +97,9 @@ class LockStep(Generic[T]):
             self._give_turn(None, 0)
         except BaseException as error:  # there is no room for so many threads, or a signal
             self._fail(error)
-            self._has_ended = [thread.ident is None or has_ended for thread, has_ended in zip(threads, self._has_ended, strict=True)]
+            self._has_ended = [
+                thread.ident is None or has_ended for thread, has_ended in zip(threads, self._has_ended, strict=True)
+            ]
             self._pass_on(self.number - 1)
         while not all(self._has_ended):
             try:

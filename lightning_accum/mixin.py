@@ -24,8 +24,8 @@ from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.batch_norm_policy import joins_batches
 from lightning_accum.callback import GradientAccumulation
-from lightning_accum.listeners import callbacks_of, is_step_heard
 from lightning_accum.joint_layers import statistics_of_ranks
+from lightning_accum.listeners import callbacks_of, is_step_heard
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks

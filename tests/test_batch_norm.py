@@ -58,7 +58,11 @@ def batches(dimensions: int = 2, number: int = 4) -> list[Batch]:
 
 
 def errors(
-    make: Callable[[], pl.LightningModule], size: Any = 4, data: list[Any] | None = None, policy: dict[str, Any] | None = None, **kw: Any
+    make: Callable[[], pl.LightningModule],
+    size: Any = 4,
+    data: list[Any] | None = None,
+    policy: dict[str, Any] | None = None,
+    **kw: Any,
 ) -> tuple[float, float]:
     """How far parameters and buffers are from plain Lightning's on the full batch, relative to them."""
     data = batches() if data is None else data
@@ -173,9 +177,7 @@ class WithActivation(nn.BatchNorm2d):
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        x = F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, factor, eps=self.eps
-        )
+        x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, factor, eps=self.eps)
         return F.silu(x)
 
 
@@ -539,7 +541,12 @@ def test_a_checkpoint_beside_the_layer_is_exact() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "trainers"),
-    [({"window": 2}, {}), ({"window": 3, "micro_batch": 4}, {}), ({}, {"accumulate_grad_batches": 4}), ({"window": Tokens(50)}, {})],
+    [
+        ({"window": 2}, {}),
+        ({"window": 3, "micro_batch": 4}, {}),
+        ({}, {"accumulate_grad_batches": 4}),
+        ({"window": Tokens(50)}, {}),
+    ],
 )
 def test_windows_of_several_loader_batches_are_refused_before_training(arguments: Any, trainers: Any) -> None:
     run = trainer(callbacks=[GradientAccumulation(**arguments, batch_norm="exact")], **trainers)
