@@ -1,8 +1,8 @@
 """Normalisation of a batch that comes in several parts: what :func:`torch.nn.functional.batch_norm` makes of the whole.
 
-The statistics of the parts are put together to those of the batch (Chan, Golub and LeVeque 1979, as over ranks in SyncBatchNorm). In
-the backward each part gives two sums for each channel, of ``dy`` and of ``dy * normalised x``, and their totals give the gradient
-of each part, with the terms that go across the parts. Torch's own kernels do all that goes over whole parts.
+The statistics of the parts are put together to those of the batch (Chan, Golub and LeVeque 1979, as over ranks in SyncBatchNorm).
+In the backward each part gives two sums for each channel, of ``dy`` and of ``dy * normalised x``, and their totals give the
+gradient of each part, with the terms that go across the parts. Torch's own kernels do all that goes over whole parts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 class NormalisedTogether:
@@ -92,11 +92,11 @@ class NormalisedTogether:
                 running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
         if torch.is_grad_enabled() and weight is not None:
             self._scale = _save(weight)
-        self.token = _Join.apply(self, previous, *parts)
+        self.token = _Join.apply(self, previous, *parts)  # type: ignore[no-untyped-call]
 
     def normalise(self, index: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """A part, normalised, then multiplied by ``weight`` and moved by ``bias``."""
-        output: Tensor = _Normalise.apply(self, index, self.token, weight, bias)
+        output: Tensor = _Normalise.apply(self, index, self.token, weight, bias)  # type: ignore[no-untyped-call]
         self._parts[index] = None
         return output
 
@@ -111,7 +111,7 @@ class NormalisedTogether:
         part, dtype = self._parts[index], self.mean.dtype
         assert part is not None
         weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
-        return F.batch_norm(part, self.mean, self.var, weight, bias, False, 0.0, self.eps)
+        return functional.batch_norm(part, self.mean, self.var, weight, bias, False, 0.0, self.eps)
 
     def sums_of(self, index: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """For each channel the sum of the gradient, and that of the gradient times the normalised part."""
@@ -190,7 +190,7 @@ class AfterAll(Function):
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Give the gradient on, and nothing to the token."""
         return gradient, torch.zeros_like(ctx.like)
 
@@ -207,7 +207,7 @@ class _Join(Function):
         return torch.zeros(2 * parts[0].shape[1] + 1, dtype=exact, device=parts[0].device)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, sums: Tensor) -> tuple[Any, ...]:
         call: NormalisedTogether = ctx.call
         _refuse_early(call)
@@ -239,7 +239,7 @@ class _Normalise(Function):
         return call.apply_to(index, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         call: NormalisedTogether = ctx.call
         _refuse_early(call)
@@ -268,13 +268,13 @@ class _Save(Function):
         return handle.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> None:
         raise NotImplementedError
 
 
 def _save(tensor: Tensor) -> Any:
     handle = torch.empty(0, requires_grad=True)  # not the tensor itself, which as a leaf the graph would keep where it is
-    return _Save.apply(handle, tensor.detach()).grad_fn
+    return _Save.apply(handle, tensor.detach()).grad_fn  # type: ignore[no-untyped-call]
 
 
 def _load(saved: Any) -> Tensor:

@@ -29,12 +29,13 @@ def joins_batches(policy: Policy, module: nn.Module, is_window_long: bool, warn:
         return False
     if policy.batch_norm == "warn":
         if layers := batch_norm_layers(module):
-            mend = (
-                'GradientAccumulation(..., batch_norm="exact") gives it the statistics of the whole batch.'
-                if is_split and not is_window_long
-                else 'GradientAccumulation(micro_batch=..., batch_norm="exact"), which splits loader batches as large as the window,'
-                " gives it the statistics of the whole batch."
-            )
+            if is_split and not is_window_long:
+                mend = 'GradientAccumulation(micro_batch=..., batch_norm="exact") gives it the statistics of the whole batch.'
+            else:
+                mend = (
+                    "Have the loader yield batches as large as the window: GradientAccumulation(micro_batch=...,"
+                    ' batch_norm="exact") splits them, and gives it the statistics of the whole batch.'
+                )
             warn(
                 f"BatchNorm ({_names(layers)}) normalises each micro-batch by its own statistics, and updates its running"
                 f" statistics at each: with it a window differs from its full batch. {mend}"

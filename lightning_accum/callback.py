@@ -85,7 +85,12 @@ class GradientAccumulation(Callback):
             parameter. Both wait for the device once a micro-batch and reduce gradients after the last of the window; ``"skip"``
             holds one copy of the gradients more. With a GradScaler (``precision="16-mixed"``) only the loss is looked at: a
             gradient that overflows is the scaler's, which drops the step and lowers its scale.
-        batch_norm: ``"warn"``, or ``"exact"`` statistics of the whole batch where batches are split.
+        batch_norm: what BatchNorm layers see. ``"warn"``: each micro-batch alone, and a warning that names them. ``"exact"``, where
+            loader batches are split: all of the batch, and with ``Trainer(sync_batchnorm=True)`` that of all ranks. The forwards
+            of its micro-batches then run in turns, one thread each, and meet at every such layer; outputs, gradients, running
+            statistics and their count are the full batch's. ``training_step`` must take each micro-batch through the same layers
+            in the same order. What is saved for the backward waits in the memory of the host, and the hooks around it see the
+            loss of the batch once. Random numbers are drawn from a stream of each micro-batch's own. Padding is not trimmed.
         trim_padding: whether to sort the rows of a split batch by length and to trim each micro-batch to its longest row.
             Lengths are read from an attention mask, or from labels of -100 at the end of rows whose inputs repeat one value; or
             from the mask or the lengths under a key that is given here instead of True. It is tried on two rows first, without
@@ -96,7 +101,8 @@ class GradientAccumulation(Callback):
 
     Raises:
         MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is none of
-            this package's, or its ``accumulate_grad_batches`` says something else than ``window``.
+            this package's, its ``accumulate_grad_batches`` says something else than ``window``, or ``batch_norm="exact"`` cannot
+            be had: for windows of several loader batches, and for sharded modules.
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
@@ -23,7 +23,7 @@ def group_of(layer: _BatchNorm) -> dist.ProcessGroup | None:
     """The ranks that a layer takes its statistics from; None for this one alone."""
     if not (isinstance(layer, nn.SyncBatchNorm) and layer.training and dist.is_available() and dist.is_initialized()):
         return None
-    group: dist.ProcessGroup = layer.process_group or dist.group.WORLD
+    group: dist.ProcessGroup | None = layer.process_group or dist.group.WORLD
     return group if dist.get_world_size(group) > 1 else None
 
 
@@ -125,8 +125,9 @@ class JointLayers:
                 output = of_layer(*args, **kwargs)
             if not taken.is_called:
                 raise RuntimeError(
-                    f"{place}, a {type(layer).__name__}, has a forward of its own that does not call torch.nn.functional.batch_norm:"
-                    ' GradientAccumulation(batch_norm="exact") cannot give it the statistics of the whole batch.'
+                    f"{place}, a {type(layer).__name__}, has a forward of its own that does not call"
+                    ' torch.nn.functional.batch_norm: GradientAccumulation(batch_norm="exact") cannot give it the statistics of the'
+                    " whole batch."
                 )
             return output
 
@@ -180,11 +181,11 @@ class _TakingOver(TorchFunctionMode):
         given = {**_DEFAULTS, **dict(zip(order, args, strict=False)), **(kwargs or {})}
         if not given["training"]:
             return func(*args, **(kwargs or {}))
-        return self._normalise(*(given[name] for name in _ARGUMENTS[F.batch_norm] if name != "training"))
+        return self._normalise(*(given[name] for name in _ARGUMENTS[functional.batch_norm] if name != "training"))
 
 
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"),
 }
 _DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}

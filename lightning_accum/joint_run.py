@@ -78,7 +78,7 @@ class JointRun(BatchRun):
             return self._joined(losses, seeds, any(weight is None for weight in outputs.weights), layers.shared_token)
 
         with self._collecting() as log:
-            steps = LockStep(len(plan.pieces), _around(device), on_turn)
+            steps: LockStep[tuple[Tensor | None, dict[str, Any]]] = LockStep(len(plan.pieces), _around(device), on_turn)
             layers = JointLayers(strategy.lightning_module, steps, is_counted=not accumulation.is_stand_in)
             strategy.is_weighed = True
             try:
@@ -131,7 +131,7 @@ class JointRun(BatchRun):
             joined, strategy.joint_seed = torch.stack([loss.reshape(()) for loss in losses]).sum(), None
         else:
             joined, strategy.joint_seed = _mean(losses, seeds)
-        return AfterAll.apply(joined, shared_token) if is_shared else joined
+        return AfterAll.apply(joined, shared_token) if is_shared else joined  # type: ignore[no-untyped-call]
 
 
 def _mean(losses: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:

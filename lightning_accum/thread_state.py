@@ -38,7 +38,7 @@ def carried(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     ]
     is_cached = torch.is_autocast_cache_enabled()
     hooks = hooks_for_saved_tensors()
-    function_modes = torch.overrides._get_current_function_mode_stack()
+    function_modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -55,7 +55,7 @@ def carried(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
             if hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
             for mode in function_modes:
-                torch.overrides._push_mode(mode)
+                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
                 stack.callback(torch.overrides._pop_mode)
             for mode in dispatch_modes:
                 _python_dispatch._push_mode(mode)

@@ -10,7 +10,7 @@ import torch
 from support import ddp, loader, relative_error, trainer
 from torch import Tensor
 
-from lightning_accum import GradientAccumulation, Tokens
+from lightning_accum import GradientAccumulation
 
 pytest.importorskip("sklearn")
 from digits import Digits, digits
@@ -48,7 +48,7 @@ def whole(request: Any, data: list[Batch]) -> Digits:
     return module
 
 
-@pytest.mark.parametrize("size", [4, 7, 32, 24, 14, 3])  # 24, 14, 3: 4, 7 and 32 micro-batches
+@pytest.mark.parametrize("size", [4, 7, 32])
 def test_three_epochs_of_split_batches_equal_the_full_batches(whole: Digits, data: list[Batch], size: int) -> None:
     module = Digits(whole.optimizer, width=4).double()
     run = trainer(max_epochs=3, callbacks=[GradientAccumulation(micro_batch=size, batch_norm="exact")])
@@ -60,7 +60,7 @@ def test_three_epochs_of_split_batches_equal_the_full_batches(whole: Digits, dat
 def test_without_it_they_do_not(whole: Digits, data: list[Batch]) -> None:
     module = Digits(whole.optimizer, width=4).double()
     trainer(max_epochs=3, callbacks=[GradientAccumulation(micro_batch=7)]).fit(module, loader(data))
-    assert relative_error(module.parameters(), whole.parameters()) > 0.1
+    assert relative_error(module.parameters(), whole.parameters()) > 0.01
 
 
 # --- over ranks -------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def on_two_ranks(
     return module
 
 
-@pytest.mark.parametrize("size", [4, 7, 32])
+@pytest.mark.parametrize("size", [pytest.param(4, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow), 32])
 def test_statistics_of_two_ranks_equal_the_full_batch(whole: Digits, data: list[Batch], size: int) -> None:
     assert error(on_two_ranks(whole.optimizer, shares(data, BATCH // 2), size, epochs=3), whole) < EXACT
 
@@ -105,13 +105,19 @@ def short(data: list[Batch]) -> Digits:
     return module
 
 
-@pytest.mark.parametrize(("first", "size"), [(20, 7), (90, 16), (1, 5), (95, Tokens(8 * 8 * 9))])
+@pytest.mark.parametrize("size", [24, 14, 3])  # 4, 7 and 32 micro-batches
+def test_numbers_of_micro_batches(short: Digits, data: list[Batch], size: int) -> None:
+    module = Digits("adamw", width=4).double()
+    exact = GradientAccumulation(micro_batch=size, batch_norm="exact")
+    trainer(callbacks=[exact]).fit(module, loader(data[:5]))
+    assert error(module, short) < EXACT
+
+
+@pytest.mark.parametrize(("first", "size"), [(20, 16), (95, 24)])
 @pytest.mark.parametrize("arguments", [{}, {"find_unused_parameters": True}, {"sync": "micro_batch"}], ids=str)
 def test_ranks_with_different_numbers_of_micro_batches(
     short: Digits, data: list[Batch], first: int, size: Any, arguments: dict[str, Any]
 ) -> None:
-    if isinstance(size, Tokens):
-        size = 9
     assert error(on_two_ranks("adamw", shares(data[:5], first), size, **arguments), short) < EXACT
 
 
@@ -122,7 +128,7 @@ def test_a_rank_that_has_no_more_batches(data: list[Batch], lacking: int) -> Non
     module = Digits("adamw", width=4).double()
     whole = [*data[:3], *by_rank[1 - lacking][3:]]
     trainer("auto").fit(module, loader(whole))
-    assert error(on_two_ranks("adamw", by_rank, 7), module) < EXACT
+    assert error(on_two_ranks("adamw", by_rank, 20), module) < EXACT
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
@@ -131,7 +137,7 @@ def test_none_in_the_middle_on_one_rank(data: list[Batch], lacking: int) -> None
     by_rank[lacking][2] = None
     module = Digits("adamw", width=4).double()
     trainer("auto").fit(module, loader([*data[:2], by_rank[1 - lacking][2], data[3]]))
-    assert error(on_two_ranks("adamw", by_rank, 7), module) < EXACT
+    assert error(on_two_ranks("adamw", by_rank, 20), module) < EXACT
 
 
 def test_none_at_the_beginning_on_one_rank_is_an_error_on_all(data: list[Batch]) -> None:
@@ -145,7 +151,7 @@ def test_a_rank_whose_labels_are_all_ignored_counts_in_the_statistics(data: list
     ignored = [(x, torch.where(torch.arange(len(y)) < 40, -100, y)) for x, y in data[:4]]
     module = Digits("adamw", width=4).double()
     trainer("auto").fit(module, loader(ignored))
-    assert error(on_two_ranks("adamw", shares(ignored, 40), 7), module) < EXACT
+    assert error(on_two_ranks("adamw", shares(ignored, 40), 20), module) < EXACT
 
 
 class SometimesNone(Ranked):
@@ -159,14 +165,12 @@ def test_a_rank_without_any_loss_counts_in_the_statistics(data: list[Batch]) -> 
     whole = Digits("adamw", width=4).double()
     trainer("auto").fit(whole, loader(ignored))
     module = SometimesNone("adamw", shares(ignored, 40))
-    exact = GradientAccumulation(micro_batch=7, batch_norm="exact")
+    exact = GradientAccumulation(micro_batch=20, batch_norm="exact")
     trainer(ddp(), devices=2, sync_batchnorm=True, callbacks=[exact]).fit(module)
     assert error(module, whole) < EXACT
 
 
 def test_without_sync_batchnorm_each_rank_has_its_own_statistics_as_in_plain_ddp(data: list[Batch]) -> None:
-    whole = Ranked("adamw", shares(data[:5], 60))
-    # the mean of the ranks' means, as plain DDP has it: with equal shares it is that of all rows
-    whole.by_rank = shares(data[:5], 48)
+    whole = Ranked("adamw", shares(data[:5], 48))
     trainer("ddp_fork", devices=2).fit(whole)
-    assert error(on_two_ranks("adamw", shares(data[:5], 48), 7, is_synced=False), whole) < EXACT
+    assert error(on_two_ranks("adamw", shares(data[:5], 48), 20, is_synced=False), whole) < EXACT

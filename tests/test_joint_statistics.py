@@ -55,7 +55,7 @@ def test_lower_precision_is_as_good_as_the_whole_in_it(dtype: torch.dtype, toler
 
 
 def test_memory_formats_may_differ() -> None:
-    (x, mean, var), (weight, bias), gradient = inputs((12, 4, 3, 3), torch.float64, True)
+    (x, _, _), (weight, bias), gradient = inputs((12, 4, 3, 3), torch.float64, True)
     whole = F.batch_norm(x, None, None, weight, bias, True)
     expected = torch.autograd.grad(whole, [x, weight, bias], gradient)
     parts = list(x.split([5, 7]))
