@@ -257,6 +257,19 @@ def test_what_a_forward_keeps_in_attributes_is_its_own() -> None:
     assert module.forwards == 4 * 3  # numbers are counted up by all
 
 
+class Compiled(Images):
+    """A network that is compiled around the layer."""
+
+    def features(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "compiled"):
+            self.compiled = [torch.compile(nn.Sequential(self.first, self.norm, nn.ReLU(), self.second), backend="eager")]
+        return self.compiled[0](x).flatten(2).mean(2)
+
+
+def test_a_compiled_network_is_left_at_the_layer() -> None:
+    assert max(errors(lambda: Compiled(nn.BatchNorm2d(4)))) < 1e-12
+
+
 # --- what is around the forward -----------------------------------------------------------------------------------------
 
 
