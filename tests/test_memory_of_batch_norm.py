@@ -92,6 +92,7 @@ def test_what_came_back_is_what_was_moved(elsewhere: Elsewhere) -> None:
     assert elsewhere.held == 0
 
 
+@pytest.mark.skipif(not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="torch tells since 2.8")
 def test_hooks_of_the_user_go_first(elsewhere: Elsewhere) -> None:
     packed: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t):

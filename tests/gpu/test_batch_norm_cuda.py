@@ -29,8 +29,7 @@ class Deep(pl.LightningModule):
         torch.manual_seed(0)
         self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-            for _ in range(blocks)
+            nn.Sequential(nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()) for _ in range(blocks)
         )
         self.head = nn.Linear(width, 10)
         self.is_checkpointed = is_checkpointed
@@ -64,7 +63,7 @@ def batches(rows: int, pixels: int, dtype: torch.dtype, number: int = 4) -> list
 
 
 def fit(module: Deep, data: Any, size: int | None = None, batch_norm: str = "exact", precision: Any = None) -> Deep:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     callbacks = [] if size is None else [GradientAccumulation(micro_batch=size, batch_norm=batch_norm)]
     strategy = "auto" if size is None else "accum"
     run = pl.Trainer(
