@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -131,7 +132,9 @@ class JointLayers:
                 )
             return output
 
-        return forward
+        if "torch._dynamo" not in sys.modules:  # whose import takes long, and nothing is compiled without it
+            return forward
+        return torch.compiler.disable(forward)  # type: ignore[no-untyped-call, no-any-return]
 
     def _normalise(
         self,

@@ -16,6 +16,7 @@ from lightning_accum.host_memory import HostMemory
 from lightning_accum.joint_layers import JointLayers
 from lightning_accum.lock_step import LockStep
 from lightning_accum.outputs import Outputs
+from lightning_accum.own_attributes import OwnAttributes
 from lightning_accum.plan import Plan
 from lightning_accum.thread_state import RandomStreams, carried, hooks_for_saved_tensors
 
@@ -59,11 +60,13 @@ class JointRun(BatchRun):
         assert strategy.lightning_module is not None
         accumulation.is_boundary = False  # its gradients are reduced when all is done
         device = strategy.root_device
-        outputs, streams = Outputs([piece.count for piece in plan.pieces]), RandomStreams(device)
+        outputs = Outputs([piece.count for piece in plan.pieces])
+        streams, attributes = RandomStreams(device), OwnAttributes(strategy.lightning_module)
         micro_batches: list[Any] = [None] * len(plan.pieces)
 
         def on_turn(before: int | None, now: int | None) -> None:
             streams.switch(before, now)
+            attributes.switch(before, now)
             if now is not None:
                 plan.current = log.micro_batch = now
 

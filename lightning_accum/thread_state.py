@@ -66,7 +66,7 @@ def carried(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
 
 
 def hooks_for_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Those that hold now: torch asks the innermost only."""
+    """Those that hold now: torch asks the innermost only. None without, and before torch 2.8, which does not tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(False)
 

@@ -228,6 +228,48 @@ def test_validation_sees_plain_layers() -> None:
     assert "seen" in run.callback_metrics
 
 
+class Keeps(Images):
+    """Leaves something in attributes, before a layer, for after it: itself, by a hook, in a list."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__(norm)
+        self.seen: dict[str, Tensor] = {}
+        self.collected: list[Tensor] = []
+        self.forwards = 0
+        self.first.register_forward_hook(lambda layer, args, output: self.seen.update(first=output))
+
+    def features(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        self.kept = self.first(x).square()
+        self.collected.append(self.kept.sin())
+        hidden = self.norm(self.first(x))
+        self.collected.append(hidden)
+        again = self.norm(self.kept + self.seen["first"])
+        together = torch.stack(self.collected).sum(0) + again + self.seen["first"]
+        self.collected.clear()
+        return together.flatten(2).mean(2)
+
+
+def test_what_a_forward_keeps_in_attributes_is_its_own() -> None:
+    assert max(errors(lambda: Keeps(nn.BatchNorm2d(4)))) < 1e-12
+    module = Keeps(nn.BatchNorm2d(4))
+    trainer(callbacks=[GradientAccumulation(micro_batch=8, batch_norm="exact")]).fit(module, loader(batches()))
+    assert module.forwards == 4 * 3  # numbers are counted up by all
+
+
+class Compiled(Images):
+    """A network that is compiled around the layer."""
+
+    def features(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "compiled"):
+            self.compiled = [torch.compile(nn.Sequential(self.first, self.norm, nn.ReLU(), self.second), backend="eager")]
+        return self.compiled[0](x).flatten(2).mean(2)
+
+
+def test_a_compiled_network_is_left_at_the_layer() -> None:
+    assert max(errors(lambda: Compiled(nn.BatchNorm2d(4)))) < 1e-12
+
+
 # --- what is around the forward -----------------------------------------------------------------------------------------
 
 

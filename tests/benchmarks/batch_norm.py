@@ -21,9 +21,8 @@ import statistics
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import lightning.pytorch as pl
 import torch
+from alive import Alive, Elsewhere
 from digits import Block, Digits, digits
 from support import loader, trainer
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import GradientAccumulation, joint_run
-from lightning_accum.host_memory import HostMemory
 
 BATCH = 96
 WHOLE, AS_THEY_ARE, EXACT, CHECKPOINTED = "whole batch", "as they are", "exact", "whole batch, checkpointed"
@@ -120,67 +117,6 @@ def draw(found: dict[str, list[list[float]]], size: int, path: Path) -> None:
 # --- time and memory ----------------------------------------------------------------------------------------------------
 
 
-class Alive(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, as soon as an operator has made them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self._known: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor):
-                self._note(tensor.untyped_storage())
-        return output
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-
-        def forget(_: Any) -> None:
-            self.bytes -= size
-            self._known.pop(key, None)
-
-        self._known[key] = weakref.ref(storage, forget)
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-
-
-class Elsewhere(HostMemory):
-    """A host for the CPU, out of sight of :class:`Alive`."""
-
-    held = most = 0
-
-    def is_movable(self, tensor: Tensor) -> bool:
-        """As if the tensor were on a device."""
-        base = tensor if tensor._base is None else tensor._base
-        return type(tensor) is Tensor and not isinstance(base, nn.Parameter) and tensor.untyped_storage().nbytes() > 2**12
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Copy it into an array."""
-        if not self.is_movable(tensor):
-            return tensor
-        array = tensor.detach().numpy().copy()
-        Elsewhere.held += array.nbytes
-        Elsewhere.most = max(Elsewhere.most, Elsewhere.held)
-        return _Packed(array)
-
-    def unpack(self, packed: Any) -> Tensor:
-        """Copy it back."""
-        return packed if isinstance(packed, Tensor) else torch.from_numpy(packed.array).clone()
-
-
-class _Packed:
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __del__(self) -> None:
-        Elsewhere.held -= self.array.nbytes
-
-
 class Measured(Digits):
     """Takes the time, or the peak, of steps."""
 
@@ -189,7 +125,6 @@ class Measured(Digits):
         self.warm_up, self.times, self.peaks, self.alive = warm_up, [], [], None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        Elsewhere.most = 0
         if self.alive is not None:
             self._before = self.alive.peak = self.alive.bytes
         self._began = time.process_time()
@@ -222,26 +157,19 @@ def step(name: str, number: int, width: int, blocks: int, steps: int, counts: bo
     if policy is not None:
         callbacks = [GradientAccumulation(micro_batch=BATCH // number, batch_norm=policy, log=False)]  # type: ignore[arg-type]
     run = trainer("accum" if callbacks else "auto", callbacks=callbacks)
-    context = checkpointed(module) if name == CHECKPOINTED else copy_nothing()
-    with context:
+    with checkpointed(module) if name == CHECKPOINTED else nullcontext():
         if not counts:
             run.fit(module, loader(data))
             return statistics.median(module.times), 0.0, 0.0
-        own = joint_run.memory_for
-        joint_run.memory_for = lambda device: Elsewhere(device)
+        own, host = joint_run.memory_for, Elsewhere(torch.device("cpu"))
+        joint_run.memory_for = lambda device: host
         try:
             with Alive() as alive:
                 module.alive = alive
                 run.fit(module, loader(data))
         finally:
             joint_run.memory_for = own
-    return 0.0, max(module.peaks), float(Elsewhere.most if name == EXACT else 0)
-
-
-@contextmanager
-def copy_nothing() -> Iterator[None]:
-    """Leave the module as it is."""
-    yield
+    return 0.0, max(module.peaks), float(host.most)
 
 
 def cost(width: int, blocks: int, steps: int, rounds: int) -> str:
