@@ -76,13 +76,19 @@ class ManualOptimization:
                 self._undo.callback(make_scheduler_wait(scheduler, lambda: self.windows.waits))
 
     def _find_held(self) -> None:
-        """Optimizers and schedulers that the module has kept for itself, in configure_optimizers or on_train_start."""
-        owners = [self._strategy.lightning_module, *self._strategy.optimizers]
+        """Schedulers that the module keeps for itself, of optimizers that wait; and optimizers, where the Trainer has none.
+
+        Other optimizers, those of an inner loop, are the module's own business.
+        """
+        optimizers = [optimizer for optimizer in self._strategy.optimizers if optimizer.param_groups]
+        owners = [self._strategy.lightning_module, *optimizers]
         held = [value for owner in owners for value in vars(owner).values()]
         held += [one for value in held if isinstance(value, (list, tuple)) for one in value]
         held += [one for value in held if isinstance(value, dict) for one in value.values()]
+        if not optimizers:
+            optimizers = [one for one in held if isinstance(one, Optimizer) and not isinstance(one, LightningOptimizer)]
         schedulers = [one for one in held if isinstance(one, (LRScheduler, ReduceLROnPlateau))]
-        self._have_wait([one for one in held if type(one) is not LightningOptimizer and isinstance(one, Optimizer)], schedulers)
+        self._have_wait(optimizers, [one for one in schedulers if any(one.optimizer is optimizer for optimizer in optimizers)])
 
     def end(self) -> None:
         """Leave optimizers and schedulers as they were."""

@@ -586,6 +586,40 @@ class OwnScheduler(GAN):
         return loss
 
 
+class InnerLoop(Manual):
+    """An optimizer of the module's own steps fast weights in every batch, from which the outer gradient follows (Reptile)."""
+
+    def build(self) -> None:
+        self.generator, self.discriminator = nn.Linear(3, 2), nn.Linear(2, 1)
+        self.fast = nn.Linear(2, 1)
+        self.inner = torch.optim.SGD(self.fast.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.discriminator.parameters(), lr=0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.fast.load_state_dict(self.discriminator.state_dict())
+        for _ in range(3):
+            self.inner.zero_grad()
+            self.fast(batch[0]).square().mean().backward()
+            self.inner.step()
+        pairs = zip(self.discriminator.parameters(), self.fast.parameters(), strict=True)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        rows = torch.ones(len(batch[0]), dtype=F64)
+        self.manual_backward(sum((rows * ((slow - fast.detach()).square().sum() / 2)).mean() for slow, fast in pairs))
+        optimizer.step()
+
+
+def test_an_inner_loop_steps_in_every_micro_batch() -> None:
+    batches = [[draw(GAN, 1)[0][2]] * 3]  # of one batch three times, so that a window's outer gradient is that of each
+    expected = InnerLoop([batches[0][:1]])
+    trainer("auto").fit(expected)
+    module = InnerLoop(batches)
+    fitted(module)
+    assert relative_error(module.discriminator.parameters(), expected.discriminator.parameters()) < 1e-12
+
+
 @pytest.mark.parametrize("kind", [NeverZero, OwnScheduler])
 def test_windows_of_what_a_review_broke(kind: type[Manual]) -> None:
     by_rank = draw(kind, 1)
