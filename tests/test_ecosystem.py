@@ -288,7 +288,7 @@ def test_validate_test_and_predict_with_the_strategies() -> None:
     assert run.validate(module, regression(), verbose=False)[0]["val_loss"] < before
 
 
-def test_manual_optimization_is_left_alone_and_refused_with_a_window() -> None:
+def test_manual_optimization_is_left_alone_without_a_window_and_accumulates_with_one() -> None:
     class Manual(Scalar):
         def __init__(self, batches) -> None:
             super().__init__(batches)
@@ -302,5 +302,6 @@ def test_manual_optimization_is_left_alone_and_refused_with_a_window() -> None:
     module = Manual([x(1), x(2)])
     trainer().fit(module)
     assert module.total == 3.0
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="anual optimization|automatic_optimization"):
-        trainer(callbacks=[GradientAccumulation(2)]).fit(Manual([x(1)]))
+    module = Manual([x(1), x(2, 6)])
+    trainer(callbacks=[GradientAccumulation(2)]).fit(module)
+    assert module.total == 3.0  # (1 + 2 + 6) / 3, where steps one by one would come to 1 + 4

@@ -226,18 +226,12 @@ def test_wrong_arguments_are_refused_at_once(policy: dict[str, Any], message: st
         GradientAccumulation(**policy)
 
 
-def test_modules_that_step_or_draw_by_themselves_are_refused_before_training() -> None:
-    class Manual(Scalar):
-        def __init__(self) -> None:
-            super().__init__([x(1, 2)])
-            self.automatic_optimization = False
-
+def test_modules_that_draw_by_themselves_are_refused_before_training() -> None:
     class Draws(Scalar):
         def training_step(self, dataloader_iter: Any) -> Any: ...
 
-    for module, message in [(Manual(), "automatic_optimization=False"), (Draws([x(1)]), "dataloader_iter")]:
-        with pytest.raises(MisconfigurationException, match=message):
-            trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(module)
+    with pytest.raises(MisconfigurationException, match="dataloader_iter"):
+        trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(Draws([x(1)]))
 
 
 def test_batch_that_cannot_be_split_names_the_leaf_before_the_first_backward() -> None:
