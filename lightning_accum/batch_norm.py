@@ -269,7 +269,7 @@ class _Save(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("nothing is computed from what this gives")
 
 
 def _save(tensor: Tensor) -> Any:
