@@ -7,7 +7,7 @@ gradient of each part, with the terms that go across the parts. Torch's own kern
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -124,19 +124,22 @@ class NormalisedTogether:
         )
         return of_gradient, of_normalised
 
-    def gradient_of(self, index: int, sums: Tensor) -> Tensor:
-        """With respect to a part, by the sums of all parts."""
-        part, gradient = _load(self._saved[index]), self.gradients[index]
-        self.gradients[index] = None
-        shape = (1, -1, *[1] * (part.dim() - 2))
+    def gradients_of(self, are_wanted: Sequence[bool], sums: Tensor) -> Iterator[Tensor | None]:
+        """With respect to each part, by the sums of all parts; None where it is not wanted."""
         mean_of_gradient, mean_of_normalised = (sums[:-1].reshape(2, -1) / self.count).to(self.mean.dtype)
         scale = self.invstd if self._scale is None else self.invstd * _load(self._scale).to(self.invstd.dtype)
-        result = part.to(scale.dtype) - self.mean.view(shape)
-        result.mul_((-scale * self.invstd * mean_of_normalised).view(shape))
-        result.sub_((scale * mean_of_gradient).view(shape))
-        if gradient is not None:
-            result.addcmul_(gradient.to(scale.dtype), scale.view(shape))
-        return result.to(part.dtype)
+        # what is normalised, times a weight and moved by a bias, takes one pass
+        of_all = (-scale * mean_of_normalised, -scale * mean_of_gradient)
+        for index, is_wanted in enumerate(are_wanted):
+            gradient, self.gradients[index] = self.gradients[index], None
+            if not is_wanted:
+                yield None
+                continue
+            part = _load(self._saved[index])
+            result = functional.batch_norm(part.to(scale.dtype), self.mean, self.var, *of_all, False, 0.0, self.eps)
+            if gradient is not None:
+                result.addcmul_(gradient.to(scale.dtype), scale.view(1, -1, *[1] * (part.dim() - 2)))
+            yield result.to(part.dtype)
 
 
 def batch_norm_of_parts(
@@ -221,7 +224,7 @@ class _Join(Function):
             return None, of_previous, *(nothing.expand(shape) for nothing, shape in zip(ctx.nothing, ctx.shapes, strict=True))
         if not is_used:
             return None, of_previous, *[None] * len(are_wanted)
-        gradients = [call.gradient_of(index, sums) if is_wanted else None for index, is_wanted in enumerate(are_wanted)]
+        gradients = list(call.gradients_of(are_wanted, sums))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.free()
         return None, of_previous, *gradients
