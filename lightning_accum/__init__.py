@@ -1,9 +1,9 @@
 """Gradient accumulation for PyTorch Lightning that is right: one window, one batch."""
 
 from lightning_accum.callback import GradientAccumulation
-from lightning_accum.micro_batch import Tokens
-from lightning_accum.noise_callback import GradientNoiseScale
+from lightning_accum.noise.callback import GradientNoiseScale
 from lightning_accum.samplers import SameOrderSampler
+from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.strategies import (
     AccumulationStrategy,
     DDPAccumulationStrategy,
@@ -11,7 +11,7 @@ from lightning_accum.strategies import (
     ModelParallelAccumulationStrategy,
 )
 from lightning_accum.verification import verify
-from lightning_accum.weight import SampleCount, TokenCount
+from lightning_accum.weighing.weight import SampleCount, TokenCount
 
 __version__ = "0.1.0"
 

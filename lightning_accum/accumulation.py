@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_accum.boundary import Boundary
-from lightning_accum.denominator import Denominator, UnreadableLossError
+from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.lr_schedule import StepClock
-from lightning_accum.micro_batch import Tokens
-from lightning_accum.plan import Plan
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.resume import PartialWindow
-from lightning_accum.splitting import Splitting
-from lightning_accum.term_nodes import scale_terms
-from lightning_accum.terms import TermsAtOnce, TermsCountedAhead
-from lightning_accum.weight import Contribution, Weigher, count_samples
+from lightning_accum.splitting.attempts import Splitting
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.plan import Plan
+from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
+from lightning_accum.weighing.term_nodes import scale_terms
+from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
+from lightning_accum.weighing.weight import Contribution, Weigher, count_samples
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,30 +9,23 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceXLAStrategy,
-    Strategy,
-    XLAStrategy,
-)
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulates, Accumulation
+from lightning_accum.arguments import check_module, checked, needs_one_batch, what_to_use_instead_of
 from lightning_accum.boundary import Tail
+from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
-from lightning_accum.micro_batch import Tokens
-from lightning_accum.plan import MicroBatchSize, Split
 from lightning_accum.policy import BatchNormPolicy, OnNonfinite, Policy, WindowSize
-from lightning_accum.resume import PartialWindow
-from lightning_accum.weight import Weight
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.plan import MicroBatchSize, Split
+from lightning_accum.weighing.weight import Weight
 
 if TYPE_CHECKING:
-    from lightning_accum.manual_optimization import ManualOptimization
+    from lightning_accum.manual.optimization import ManualOptimization
 
 
 class GradientAccumulation(Callback):
@@ -126,33 +118,20 @@ class GradientAccumulation(Callback):
         split: Split | None = None,
         log: bool = True,
     ) -> None:
-        _check_window(window)
-        _check_micro_batch(micro_batch, trim_padding, split)
-        checked_weight = _checked_weight(weight, window, micro_batch)
-        if tail not in ("step", "drop", "carry"):
-            raise MisconfigurationException(f'tail={tail!r}: expected "step", "drop" or "carry"')
-        if scheduler_counts not in ("optimizer_steps", "micro_batches"):
-            raise MisconfigurationException(f'scheduler_counts={scheduler_counts!r}: expected "optimizer_steps" or "micro_batches"')
-        if not (accumulate_dtype is None or (isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point)):
-            raise MisconfigurationException(
-                f"accumulate_dtype={accumulate_dtype!r}: expected a floating-point torch.dtype, such as torch.float32, or None"
+        self.policy = checked(
+            Policy(
+                window,
+                weight,  # type: ignore[arg-type]  # a sequence becomes a tuple
+                tail,
+                scheduler_counts,
+                log,
+                micro_batch,
+                split,
+                trim_padding,
+                accumulate_dtype,
+                on_nonfinite,
+                batch_norm,
             )
-        if on_nonfinite not in ("propagate", "skip", "raise"):
-            raise MisconfigurationException(f'on_nonfinite={on_nonfinite!r}: expected "propagate", "skip" or "raise"')
-        if batch_norm not in ("warn", "exact"):
-            raise MisconfigurationException(f'batch_norm={batch_norm!r}: expected "warn" or "exact"')
-        self.policy = Policy(
-            window,
-            checked_weight,
-            tail,
-            scheduler_counts,
-            log,
-            micro_batch,
-            split,
-            trim_padding,
-            accumulate_dtype,
-            on_nonfinite,
-            batch_norm,
         )
         self._accumulation: Accumulation | None = None
         self._manual: ManualOptimization | None = None
@@ -170,13 +149,13 @@ class GradientAccumulation(Callback):
         if not isinstance(trainer.strategy, Accumulates):
             raise MisconfigurationException(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
-                f" {_what_to_use_instead_of(trainer.strategy)}"
+                f" {what_to_use_instead_of(trainer.strategy)}"
             )
         if self.policy.micro_batch is not None:
-            _check_module(self.policy, pl_module)
+            check_module(self.policy, pl_module)
         if isinstance(self.policy.weight, tuple) and self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
             raise MisconfigurationException(
-                _needs_one_batch(self.policy.weight, self.policy.window or trainer.accumulate_grad_batches)
+                needs_one_batch(self.policy.weight, self.policy.window or trainer.accumulate_grad_batches)
             )
         if self.policy.on_nonfinite != "propagate" and not pl_module.automatic_optimization:
             raise MisconfigurationException(
@@ -310,91 +289,3 @@ class GradientAccumulation(Callback):
             self._state = state_dict
         else:  # sharded modules are restored after the strategy has been set up
             self._accumulation.resumed_state = state_dict
-
-
-def _what_to_use_instead_of(strategy: Strategy) -> str:
-    sharded = 'Trainer(strategy="accum_fsdp") or "accum_model_parallel" (FSDP2, fully_shard)'
-    if isinstance(strategy, DeepSpeedStrategy):
-        return (
-            "DeepSpeed's engine divides, reduces and steps by itself. For shards as with its stages, use"
-            f" {sharded}; or stay with DeepSpeed and its gradient_accumulation_steps, without this callback."
-        )
-    if isinstance(strategy, (XLAStrategy, SingleDeviceXLAStrategy)):
-        return "A loss that XLA computes does not tell its weight. Leave this callback out, or use another device."
-    if isinstance(strategy, FSDPStrategy):
-        return 'Use Trainer(strategy="accum_fsdp"), or FSDPAccumulationStrategy(...) with the same arguments.'
-    if isinstance(strategy, ModelParallelStrategy):
-        return 'Use Trainer(strategy="accum_model_parallel"), or ModelParallelAccumulationStrategy(...) with the same arguments.'
-    return (
-        f'Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several; for sharded modules {sharded}.'
-    )
-
-
-def _check_window(window: Any) -> None:
-    if isinstance(window, Mapping):
-        if not window or any(not _is_natural(epoch, 0) or not _is_natural(size, 1) for epoch, size in window.items()):
-            raise MisconfigurationException(
-                f"window={window!r}: expected {{epoch: loader batches}} with epochs from 0 and sizes from 1"
-            )
-        if 0 not in window:
-            raise MisconfigurationException(f"window={dict(window)!r} does not say what holds in epoch 0; add {{0: 1}}")
-    elif not (window is None or isinstance(window, Tokens) or callable(window) or _is_natural(window, 1)):
-        raise MisconfigurationException(
-            f"window={window!r}: expected a number of loader batches from 1, {{epoch: number}}, a function of the optimizer step,"
-            " Tokens(...) or None"
-        )
-
-
-def _checked_weight(weight: Any, window: Any, micro_batch: Any) -> Any:
-    if isinstance(weight, (list, tuple)) and len(weight) == 1:
-        weight = weight[0]
-    if not isinstance(weight, (list, tuple)):
-        if not (callable(weight) or (isinstance(weight, str) and weight in ("auto", "equal"))):
-            raise MisconfigurationException(
-                f'weight={weight!r}: expected "auto", "equal" or a callable of the batch, or a list of callables, one for each term'
-            )
-        return weight
-    if not weight or not all(callable(of_term) for of_term in weight):
-        raise MisconfigurationException(
-            f"weight={weight!r}: expected a callable of the batch for each term of the loss, such as [TokenCount(), SampleCount()]"
-        )
-    if micro_batch is None or not (window in (None, 1) or isinstance(window, Mapping)):
-        raise MisconfigurationException(_needs_one_batch(weight, window))
-    return tuple(weight)
-
-
-def _needs_one_batch(weight: Any, window: Any) -> str:
-    return (
-        f"weight={weight!r} weighs each term of the loss by itself, for which a whole window has to be counted before it runs: it"
-        f" has to be one loader batch that is split (micro_batch=). Here window={window!r}. Let the loader yield the batch that is"
-        " wanted, and set only micro_batch=."
-    )
-
-
-def _is_natural(number: Any, least: int) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
-
-
-def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
-    if not (micro_batch is None or micro_batch == "auto" or isinstance(micro_batch, Tokens) or _is_natural(micro_batch, 1)):
-        raise MisconfigurationException(
-            f'micro_batch={micro_batch!r}: expected a number of samples from 1, Tokens(...), "auto" or None'
-        )
-    if isinstance(micro_batch, Tokens) and callable(micro_batch.count):
-        raise MisconfigurationException(f"micro_batch={micro_batch!r}: only the Tokens of a window can be a function")
-    if not isinstance(trim_padding, (bool, str)):
-        raise MisconfigurationException(
-            f"trim_padding={trim_padding!r}: expected True, False, or the key of a mask or of lengths in the batch"
-        )
-    if split is not None and not callable(split):
-        raise MisconfigurationException(f"split={split!r}: expected a function of a batch and a size")
-    if split is not None and micro_batch is None:
-        raise MisconfigurationException("split= cuts a batch into micro-batches, but says not how large: set micro_batch= too")
-
-
-def _check_module(policy: Policy, module: pl.LightningModule) -> None:
-    name, setting = type(module).__name__, f"GradientAccumulation(micro_batch={policy.micro_batch!r})"
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise MisconfigurationException(
-            f"{setting} splits the batches of the loader, but the training_step of {name} draws them by itself (`dataloader_iter`)."
-        )

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from lightning_accum.mixin import AccumulationMixin
+    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 @contextmanager

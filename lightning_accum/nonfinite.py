@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_accum.denominator import Denominator
-from lightning_accum.snapshot import Keeper, Snapshot
+from lightning_accum.splitting.snapshot import Keeper, Snapshot
 from lightning_accum.sync.base import GradientPlace
+from lightning_accum.weighing.denominator import Denominator
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 

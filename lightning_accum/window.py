@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_accum.denominator import Denominator
-from lightning_accum.terms import TermsAtOnce, TermsCountedAhead
-from lightning_accum.weight import Contribution
+from lightning_accum.weighing.denominator import Denominator
+from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
+from lightning_accum.weighing.weight import Contribution
 
 _MOST_RANKS = 2.0**20
 """Two flags are in one number, and those of so many ranks do not run into each other."""

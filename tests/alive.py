@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_accum.host_memory import HostMemory
+from lightning_accum.batch_norm.host_memory import HostMemory
 
 
 class Alive(TorchDispatchMode):

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum.denominator import UnreadableLossError
-from lightning_accum.graph import read_loss, read_terms, terms_of
-from lightning_accum.safeguards import gradients_of_zero, guard_against_zero, is_contrastive
-from lightning_accum.weight import Contribution
+from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum.weighing.graph import read_loss, read_terms, terms_of
+from lightning_accum.weighing.safeguards import gradients_of_zero, guard_against_zero, is_contrastive
+from lightning_accum.weighing.weight import Contribution
 from lightning_accum.window import Window
 
 D = torch.float64

@@ -10,7 +10,7 @@ from support import relative_error
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_accum.batch_norm import NormalisedTogether, batch_norm_of_parts
+from lightning_accum.batch_norm.normalisation import NormalisedTogether, batch_norm_of_parts
 
 CUTS = [[13], [1, 12], [1, 4, 6, 2], [1] * 13, [5, 0, 8]]
 

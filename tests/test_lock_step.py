@@ -5,9 +5,11 @@ from __future__ import annotations
 import _thread
 import contextvars
 import gc
+import signal
 import threading
 import traceback
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -17,8 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accum.lock_step import LockStep, WaysPartError
-from lightning_accum.thread_state import RandomStreams, carried
+from lightning_accum.lock_step.thread_state import RandomStreams, carried
+from lightning_accum.lock_step.turns import LockStep, WaysPartError
 
 CPU = torch.device("cpu")
 
@@ -120,6 +122,15 @@ def test_a_run_that_swallows_its_end_does_not_hang() -> None:
         steps.run(run)
 
 
+@pytest.fixture
+def _interrupts() -> Iterator[None]:
+    """Where tests run in several processes, these ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts")
 @pytest.mark.parametrize("busy", [0, 1])
 def test_an_interrupt_from_outside_ends_all(busy: int) -> None:
     ended: list[int] = []

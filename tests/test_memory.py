@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_accum.memory import MicroBatchSizes, free, has_room_to_double, is_out_of_memory
+from lightning_accum.splitting.memory import MicroBatchSizes, free, has_room_to_double, is_out_of_memory
 
 # --- telling the error ----------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ from alive import Alive, Elsewhere
 from support import loader, relative_error, trainer
 from torch import Tensor, nn
 
-from lightning_accum import GradientAccumulation, joint_run
-from lightning_accum.host_memory import HostMemory
+from lightning_accum import GradientAccumulation
+from lightning_accum.batch_norm import joint_run
+from lightning_accum.batch_norm.host_memory import HostMemory
 
 CPU = torch.device("cpu")
 ROWS, LAYERS = 64, 12

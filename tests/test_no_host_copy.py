@@ -10,10 +10,10 @@ import torch
 from test_graph import LOSSES, Net, make
 
 from lightning_accum import TokenCount
-from lightning_accum.batch_log import BatchLog
-from lightning_accum.outputs import Outputs
-from lightning_accum.plan import Planner
-from lightning_accum.weight import Weigher
+from lightning_accum.splitting.batch_log import BatchLog
+from lightning_accum.splitting.outputs import Outputs
+from lightning_accum.splitting.plan import Planner
+from lightning_accum.weighing.weight import Weigher
 from lightning_accum.window import Window
 
 META = torch.device("meta")

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_accum import GradientAccumulation, GradientNoiseScale, SampleCount, TokenCount, Tokens
-from lightning_accum.noise_scale import SmoothedNoise
+from lightning_accum.noise.scale import SmoothedNoise
 
 DIMENSIONS = 20
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy, Tokens, nonfinite
-from lightning_accum.snapshot import Keeper
+from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.sync import Sync
 
 FINE, NAN_LOSS, INF_LOSS, NAN_GRADIENT, INF_GRADIENT = range(5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_accum.padding import Coincidences, LengthsNotFoundError, Spans, read_spans
+from lightning_accum.splitting.padding import Coincidences, LengthsNotFoundError, Spans, read_spans
 
 SIDES = ["left", "right", "both"]
 SEEDS = range(5)

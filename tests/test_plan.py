@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_accum.memory import MicroBatchSizes
-from lightning_accum.micro_batch import Tokens, UnsplittableBatchError
-from lightning_accum.padding import LengthsNotFoundError
-from lightning_accum.plan import MicroBatchSize, Plan, Planner
+from lightning_accum.splitting.memory import MicroBatchSizes
+from lightning_accum.splitting.micro_batch import Tokens, UnsplittableBatchError
+from lightning_accum.splitting.padding import LengthsNotFoundError
+from lightning_accum.splitting.plan import MicroBatchSize, Plan, Planner
 
 Batch = dict[str, Tensor]
 SIDES = ["left", "right", "both"]

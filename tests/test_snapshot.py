@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
-from lightning_accum.snapshot import Keeper
+from lightning_accum.splitting.snapshot import Keeper
 
 CPU = torch.device("cpu")
 
@@ -468,7 +468,7 @@ def test_a_tensor_in_a_list_that_is_a_buffer_is_taken_back():
 
 
 def test_large_tensors_are_not_copied(monkeypatch):
-    monkeypatch.setattr("lightning_accum.snapshot._MOST_ELEMENTS", 10)
+    monkeypatch.setattr("lightning_accum.splitting.snapshot._MOST_ELEMENTS", 10)
     module = Holder(data=torch.zeros(11), array=np.zeros(11))
     snapshot = take(module)
     copies = [saved for _, target, saved in snapshot.kept if target is module.data or target is module.array]

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
-from lightning_accum.denominator import UnreadableLossError
-from lightning_accum.graph import terms_of
-from lightning_accum.term_nodes import TermLister, TermNode, are_apart, scale_terms
-from lightning_accum.terms import TermsAtOnce
-from lightning_accum.weight import Contribution, Weigher
+from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum.weighing.graph import terms_of
+from lightning_accum.weighing.term_nodes import TermLister, TermNode, are_apart, scale_terms
+from lightning_accum.weighing.terms import TermsAtOnce
+from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.window import Window
 
 EACH = [TokenCount(), SampleCount()]

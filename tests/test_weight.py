@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount
-from lightning_accum.denominator import UnreadableLossError
+from lightning_accum.weighing.denominator import UnreadableLossError
 
 LABELS = torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])
 
@@ -288,7 +288,7 @@ def test_sum_in_one_micro_batch_and_mean_in_the_other_is_refused() -> None:
 
 
 def test_device_weights_are_checked_when_the_window_ends() -> None:
-    from lightning_accum.weight import Contribution
+    from lightning_accum.weighing.weight import Contribution
     from lightning_accum.window import Window
 
     window = Window(torch.device("cpu"))

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from test_failures import run_ranks
 
-from lightning_accum import whole_checkpoint
-from lightning_accum.whole_checkpoint import written_whole
+from lightning_accum.checkpointing import whole as whole_checkpoint
+from lightning_accum.checkpointing.whole import written_whole
 
 
 class Barrier:

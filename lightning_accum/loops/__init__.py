@@ -23,7 +23,7 @@ from lightning_accum.loops.results import BatchResults
 from lightning_accum.loops.uneven import PatientSignals, UnrepeatingData, stop
 
 if TYPE_CHECKING:
-    from lightning_accum.mixin import AccumulationMixin
+    from lightning_accum.strategies.mixin import AccumulationMixin
 
 __all__ = [
     "end_window_inside_batch",

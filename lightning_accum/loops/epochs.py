@@ -29,13 +29,13 @@ from lightning_accum.failures import telling_the_first_failure
 from lightning_accum.listeners import callbacks_of
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.uneven import EvenFetcher, Lengths, is_agreeing
-from lightning_accum.micro_batch import Tokens
-from lightning_accum.weight import count_samples, expected_weight
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.weighing.weight import count_samples, expected_weight
 
 if TYPE_CHECKING:
-    from lightning_accum.manual import ManualWindows
-    from lightning_accum.mixin import AccumulationMixin
-    from lightning_accum.plan import MicroBatchSize
+    from lightning_accum.manual.windows import ManualWindows
+    from lightning_accum.splitting.plan import MicroBatchSize
+    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 class CountingTrainer(pl.Trainer):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loops.optimization.manual import ManualResult, _ManualOptimization
 from typing_extensions import override
 
+from lightning_accum.lock_step.thread_state import carried
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
-from lightning_accum.outputs import Outputs
-from lightning_accum.plan import Plan
-from lightning_accum.thread_state import carried
+from lightning_accum.splitting.outputs import Outputs
+from lightning_accum.splitting.plan import Plan
 
 if TYPE_CHECKING:
-    from lightning_accum.mixin import AccumulationMixin
+    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 class WindowManualOptimization(_ManualOptimization):

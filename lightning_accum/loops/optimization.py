@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.batch_run import BatchRun
+from lightning_accum.batch_norm.joint_layers import statistics_of_ranks
+from lightning_accum.batch_norm.joint_run import JointRun
 from lightning_accum.gradient_norm import noting_gradient_norm
-from lightning_accum.joint_layers import statistics_of_ranks
-from lightning_accum.joint_run import JointRun
 from lightning_accum.listeners import is_micro_batch_heard, is_step_bare
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
-from lightning_accum.trimming import difference_by_padding
+from lightning_accum.splitting.batch_run import BatchRun
+from lightning_accum.splitting.trimming import difference_by_padding
 
 if TYPE_CHECKING:
-    from lightning_accum.mixin import AccumulationMixin
     from lightning_accum.nonfinite import Guard
+    from lightning_accum.strategies.mixin import AccumulationMixin
 
 _NOTHING: dict[str, Any] = {}
 

@@ -16,10 +16,10 @@ from torchmetrics.wrappers import ClasswiseWrapper, MultitaskWrapper
 from torchmetrics.wrappers.abstract import WrapperMetric
 from typing_extensions import override
 
-from lightning_accum.batch_log import BatchLog
+from lightning_accum.splitting.batch_log import BatchLog
 
 if TYPE_CHECKING:
-    from lightning_accum.mixin import AccumulationMixin
+    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 class BatchResults(_ResultCollection):

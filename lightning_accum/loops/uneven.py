@@ -21,7 +21,7 @@ from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
-    from lightning_accum.mixin import AccumulationMixin
+    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 @dataclass

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_accum.nodes import Node, nodes_below
-from lightning_accum.safeguards import zero_loss_of
 from lightning_accum.sync.base import Sync, SyncPolicy, forward_replaced
+from lightning_accum.weighing.nodes import Node, nodes_below
+from lightning_accum.weighing.safeguards import zero_loss_of
 
 
 class DDPSync(Sync):

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_accum.denominator import UnreadableLossError
 from lightning_accum.verification.report import Break
+from lightning_accum.weighing.denominator import UnreadableLossError
 
 
 def unreadable_weight(error: UnreadableLossError) -> Break:

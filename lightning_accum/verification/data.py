@@ -18,8 +18,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_accum.batch_parts import UnsplittableBatchError
-from lightning_accum.micro_batch import Layout
+from lightning_accum.splitting.batch_parts import UnsplittableBatchError
+from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.verification.joining import join as join_batches
 from lightning_accum.verification.step import copy_of
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accum.denominator import UnreadableLossError
 from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Trial
 from lightning_accum.verification.measure import Difference, is_same_step, minus, most_noise, tolerance, weights_that_fit
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Bench, Change, NoStepError
 from lightning_accum.verification.watch import Step
+from lightning_accum.weighing.denominator import UnreadableLossError
 
 _OF_SPLITTING = ("micro_batch", "split", "trim_padding", "batch_norm")
 _SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6

@@ -22,7 +22,9 @@ def draw(report: Report) -> Figure:
     broken = [found for found in report.breaks if found.difference == found.difference]
     height = 2.0 + 0.32 * len(rows) + (1.0 + 0.5 * len(broken) if broken else 0)
     figure = Figure(figsize=(10, height), layout="constrained")
-    figure.suptitle(fill(report.verdict, 90), fontsize=12, fontweight="bold", x=0.01, horizontalalignment="left")
+    figure.suptitle(
+        fill(report.verdict, 90, break_on_hyphens=False), fontsize=12, fontweight="bold", x=0.01, horizontalalignment="left"
+    )
     panels = figure.subplots(
         2 if broken else 1, 1, sharex=True, squeeze=False, height_ratios=(len(rows), len(broken) + 1)[: 1 + bool(broken)]
     )
@@ -38,7 +40,7 @@ def draw(report: Report) -> Figure:
         axes.text(0.5, 0.5, "not compared", transform=axes.transAxes, horizontalalignment="center", color=APART)
     axes.set_yticks(places, [_short(name) for name, _, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_title(fill(report.compared, 85), loc="left", fontsize=10)
+    axes.set_title(fill(report.compared, 85, break_on_hyphens=False), loc="left", fontsize=10)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
     last = axes
     if broken:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_accum.batch_parts import Part, UnsplittableBatchError, read_parts
-from lightning_accum.micro_batch import Cut, Layout
-from lightning_accum.padding import IGNORE_INDEX
+from lightning_accum.splitting.batch_parts import Part, UnsplittableBatchError, read_parts
+from lightning_accum.splitting.micro_batch import Cut, Layout
+from lightning_accum.splitting.padding import IGNORE_INDEX
 
 _SHOWS_PADDING = ("mask", "label")
 """What the name of a tensor has in it that tells which of its columns are padding."""

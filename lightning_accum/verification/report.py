@@ -232,5 +232,5 @@ def _effect(found: Break) -> str:
     if found.difference != found.difference:
         return ""
     if found.without is None:
-        return f"Gradients are {number(found.difference)} apart."
-    return f"Gradients are {number(found.difference)} apart with it, {number(found.without)} without."
+        return f"The worst gradient is {number(found.difference)} apart."
+    return f"The worst gradient is {number(found.difference)} apart with it, {number(found.without)} without."

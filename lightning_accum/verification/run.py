@@ -13,8 +13,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_accum.callback import GradientAccumulation
-from lightning_accum.micro_batch import Tokens
-from lightning_accum.snapshot import Snapshot
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.verification.breaks import listed
 from lightning_accum.verification.data import Join, Trial, read_data
 from lightning_accum.verification.examination import Examination

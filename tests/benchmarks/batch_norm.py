@@ -36,7 +36,8 @@ from support import loader, trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum import GradientAccumulation, joint_run
+from lightning_accum import GradientAccumulation
+from lightning_accum.batch_norm import joint_run
 
 BATCH = 96
 WHOLE, AS_THEY_ARE, EXACT, CHECKPOINTED = "whole batch", "as they are", "exact", "whole batch, checkpointed"
@@ -48,8 +49,8 @@ WHOLE, AS_THEY_ARE, EXACT, CHECKPOINTED = "whole batch", "as they are", "exact",
 class Validated(Digits):
     """Notes its accuracy after each epoch."""
 
-    def __init__(self, seed: int, validation: tuple[Tensor, Tensor]) -> None:
-        super().__init__(lr=0.1, stride=2)  # so that the last stage has one pixel
+    def __init__(self, seed: int, validation: tuple[Tensor, Tensor], stride: int) -> None:
+        super().__init__(lr=0.1, stride=stride)
         torch.manual_seed(seed)
         for layer in self.modules():
             if isinstance(layer, (nn.Conv2d, nn.Linear)):
@@ -64,7 +65,7 @@ class Validated(Digits):
         self.train()
 
 
-def accuracy(seeds: int, epochs: int, size: int) -> dict[str, list[list[float]]]:
+def accuracy(seeds: int, epochs: int, size: int, stride: int) -> dict[str, list[list[float]]]:
     """The validation accuracies of each epoch, for each seed."""
     (images, labels), validation = digits()  # float64: in single precision two runs drift apart, whatever is rounded first
     found: dict[str, list[list[float]]] = {WHOLE: [], AS_THEY_ARE: [], EXACT: []}
@@ -72,7 +73,7 @@ def accuracy(seeds: int, epochs: int, size: int) -> dict[str, list[list[float]]]
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
         batches = list(zip(images[order].split(BATCH), labels[order].split(BATCH), strict=True))
         for name, runs in found.items():
-            module = Validated(seed, validation).double()
+            module = Validated(seed, validation, stride).double()
             policy = {AS_THEY_ARE: {"batch_norm": "warn"}, EXACT: {"batch_norm": "exact"}}.get(name)
             callbacks = [] if policy is None else [GradientAccumulation(micro_batch=size, **policy)]
             trainer("accum" if callbacks else "auto", max_epochs=epochs, callbacks=callbacks).fit(module, loader(batches))
@@ -81,7 +82,7 @@ def accuracy(seeds: int, epochs: int, size: int) -> dict[str, list[list[float]]]
     return found
 
 
-def draw(found: dict[str, list[list[float]]], size: int, path: Path) -> None:
+def draw(found: dict[str, list[list[float]]], size: int, stride: int, path: Path) -> None:
     """Write the figure: the mean over seeds, and a band from the lowest to the highest."""
     from matplotlib.figure import Figure
 
@@ -106,8 +107,9 @@ def draw(found: dict[str, list[list[float]]], size: int, path: Path) -> None:
     )  # fmt: skip
     axes.set_xlabel(f"epoch ({len(found[WHOLE])} seeds: their mean, and their range)")
     axes.set_ylabel("validation accuracy, %")
-    told = f"ResNet on scikit-learn's digits, SGD. The last of its stages has one pixel: {size} values a channel in a micro-batch"
-    axes.set_title(told, loc="left", fontsize=10)
+    values = size * (2 // stride) ** 2  # of images of 8 x 8, after two more strides of 2
+    told = f"ResNet on scikit-learn's digits, SGD. Its last BatchNorm layers see {values} values a channel in a micro-batch"
+    axes.set_title(told, loc="left", fontsize=9.5)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.9")
     axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.55))
@@ -201,8 +203,11 @@ def main() -> None:
     kinds = parser.add_subparsers(dest="kind", required=True)
     of_accuracy = kinds.add_parser("accuracy")
     of_accuracy.add_argument("--seeds", type=int, default=3)
-    of_accuracy.add_argument("--epochs", type=int, default=10)
+    of_accuracy.add_argument("--epochs", type=int, default=8)
     of_accuracy.add_argument("--size", type=int, default=2, help="of a micro-batch")
+    of_accuracy.add_argument(
+        "--stride", type=int, choices=(1, 2), default=2, help="of the first layer; 1: four times as many pixels"
+    )
     of_accuracy.add_argument("--out", type=Path, default=Path("notebooks/figures/batch_norm.png"))
     of_cost = kinds.add_parser("cost")
     of_cost.add_argument("--width", type=int, default=16, help="channels of the first stage")
@@ -215,8 +220,8 @@ def main() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if arguments.kind == "accuracy":
-        found = accuracy(arguments.seeds, arguments.epochs, arguments.size)
-        draw(found, arguments.size, arguments.out)
+        found = accuracy(arguments.seeds, arguments.epochs, arguments.size, arguments.stride)
+        draw(found, arguments.size, arguments.stride, arguments.out)
     else:
         print(cost(arguments.width, arguments.blocks, arguments.steps, arguments.rounds))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_accum.weight import Weigher
+from lightning_accum.weighing.weight import Weigher
 
 
 def losses() -> dict[str, Tensor]:

@@ -1,0 +1,141 @@
+"""The arguments of :class:`~lightning_accum.GradientAccumulation`: what is wrong with them, and what to say of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceXLAStrategy,
+    Strategy,
+    XLAStrategy,
+)
+
+from lightning_accum.policy import Policy
+from lightning_accum.splitting.micro_batch import Tokens
+
+
+def checked(policy: Policy) -> Policy:
+    """The policy, with a list of weights as a tuple.
+
+    Raises:
+        MisconfigurationException: an argument is out of its range.
+    """
+    _check_window(policy.window)
+    _check_micro_batch(policy.micro_batch, policy.trim_padding, policy.split)
+    weight = _checked_weight(policy.weight, policy.window, policy.micro_batch)
+    _check_is_one_of("tail", policy.tail, "step", "drop", "carry")
+    _check_is_one_of("scheduler_counts", policy.scheduler_counts, "optimizer_steps", "micro_batches")
+    dtype: Any = policy.accumulate_dtype
+    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        raise MisconfigurationException(
+            f"accumulate_dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.float32, or None"
+        )
+    _check_is_one_of("on_nonfinite", policy.on_nonfinite, "propagate", "skip", "raise")
+    _check_is_one_of("batch_norm", policy.batch_norm, "warn", "exact")
+    return replace(policy, weight=weight)
+
+
+def _check_is_one_of(argument: str, found: Any, *expected: str) -> None:
+    if found not in expected:
+        *first, last = (f'"{word}"' for word in expected)
+        raise MisconfigurationException(f"{argument}={found!r}: expected {', '.join(first)} or {last}")
+
+
+def what_to_use_instead_of(strategy: Strategy) -> str:
+    """Of this package, for a Trainer that has another strategy."""
+    sharded = 'Trainer(strategy="accum_fsdp") or "accum_model_parallel" (FSDP2, fully_shard)'
+    if isinstance(strategy, DeepSpeedStrategy):
+        return (
+            "DeepSpeed's engine divides, reduces and steps by itself. For shards as with its stages, use"
+            f" {sharded}; or stay with DeepSpeed and its gradient_accumulation_steps, without this callback."
+        )
+    if isinstance(strategy, (XLAStrategy, SingleDeviceXLAStrategy)):
+        return "A loss that XLA computes does not tell its weight. Leave this callback out, or use another device."
+    if isinstance(strategy, FSDPStrategy):
+        return 'Use Trainer(strategy="accum_fsdp"), or FSDPAccumulationStrategy(...) with the same arguments.'
+    if isinstance(strategy, ModelParallelStrategy):
+        return 'Use Trainer(strategy="accum_model_parallel"), or ModelParallelAccumulationStrategy(...) with the same arguments.'
+    return (
+        f'Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several; for sharded modules {sharded}.'
+    )
+
+
+def _check_window(window: Any) -> None:
+    if isinstance(window, Mapping):
+        if not window or any(not _is_natural(epoch, 0) or not _is_natural(size, 1) for epoch, size in window.items()):
+            raise MisconfigurationException(
+                f"window={window!r}: expected {{epoch: loader batches}} with epochs from 0 and sizes from 1"
+            )
+        if 0 not in window:
+            raise MisconfigurationException(f"window={dict(window)!r} does not say what holds in epoch 0; add {{0: 1}}")
+    elif not (window is None or isinstance(window, Tokens) or callable(window) or _is_natural(window, 1)):
+        raise MisconfigurationException(
+            f"window={window!r}: expected a number of loader batches from 1, {{epoch: number}}, a function of the optimizer step,"
+            " Tokens(...) or None"
+        )
+
+
+def _checked_weight(weight: Any, window: Any, micro_batch: Any) -> Any:
+    if isinstance(weight, (list, tuple)) and len(weight) == 1:
+        weight = weight[0]
+    if not isinstance(weight, (list, tuple)):
+        if not (callable(weight) or (isinstance(weight, str) and weight in ("auto", "equal"))):
+            raise MisconfigurationException(
+                f'weight={weight!r}: expected "auto", "equal" or a callable of the batch, or a list of callables, one for each term'
+            )
+        return weight
+    if not weight or not all(callable(of_term) for of_term in weight):
+        raise MisconfigurationException(
+            f"weight={weight!r}: expected a callable of the batch for each term of the loss, such as [TokenCount(), SampleCount()]"
+        )
+    if micro_batch is None or not (window in (None, 1) or isinstance(window, Mapping)):
+        raise MisconfigurationException(needs_one_batch(weight, window))
+    return tuple(weight)
+
+
+def needs_one_batch(weight: Any, window: Any) -> str:
+    """Why a weight for each term cannot be had in windows of several loader batches."""
+    return (
+        f"weight={weight!r} weighs each term of the loss by itself, for which a whole window has to be counted before it runs: it"
+        f" has to be one loader batch that is split (micro_batch=). Here window={window!r}. Let the loader yield the batch that is"
+        " wanted, and set only micro_batch=."
+    )
+
+
+def _is_natural(number: Any, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
+    if not (micro_batch is None or micro_batch == "auto" or isinstance(micro_batch, Tokens) or _is_natural(micro_batch, 1)):
+        raise MisconfigurationException(
+            f'micro_batch={micro_batch!r}: expected a number of samples from 1, Tokens(...), "auto" or None'
+        )
+    if isinstance(micro_batch, Tokens) and callable(micro_batch.count):
+        raise MisconfigurationException(f"micro_batch={micro_batch!r}: only the Tokens of a window can be a function")
+    if not isinstance(trim_padding, (bool, str)):
+        raise MisconfigurationException(
+            f"trim_padding={trim_padding!r}: expected True, False, or the key of a mask or of lengths in the batch"
+        )
+    if split is not None and not callable(split):
+        raise MisconfigurationException(f"split={split!r}: expected a function of a batch and a size")
+    if split is not None and micro_batch is None:
+        raise MisconfigurationException("split= cuts a batch into micro-batches, but says not how large: set micro_batch= too")
+
+
+def check_module(policy: Policy, module: pl.LightningModule) -> None:
+    """Refuse modules that draw their batches by themselves, where batches are to be split."""
+    name, setting = type(module).__name__, f"GradientAccumulation(micro_batch={policy.micro_batch!r})"
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise MisconfigurationException(
+            f"{setting} splits the batches of the loader, but the training_step of {name} draws them by itself (`dataloader_iter`)."
+        )

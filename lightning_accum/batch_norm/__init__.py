@@ -1,0 +1,1 @@
+"""BatchNorm that sees the whole of a split batch."""

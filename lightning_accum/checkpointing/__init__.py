@@ -1,0 +1,1 @@
+"""Checkpoints: of unfinished windows, and written whole."""

@@ -1,0 +1,1 @@
+"""Micro-batches that take turns, and wait for each other."""

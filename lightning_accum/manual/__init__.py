@@ -1,0 +1,1 @@
+"""Modules that optimize by themselves, ``automatic_optimization = False``."""

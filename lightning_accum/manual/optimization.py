@@ -1,0 +1,321 @@
+"""Manual optimization, ``automatic_optimization = False``: what a strategy does where the module optimizes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_accum import loops
+from lightning_accum.batch_norm.policy import joins_batches
+from lightning_accum.checkpointing.resume import PartialWindow, gather_gradients, gather_weighed, put_back
+from lightning_accum.lock_step.turns import LockStep
+from lightning_accum.lock_step.views import Views
+from lightning_accum.manual.waiting import intercept_steps, make_scheduler_wait
+from lightning_accum.manual.windows import Call, ManualWindows
+from lightning_accum.policy import Policy
+from lightning_accum.ranks import Ranks
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.plan import Plan
+from lightning_accum.weighing.safeguards import gradients_of_zero
+
+if TYPE_CHECKING:
+    from lightning_accum.strategies.mixin import AccumulationMixin
+
+
+class ManualOptimization:
+    """Hands what the module calls over to its windows.
+
+    Args:
+        strategy: of the Trainer, set up.
+        policy: what was asked for.
+        ranks: those whose gradients are averaged.
+        warn: takes a warning, on rank zero.
+
+    Raises:
+        MisconfigurationException: the policy asks for what only a Trainer that optimizes can do.
+    """
+
+    def __init__(self, strategy: AccumulationMixin, policy: Policy, ranks: Ranks, warn: Callable[[str], None]) -> None:
+        _check(policy)
+        if any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
+            raise MisconfigurationException(
+                "LBFGS runs its closure several times in a step, and the loader batches of a window cannot be run again: their data"
+                " is gone. Use a window of 1 on one rank, or another optimizer."
+            )
+        self.windows = ManualWindows(
+            policy, ranks, strategy.parameters, warn, strategy.loss_scale, strategy.reduces_every_backward_by_itself
+        )
+        self.splitting = strategy.splitting_of_manual_windows()
+        self.lock_step: LockStep[Any] | None = None
+        """The micro-batches of a loader batch, where they step together."""
+        self._strategy = strategy
+        self._warn = warn
+        self._resumed: dict[str, Any] = {}
+        self._is_stepping = False
+        self._undo = ExitStack()
+        self._waiting: set[int] = set()
+        self._have_wait(strategy.optimizers, [config.scheduler for config in strategy.lr_scheduler_configs])
+
+    def _have_wait(self, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> None:
+        for optimizer in optimizers:
+            if id(optimizer) not in self._waiting:
+                self._waiting.add(id(optimizer))
+                self._undo.callback(intercept_steps(optimizer, self._on_step))
+        if self.windows.policy.scheduler_counts == "micro_batches":
+            return
+        for scheduler in schedulers:
+            if id(scheduler) not in self._waiting:
+                self._waiting.add(id(scheduler))
+                self._undo.callback(make_scheduler_wait(scheduler, lambda: self.windows.waits))
+
+    def _find_held(self) -> None:
+        """Schedulers that the module keeps for itself, of optimizers that wait; and optimizers, where the Trainer has none.
+
+        Other optimizers, those of an inner loop, are the module's own business.
+        """
+        optimizers = [optimizer for optimizer in self._strategy.optimizers if optimizer.param_groups]
+        owners = [self._strategy.lightning_module, *optimizers]
+        held = [value for owner in owners for value in vars(owner).values()]
+        held += [one for value in held if isinstance(value, (list, tuple)) for one in value]
+        held += [one for value in held if isinstance(value, dict) for one in value.values()]
+        if not optimizers:
+            optimizers = [one for one in held if isinstance(one, Optimizer) and not isinstance(one, LightningOptimizer)]
+        schedulers = [one for one in held if isinstance(one, (LRScheduler, ReduceLROnPlateau))]
+        self._have_wait(optimizers, [one for one in schedulers if any(one.optimizer is optimizer for optimizer in optimizers)])
+
+    def end(self) -> None:
+        """Leave optimizers and schedulers as they were."""
+        self._undo.close()
+
+    def backward(self, run: Callable[..., Tensor], loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``manual_backward``: ``run`` is the strategy's own, and takes the loss first."""
+        windows = self.windows
+        if not windows.is_under_way:  # in validation, or in a hook
+            if self._strategy.trainer().training:
+                windows.warn_once(
+                    "manual_backward is called outside of training_step, where it is no part of a window: what it gives to the"
+                    " gradients is that of one loader batch. Call it in training_step."
+                )
+            return run(loss, *args, **kwargs)
+        seed = windows.begin_backward(loss)
+        if seed is not None:
+            if self._strategy.takes_gradient and kwargs.get("gradient") is None and not args[1:]:
+                kwargs["gradient"] = seed
+            else:
+                loss = loss * seed
+        with gradients_of_zero(loss) if windows.is_weightless else nullcontext():
+            result = run(loss, *args, **kwargs)
+        windows.end_backward()
+        return result
+
+    def optimizer_step(
+        self, run: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """``step`` of one of Lightning's optimizers: ``run`` is the strategy's own."""
+        return self._on_step(optimizer, lambda closure: run(optimizer, closure, *args, **kwargs), closure)
+
+    def _on_step(self, optimizer: Optimizer, run: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        if self._is_stepping:  # Lightning's step calls the optimizer's own
+            return run(closure)
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        name = _name_of(optimizer, self._strategy.optimizers)
+        may_step = self.windows.may_step(name)
+
+        def step() -> None:
+            nonlocal result
+            if not may_step:
+                return
+            self._is_stepping = True
+            try:
+                result = run() if closure is None else run(lambda: result)
+            finally:
+                self._is_stepping = False
+
+        if self.lock_step is None:
+            step()
+        else:  # the last micro-batch to come is the one that may
+            self.lock_step.meet(f"the step of {name}", step)
+        return result
+
+    # --- loader batches that are split ------------------------------------------------------------------------------
+
+    def plan(self, batch: Any) -> Plan | None:
+        """How a loader batch is split; None where it is one micro-batch."""
+        if self.splitting is None:
+            return None
+        self.splitting.begin(batch, lambda padded, trimmed: None)
+        plan, self.splitting.plan = self.splitting.plan, None
+        return None if plan is None or len(plan.pieces) == 1 else plan
+
+    def run_together(
+        self,
+        micro_batches: Sequence[Any],
+        run: Callable[[int, Any], Any],
+        around: Callable[[], AbstractContextManager[Any]],
+        on_turn: Callable[[int], None],
+    ) -> list[Any]:
+        """Run the micro-batches of the last loader batch of a window: they wait for each other at each step, which is one for all.
+
+        So what ``training_step`` does after a step it does with what was stepped, as for the whole batch. Only one moves at a time.
+
+        Args:
+            micro_batches: in their order.
+            run: takes the number of a micro-batch and the micro-batch.
+            around: makes a context that each is run in.
+            on_turn: told the number of the micro-batch that goes on.
+
+        Raises:
+            WaysPartError: they do not step the same optimizers in the same order.
+        """
+        windows, last = self.windows, len(micro_batches) - 1
+        hands = [windows.begin_micro_batch(batch, index == last) for index, batch in enumerate(micro_batches)]
+        module = self._strategy.lightning_module
+        assert module is not None
+        views = Views(self._strategy.parameters(), module, len(hands))
+
+        def turn(before: int | None, now: int | None) -> None:
+            if before is not None and before != last:
+                windows.look_for_changes()
+            views.turn(before, now)
+            windows.begin_to_look()
+            windows.take_in_hand(hands[last if now is None else now])
+            if now is not None:
+                on_turn(now)
+
+        self.lock_step = LockStep(len(hands), around, turn)
+        try:
+            return self.lock_step.run(lambda index: run(index, micro_batches[index]))
+        finally:
+            self.lock_step = None
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self, may_gather: bool) -> dict[str, Any]:
+        """What a checkpoint needs to go on. Called on all ranks where it ``may_gather`` what they have."""
+        windows, strategy = self.windows, self._strategy
+        state: dict[str, Any] = {"optimizer_steps": windows.windows, "total_weight": windows.total_weight}
+        position = windows.boundary.position(loops.loader_batches_seen(strategy.trainer()))
+        if position <= 0:
+            return state
+        if windows.is_under_way or not may_gather:
+            self._warn(
+                "The checkpoint is taken inside a window and does not hold its gradients: training_step was under way, or not all"
+                " ranks can take part. Going on from it, a new window begins."
+            )
+            return state
+        return {**state, "micro_batches": windows.micro_batches, "calls": [self._partial(call, position) for call in windows.calls]}
+
+    def _partial(self, call: Call, position: int) -> dict[str, Any]:
+        windows, strategy, ranks = self.windows, self._strategy, self.windows.ranks
+        is_reduced = strategy.reduces_every_backward_by_itself
+        with windows.sums_in_grad(call):
+            gradients = gather_gradients(strategy.parameters_by_name(), ranks, is_reduced, strategy.is_global_zero)
+        policy = windows.policy.in_words(strategy.trainer().accumulate_grad_batches)
+        weighed = gather_weighed(call.window, ranks)
+        size, reference = windows.boundary.size, call.window.reference
+        partial = PartialWindow(policy, position, size, None, ranks.size, reference, weighed, is_reduced, gradients)
+        return partial.state_dict()
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`state_dict` gave; nothing where training begins."""
+        self._resumed = state
+        self.windows.windows = int(state.get("optimizer_steps", 0))
+        self.windows.total_weight = float(state.get("total_weight", 0.0))
+
+    def restart(self, seen: int) -> None:
+        """Begin to train after loader batch number ``seen``, inside a window if the checkpoint was."""
+        windows, strategy = self.windows, self._strategy
+        self._find_held()
+        windows.discard(seen)
+        partials = [PartialWindow.from_state_dict(partial) for partial in self._resumed.get("calls", [])]
+        micro_batches, self._resumed = self._resumed.get("micro_batches", 0), {}
+        if not partials:
+            return
+        first, policy = partials[0], windows.policy.in_words(strategy.trainer().accumulate_grad_batches)
+        if first.policy != policy:
+            self._warn(
+                f"The checkpoint was taken after {first.position} loader batches of a window of {first.policy}. Now it is {policy}:"
+                " the gradients in the checkpoint are dropped, and a new window begins."
+            )
+            return
+        assert first.size is not None
+        windows.go_on(seen, first.position, first.size, micro_batches)
+        named, rank = strategy.parameters_by_name(), strategy.rank_in_group()
+        for index, partial in enumerate(partials):
+            call = windows.call(index)
+            with windows.sums_in_grad(call):
+                put_back(partial, named, call.window, windows.ranks, rank, 1.0, self._warn)
+            call.micro_batches = micro_batches
+
+
+def _name_of(optimizer: Optimizer, optimizers: list[Optimizer]) -> str:
+    name = type(optimizer).__name__
+    if all(optimizer is not one for one in optimizers):
+        return f"{name} (not of configure_optimizers)"
+    return name if len(optimizers) == 1 else f"optimizer {optimizers.index(optimizer)} ({name})"
+
+
+def _check(policy: Policy) -> None:
+    manual = "with automatic_optimization=False"
+    if isinstance(policy.window, Tokens):
+        raise MisconfigurationException(
+            f"GradientAccumulation({policy.window!r}) knows that a window has ended only after a micro-batch, but {manual} the"
+            " module steps its optimizers inside training_step. Give the window in loader batches."
+        )
+    if policy.micro_batch == "auto":
+        raise MisconfigurationException(
+            f'micro_batch="auto" runs a batch again when memory runs out, but {manual} the module may have stepped by then. Give a'
+            " number of samples, or Tokens(...)."
+        )
+    if policy.batch_norm == "exact":
+        raise MisconfigurationException(
+            f'batch_norm="exact" runs the forwards of all micro-batches before one backward; {manual} the module runs its backwards'
+            ' by itself. Use batch_norm="warn".'
+        )
+    if isinstance(policy.weight, tuple):
+        raise MisconfigurationException(
+            f"weight={list(policy.weight)} weighs each term of one loss by itself; {manual} there may be several losses. Give one"
+            ' weight, or "auto".'
+        )
+    if policy.accumulate_dtype is not None or policy.on_nonfinite != "propagate":
+        raise MisconfigurationException(
+            f"accumulate_dtype and on_nonfinite are for automatic optimization; {manual} leave them out."
+        )
+
+
+def begin_manual(strategy: AccumulationMixin, batches: int, warn: Callable[[str], None]) -> ManualOptimization | None:
+    """The windows of a module that optimizes by itself; None where each is one micro-batch on one rank.
+
+    Args:
+        strategy: of the Trainer, set up.
+        batches: the Trainer's loader batches in a window.
+        warn: takes a warning, on rank zero.
+
+    Raises:
+        MisconfigurationException: the policy asks for what cannot be had.
+    """
+    policy, ranks, module = strategy.policy, strategy.ranks, strategy.lightning_module
+    assert ranks is not None
+    assert module is not None
+    is_long = policy.may_be_longer_than_one(batches)
+    if ranks.size == 1 and not is_long and policy.micro_batch is None:
+        return None
+    if policy.micro_batch is not None and strategy.is_waited_for_in_forward:
+        raise MisconfigurationException(
+            f"GradientAccumulation(micro_batch={policy.micro_batch!r}) runs the micro-batches of a module that optimizes"
+            f" by itself in turns, but with {type(strategy).__name__} the ranks wait for each other in every forward. Use a window"
+            " of loader batches."
+        )
+    joins_batches(policy, module, is_long, warn)
+    return ManualOptimization(strategy, policy, ranks, warn)

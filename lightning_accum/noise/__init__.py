@@ -1,0 +1,1 @@
+"""The gradient noise scale: how large a window is worth having."""

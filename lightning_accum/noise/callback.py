@@ -1,0 +1,358 @@
+"""GradientNoiseScale: watches the gradients of micro-batches and windows while they are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accum import loops
+from lightning_accum.accumulation import Accumulates, Accumulation
+from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
+from lightning_accum.noise.report import LargestMicroBatch, report
+from lightning_accum.noise.scale import NoiseScale, SmoothedNoise, variance_and_gradient
+from lightning_accum.noise.watch import GradientWatch, squared_norm_of_gradients, sum_of_squares
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.sync import ShardedSync
+from lightning_accum.weighing.denominator import Denominator
+from lightning_accum.weighing.weight import TokenCount, count_samples
+
+if TYPE_CHECKING:
+    from lightning_accum.strategies.mixin import AccumulationMixin
+
+
+@dataclass(eq=False, slots=True)
+class _MicroBatch:
+    """A micro-batch of the window in hand.
+
+    Attributes:
+        weight: None where its loss is a sum.
+        samples: how many it has; nan where the batch does not tell.
+        reference: what its gradients are divided by, of the window.
+        norms: of its gradients, by parameter; None once they are added up.
+        square: the sum of their squares.
+    """
+
+    weight: Denominator | None
+    samples: float
+    reference: float
+    norms: dict[int, Tensor] | None
+    square: Tensor | None = None
+
+
+class GradientNoiseScale(Callback):
+    r"""Estimate the gradient noise scale while training: how large a window is worth having.
+
+    The noise scale is :math:`B = S / |G|^2`, the variance of the gradient of one sample over the squared norm of the mean gradient
+    (McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162, where it is :math:`B_{simple}`). The
+    steps of much smaller windows are mostly noise, so that windows of twice the size need half as many; much larger ones hardly
+    need fewer. It usually grows during training.
+
+    A micro-batch of weight :math:`n_i` has a mean gradient :math:`g_i` with :math:`E|g_i|^2 = |G|^2 + S / n_i`, and a window
+    of :math:`K` of them over all ranks, of weight :math:`N`, has :math:`E|g|^2 = |G|^2 + S / N`. Hence without bias, also for
+    micro-batches of different weights,
+
+    .. math:: S = \frac{\sum_i n_i |g_i|^2 - N |g|^2}{K - 1}, \qquad |G|^2 = |g|^2 - S / N .
+
+    Both are smoothed by themselves over the windows. The norms are taken from the gradients that training computes anyway, before
+    they are added up: there is no other backward and no copy of them, and one all-reduce of 56 bytes a window.
+
+    It logs ``noise_scale/samples``; ``noise_scale/weight``, the same in units of the weight (tokens, for a language model);
+    ``noise_scale/variance`` and ``noise_scale/gradient``, which are :math:`S` for a unit of weight and :math:`|G|^2`. At the end of
+    ``fit`` it prints the batch size that it suggests, with an interval of two standard errors, and with ``micro_batch="auto"`` how
+    large a micro-batch was found to fit. :attr:`estimate` has these numbers. It goes on from a checkpoint.
+
+    Micro-batches are taken for random parts of the data: shuffle it. Rows that ``trim_padding`` has sorted by length are none.
+    Units of weight are taken to be independent, which the tokens of a sample are not: in tokens the suggestion holds for samples
+    of the length that was measured.
+
+    Args:
+        smoothing: how much the estimate of a window counts in the mean, compared to that of the next window: 0.99 looks back
+            over about 200 windows. 1 counts all alike.
+        every_n_windows: measure one window in so many. A measured micro-batch takes the norm of the gradient of each parameter.
+
+    Raises:
+        MisconfigurationException: an argument is out of its range; or, before training starts: the strategy is none of this
+            package's, the module optimizes manually, or it is sharded by FSDP1 or for tensor parallelism, where no rank has the
+            gradient of a micro-batch.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from lightning_accum import GradientAccumulation
+        >>> noise = GradientNoiseScale()
+        >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        >>> callbacks = [GradientAccumulation(4), noise]
+        >>> trainer = Trainer(accelerator="cpu", strategy="accum", max_epochs=1, callbacks=callbacks, **quiet)
+        >>> trainer.fit(BoringModel())
+        >>> noise.estimate.windows
+        16
+        >>> noise.estimate.samples_low <= noise.estimate.samples <= noise.estimate.samples_high
+        True
+    """
+
+    def __init__(self, *, smoothing: float = 0.99, every_n_windows: int = 1) -> None:
+        if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 < smoothing <= 1:
+            raise MisconfigurationException(f"smoothing={smoothing!r}: expected a number above 0, up to 1")
+        if isinstance(every_n_windows, bool) or not isinstance(every_n_windows, int) or every_n_windows < 1:
+            raise MisconfigurationException(f"every_n_windows={every_n_windows!r}: expected a number of windows from 1")
+        self.smoothing = smoothing
+        self.every_n_windows = every_n_windows
+        self._accumulation: Accumulation | None = None
+        self._watch: GradientWatch | None = None
+        self._optimizers: list[Optimizer] = []
+        self._micro_batches: list[_MicroBatch] = []
+        self._begin_fit()
+
+    def _begin_fit(self) -> None:
+        """What was seen in an earlier fit is of another training, unless a checkpoint brings it back."""
+        self._windows = 0
+        """Those with an optimizer step, over all of training."""
+        self._noise = SmoothedNoise(self.smoothing, torch.device("cpu"))
+        self._largest = LargestMicroBatch()
+        self._warned: set[str] = set()
+
+    @property
+    def estimate(self) -> NoiseScale | None:
+        """The noise scale, the same on all ranks; None before two windows were measured. Waits for the device."""
+        return self._noise.estimate()
+
+    # --- before training ----------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._begin_fit()
+        if not isinstance(trainer.strategy, Accumulates):
+            raise MisconfigurationException(
+                f"GradientNoiseScale needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
+                ' Use Trainer(strategy="accum") on one device, "accum_ddp" on several, "accum_model_parallel" for fully_shard.'
+            )
+        if not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                f"GradientNoiseScale measures the windows of automatic optimization, but {type(pl_module).__name__} has"
+                " automatic_optimization=False. Leave the callback out, or leave the optimizer to the Trainer."
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._let_go()
+        strategy = cast("AccumulationMixin", trainer.strategy)
+        accumulation = strategy.accumulation
+        assert accumulation is not None
+        assert strategy.model is not None
+        if any(isinstance(module, FullyShardedDataParallel) for module in strategy.model.modules()):
+            raise MisconfigurationException(
+                "GradientNoiseScale needs the gradient of each micro-batch, which FullyShardedDataParallel (FSDP1) keeps to itself."
+                ' Use Trainer(strategy="accum_model_parallel") with fully_shard, or leave the callback out.'
+            )
+        ranks = accumulation.ranks
+        if ranks.size != ranks.world_size:
+            raise MisconfigurationException(
+                "GradientNoiseScale needs the gradient of each micro-batch on one rank, but tensor parallelism cuts it over"
+                f" {ranks.world_size // ranks.size}. Use tensor_parallel_size=1, or leave the callback out."
+            )
+        if strategy.joins_batches:
+            raise MisconfigurationException(
+                'GradientNoiseScale needs the gradient of each micro-batch, but with GradientAccumulation(batch_norm="exact") one'
+                " backward runs for all of them. Use one of the two."
+            )
+        has_one = ranks.size == 1 and accumulation.splitting is None
+        if has_one and not accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
+            self._warn(f"GradientNoiseScale will have no estimate. {_ONE_MICRO_BATCH}")
+        self._noise.move(accumulation.window.device, accumulation.window.dtype)
+        self._watch = GradientWatch(lambda: accumulation.has_loss and not accumulation.is_stand_in)
+        if isinstance(strategy.sync, ShardedSync):
+            self._watch.watch_units(strategy.sync.units)
+        self._accumulation, self._micro_batches = accumulation, []
+        accumulation.before_backward = self._begin_micro_batch
+        self._optimizers = strategy.optimizers
+        leave_out_idle_hooks(self)
+
+    # --- one micro-batch ----------------------------------------------------------------------------------------------
+
+    def _begin_micro_batch(self) -> None:
+        """A micro-batch has a weight, and its backward is next."""
+        accumulation, watch, micro_batches = self._accumulation, self._watch, self._micro_batches
+        assert accumulation is not None
+        assert watch is not None
+        if self._windows % self.every_n_windows:
+            return
+        # there are more where a batch runs again, or a window was dropped
+        del micro_batches[accumulation.window.micro_batches - 1 :]
+        if micro_batches:
+            self._add_up(micro_batches[-1])
+        else:
+            watch.has_parts = False
+            watch.watch(_parameters_of(self._optimizers))  # some may have been frozen so far
+        samples, reference = count_samples(accumulation.batch), accumulation.window.reference
+        assert reference is not None
+        watch.norms = {}
+        micro_batches.append(_MicroBatch(accumulation.weight, math.nan if samples is None else samples, reference, watch.norms))
+
+    def _add_up(self, micro_batch: _MicroBatch) -> None:
+        assert self._accumulation is not None
+        if micro_batch.norms is not None:
+            window = self._accumulation.window
+            micro_batch.square = sum_of_squares(micro_batch.norms.values(), window.device, window.dtype)
+            micro_batch.norms = None
+
+    # --- the end of a window ------------------------------------------------------------------------------------------
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        accumulation, watch = self._accumulation, self._watch
+        if accumulation is None or watch is None:
+            return
+        is_measured = self._windows % self.every_n_windows == 0 and not accumulation.is_plain()
+        self._windows += 1
+        watch.norms = None
+        if is_measured:
+            self._measure(cast("AccumulationMixin", trainer.strategy), optimizer)
+            self._show(trainer)
+        self._micro_batches.clear()
+        splitting = accumulation.splitting
+        if splitting is not None and splitting.largest is not None and splitting.plan is not None:
+            self._largest.note(splitting.largest, len(splitting.plan.pieces))
+
+    def _measure(self, strategy: AccumulationMixin, optimizer: Optimizer) -> None:
+        """Estimate S and |G|^2 from the window that has just ended. On all ranks together."""
+        accumulation, watch = self._accumulation, self._watch
+        assert accumulation is not None
+        assert watch is not None
+        if watch.has_parts:
+            self._warn(
+                "GradientNoiseScale cannot measure a window in which a gradient comes in several parts, as with reentrant"
+                " checkpointing of modules that share a parameter: use checkpoint(..., use_reentrant=False)."
+            )
+        if accumulation.plan is not None and accumulation.plan.order is not None:
+            self._warn(
+                "GradientNoiseScale takes micro-batches for random parts of the data, but these are sorted by length: where"
+                " gradients depend on it, noise is over-estimated. GradientAccumulation(trim_padding=False) does not sort."
+            )
+        window, ranks, closed = accumulation.window, accumulation.ranks, accumulation.closed
+        assert closed is not None
+        scale = strategy.loss_scale()
+        whole, shards = squared_norm_of_gradients(_parameters_of([optimizer]), window.device, window.dtype)
+        totals = torch.cat((self._totals(scale), shards.reshape(1)))
+        if ranks.size > 1:
+            dist.all_reduce(totals, group=ranks.group)
+        squares, weight, counted, taken_in, samples, sums, shards = totals.unbind()
+        gradient = whole + shards
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # it unscales by itself, when it steps
+            gradient = gradient / scale**2
+        gradient = torch.where(sums > 0, gradient / weight**2, gradient)
+        variance, gradient = variance_and_gradient(squares, gradient, weight, counted)
+        # a window that was resumed in its middle is known in part
+        is_whole = (taken_in - closed.weight).abs() <= 1e-5 * taken_in
+        self._noise.add(variance, gradient, weight, samples, is_whole & (counted > 1))
+
+    def _totals(self, scale: float) -> Tensor:
+        """What is to be summed over the ranks, float64 where the device has it.
+
+        Over the micro-batches of this rank: of n_i |g_i|^2, of n_i, of those that have a weight, of the weights as the window
+        counts them, of samples, and of those whose loss is a sum.
+        """
+        assert self._accumulation is not None
+        window, micro_batches = self._accumulation.window, self._micro_batches
+        if not micro_batches:
+            return torch.zeros(6, dtype=window.dtype, device=window.device)
+        self._add_up(micro_batches[-1])
+
+        def column(values: Iterable[Denominator]) -> Tensor:
+            values = list(values)
+            if any(isinstance(value, Tensor) for value in values):
+                return torch.stack([torch.as_tensor(value, dtype=window.dtype, device=window.device) for value in values])
+            return torch.tensor(values, dtype=window.dtype, device=window.device)
+
+        # what a loss that is a sum would be divided by, if it were a mean, is its samples
+        weights = column(m.samples if m.weight is None else m.weight for m in micro_batches)
+        # with accumulate_dtype the weight is multiplied in later, when a gradient is added to its sum
+        is_weighed = self._accumulation.sums is None
+        references = column(1.0 if m.weight is None else m.reference if is_weighed else m.weight for m in micro_batches)
+        squares = torch.stack([m.square for m in micro_batches if m.square is not None]) * (references / scale) ** 2 / weights
+        taken_in = column(1.0 if m.weight is None else m.weight for m in micro_batches)
+        samples, sums = column(m.samples for m in micro_batches), column(m.weight is None for m in micro_batches)
+        if self._watch is not None and self._watch.has_parts:
+            squares = squares * math.nan
+        has_weight = weights != 0
+        squares = torch.where(has_weight, squares, 0.0)
+        return torch.stack((squares, weights, has_weight.to(window.dtype), taken_in, samples, sums)).sum(1)
+
+    def _show(self, trainer: pl.Trainer) -> None:
+        shown = self._noise.shown()
+        loops.show_metrics(trainer, shown)
+        if trainer.loggers and loops.is_logging_due(trainer):
+            numbers = {name: value.item() for name, value in shown.items()}
+            loops.log_metrics(trainer, {name: value for name, value in numbers.items() if math.isfinite(value)})
+
+    # --- after training -----------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        accumulation, estimate = self._accumulation, self.estimate
+        if accumulation is None:
+            return
+        if estimate is None:
+            self._warn(
+                "GradientNoiseScale has no estimate: it takes two windows of two micro-batches or more, all with a weight and with"
+                f" finite gradients. {_ONE_MICRO_BATCH}"
+            )
+            return
+        policy, criterion = accumulation.policy, accumulation.weigher.criterion or ""
+        are_tokens = isinstance(policy.weight, TokenCount) or isinstance(policy.window, Tokens)
+        are_tokens |= policy.weight == "auto" and criterion.startswith("cross entropy") and estimate.weight_per_sample > 1
+        rank_zero_info(report(estimate, are_tokens, self._largest))
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._let_go()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        put_back_idle_hooks(self)
+        if self._accumulation is not None:
+            self._accumulation.before_backward = None
+        if self._watch is not None:
+            self._watch.close()
+        self._accumulation, self._watch, self._micro_batches, self._optimizers = None, None, [], []
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"windows": self._windows, **self._noise.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._windows = state_dict["windows"]
+        self._noise.load_state_dict(state_dict)
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            rank_zero_warn(message, category=UserWarning)
+
+
+_ONE_MICRO_BATCH = (
+    "A window of one micro-batch has nothing to be compared with: take several loader batches together,"
+    " GradientAccumulation(4), or split each, GradientAccumulation(micro_batch=...)."
+)
+
+
+def _parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]

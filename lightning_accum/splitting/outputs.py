@@ -1,0 +1,103 @@
+"""What ``training_step`` returned for each micro-batch, put together to what it would have returned for the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_accum.splitting.batch_log import weighted_mean
+from lightning_accum.weighing.denominator import Denominator
+
+
+class Outputs:
+    """Collects the outputs of the micro-batches of one batch.
+
+    Args:
+        rows: the samples of each, those of micro-batches that will be left out too.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows: list[int] = []
+        """The samples of each that was not left out."""
+        self._planned = iter(rows)
+        self._begun = 0
+        self._left_out: set[int] = set()
+        self.weights: list[Denominator | None] = []
+        """What the loss of each was divided by; None for a sum, 0 without a loss."""
+        self._losses: list[Tensor | None] = []
+        self._extras: list[Mapping[str, Any]] = []
+
+    def add(self, loss: Tensor | None, weight: Denominator | None, extra: Mapping[str, Any]) -> None:
+        """Take in the next micro-batch.
+
+        Args:
+            loss: its loss; None where it had none.
+            weight: what the loss was divided by; None for a sum, 0 without a loss.
+            extra: what else ``training_step`` returned, by name.
+        """
+        self.rows.append(next(self._planned))
+        self._begun += self.rows[-1]
+        self._losses.append(None if loss is None else loss.detach())
+        self.weights.append(weight)
+        # a part of the graph that is not below the loss would keep what it saved for a backward that never comes
+        self._extras.append(apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra)
+
+    def leave_out(self) -> None:
+        """The next micro-batch is as if it had never been in the batch."""
+        rows = next(self._planned)
+        self._left_out.update(range(self._begun, self._begun + rows))
+        self._begun += rows
+
+    def loss(self) -> Tensor | None:
+        """The loss of the batch: the weighted mean, or the sum of sums; None where there was none at all."""
+        had_loss = [loss is not None for loss in self._losses]
+        losses = [loss for loss in self._losses if loss is not None]
+        weights = [weight for weight, had in zip(self.weights, had_loss, strict=True) if had and weight is not None]
+        if not losses:
+            return None
+        if len(weights) < len(losses):
+            return torch.stack([loss.reshape(()) for loss in losses]).sum()
+        if losses[0].device.type == "cpu" and (total := sum(float(weight) for weight in weights)):
+            # on the host numbers are quicker than tensors
+            mean = sum(loss.item() * float(weight) for loss, weight in zip(losses, weights, strict=True) if weight) / total
+            return torch.tensor(mean, dtype=losses[0].dtype)
+        return weighted_mean(torch.stack([loss.reshape(()) for loss in losses]), weights)
+
+    def extra(self, order: Sequence[int] | None) -> dict[str, Any]:
+        """What else was returned.
+
+        Tensors with one entry a sample are put together, in the order of the batch. Numbers are weighted means. Of anything else
+        there is a list, with one entry a micro-batch.
+
+        Args:
+            order: the rows of the batch in the order of the micro-batches; None where they kept theirs.
+        """
+        if order is not None and self._left_out:
+            order = [row for place, row in enumerate(order) if place not in self._left_out]
+        names = dict.fromkeys(name for extra in self._extras for name in extra)
+        return {name: self._join(name, order) for name in names}
+
+    def _join(self, name: str, order: Sequence[int] | None) -> Any:
+        values = [extra[name] for extra in self._extras if name in extra]
+        rows = [count for extra, count in zip(self._extras, self.rows, strict=False) if name in extra]
+        if all(isinstance(value, Tensor) and value.dim() > 0 for value in values):
+            has_rows = [len(value) for value in values] == rows
+            if has_rows and len({value.shape[1:] for value in values}) == 1:
+                joined = torch.cat(values)
+                if order is None or len(order) != len(joined):
+                    return joined
+                return joined[torch.tensor(order).argsort().to(joined.device)]
+        elif all(_is_number(value) for value in values):
+            numbers = torch.stack([torch.as_tensor(value) for value in values])
+            weights = [weight for weight in self.weights if weight is not None]
+            return weighted_mean(numbers, weights if len(weights) == len(values) else rows)
+        return values
+
+
+def _is_number(value: Any) -> bool:
+    return (isinstance(value, Tensor) and value.dim() == 0) or (isinstance(value, Number) and not isinstance(value, bool))

@@ -1,0 +1,310 @@
+"""Which rows of a loader batch make a micro-batch: sorted by length, trimmed to the longest of them, packed to a size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+from lightning_accum.splitting.batch_parts import UnsplittableBatchError
+from lightning_accum.splitting.memory import MicroBatchSizes
+from lightning_accum.splitting.micro_batch import Cut, Layout, Pattern, Tokens
+from lightning_accum.splitting.padding import Coincidences, Spans, read_spans
+from lightning_accum.splitting.proofs import Proof, Proofs, kept_columns
+from lightning_accum.weighing.weight import count_samples
+
+MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
+Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
+"""Cuts a batch into micro-batches of so many samples (or tokens, for a size in :class:`Tokens`)."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One micro-batch of a plan.
+
+    Attributes:
+        rows: which rows of the batch.
+        count: how many.
+        columns: which columns are kept, by the size of the dimension that has them.
+        cost: elements in a row.
+    """
+
+    rows: slice | list[int]
+    count: int
+    cost: int
+    columns: Mapping[int, slice] = field(default_factory=dict)
+
+    @cached_property
+    def cut(self) -> Cut:
+        """What is taken of a batch."""
+        return Cut(self.rows, self.columns)
+
+
+@dataclass
+class Plan:
+    """A batch as micro-batches, each made when it is asked for.
+
+    Attributes:
+        batch: the whole batch.
+        pieces: what each micro-batch is made of.
+        make: makes one.
+        order: the rows of the batch in the order of the micro-batches; None where they keep theirs.
+        is_whole: the batch is one micro-batch, as it came.
+        tensors: those of the batch.
+        current: the micro-batch that was asked for last.
+    """
+
+    batch: Any
+    pieces: Sequence[Piece]
+    make: Callable[[Piece], Any]
+    order: list[int] | None = None
+    is_whole: bool = False
+    tensors: Sequence[Tensor] = ()
+    current: int = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches, one at a time."""
+        for index, piece in enumerate(self.pieces):
+            self.current = index
+            yield self.batch if self.is_whole else self.make(piece)
+
+
+class Planner:
+    """Plans every batch of a training.
+
+    Args:
+        size: of a micro-batch: samples, padded tokens, or ``"auto"``.
+        sizes: with ``"auto"``, what was found to fit.
+        trim: whether to trim padding; or a key of the batch that tells lengths, see :func:`read_spans`.
+        split: cuts batches that :class:`Layout` cannot.
+        warn: takes a warning that should be seen once.
+    """
+
+    def __init__(
+        self,
+        size: MicroBatchSize,
+        sizes: MicroBatchSizes | None = None,
+        trim: bool | str = True,
+        split: Split | None = None,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        self._size = size
+        self._sizes = sizes
+        self._trim = trim
+        self._split = split
+        self._warn = warn
+        self._coincidences = Coincidences()
+        self._proofs = Proofs(warn)
+        self._pattern: Pattern | None = None
+        self._seen: tuple[Any, dict[int, Spans]] | None = None
+        self._warned_of_long_rows = False
+        self._warned_of_shared = False
+        self._even_pieces: tuple[tuple[int, int, int], list[Piece]] | None = None
+        self.description = ""
+        """What was understood of the first batch, in words."""
+
+    def look_at(self, batch: Any) -> None:
+        """See a batch that is still on the host, where its lengths can be read without waiting for a device."""
+        if self._trim and self._split is None:
+            layout = self._layout_of(batch)
+            if not self._fits(layout):
+                self._seen = (_shapes(layout), self._read_spans(layout))
+
+    def prove_again(self) -> None:
+        """What a loss depends on may change in a training: ask again where trimming was found right."""
+        self._proofs.forget_what_was_right()
+
+    def plan(self, batch: Any, proof: Proof) -> Plan:
+        """Plan one batch.
+
+        Args:
+            batch: as ``training_step`` would get it.
+            proof: asked once for either side on which rows are padded, before they are trimmed there.
+
+        Raises:
+            UnsplittableBatchError: there are no rows to be found in it, or no columns for :class:`Tokens`.
+            LengthsNotFoundError: the key for lengths is not in the batch.
+        """
+        seen, self._seen = self._seen, None
+        if self._split is not None:
+            return self._plan_by_function(batch, self._split)
+        layout = self._layout_of(batch)
+        spans: dict[int, Spans] = {}
+        if self._trim and not self._fits(layout):
+            spans = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
+            spans = self._proofs.trimmable(layout, spans, proof)
+        pieces, order = self._pieces(layout, spans)
+        if not self.description:
+            self.description = self._describe(layout, bool(spans))
+        is_whole = len(pieces) == 1 and not pieces[0].columns
+        tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
+        return Plan(batch, pieces, lambda piece: layout.make(piece.cut), order, is_whole, tensors)
+
+    def _layout_of(self, batch: Any) -> Layout:
+        known = self._pattern
+        layout = None if known is None else known.of(batch)
+        if layout is None:
+            layout = Layout.read(batch, None if known is None else known.kinds)
+            self._pattern = layout.pattern
+            self._warn_of_shared(layout)
+        return layout
+
+    def _warn_of_shared(self, layout: Layout) -> None:
+        """Whole numbers are tokens, labels or indices, and hardly ever a table: a flat batch has more of them than samples."""
+        whole = {path: t for path, t in layout.shared_tensors.items() if not (t.is_floating_point() or t.is_complex())}
+        if whole and not self._warned_of_shared:
+            self._warned_of_shared = True
+            shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in whole.items())
+            self._warn(
+                f"{shared}: taken as shared by all micro-batches, since the batch was found to have {layout.size} samples. If they"
+                " belong to samples, pass GradientAccumulation(split=...), a function split(batch, size) that returns the"
+                " micro-batches as a list."
+            )
+
+    def _fits(self, layout: Layout) -> bool:
+        """The whole batch is no larger than a micro-batch may be, padding included."""
+        if isinstance(self._size, Tokens):
+            return layout.size * _columns(layout) <= self._size.at(0)
+        return isinstance(self._size, int) and layout.size <= self._size
+
+    def _read_spans(self, layout: Layout) -> dict[int, Spans]:
+        key = self._trim if isinstance(self._trim, str) else None
+        tensors = layout.tensors.items()
+        if key is None and not any("mask" in path or (t.dim() > 1 and not t.is_floating_point()) for path, t in tensors):
+            return {}
+        spans = read_spans(layout.tensors, key)
+        return self._coincidences.leave_out(spans, layout.tensors, layout.shared_tensors)
+
+    # --- packing ----------------------------------------------------------------------------------------------------
+
+    def _pieces(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[Piece], list[int] | None]:
+        if layout.size == 0:
+            return [Piece(slice(None), 0, 1)], None
+        elements = max(1, sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size)
+        if not spans:
+            size = self._rows_allowed(layout.size, _columns(layout) if isinstance(self._size, Tokens) else 0, elements)
+            key = (layout.size, size, elements)
+            if self._even_pieces is None or self._even_pieces[0] != key:
+                starts = range(0, layout.size, size)
+                even = [Piece(slice(s, s + size), min(size, layout.size - s), elements) for s in starts]
+                self._even_pieces = (key, even)
+            return self._even_pieces[1], None
+        untrimmed = max((size for size in _all_columns(layout) if size not in spans), default=0)  # a source with a padded target
+        widest = max(*spans, untrimmed)
+        of_rows = list(zip(*(span.widths for span in spans.values()), strict=True))
+        widths = [max(untrimmed, *of_row) for of_row in of_rows]
+        longest_first = sorted(range(layout.size), key=lambda row: (widths[row], sum(of_rows[row])), reverse=True)
+        pieces, rest = [], longest_first
+        while rest:
+            width = widths[rest[0]]
+            cost = max(1, elements * width // widest)
+            allowed = min(self._rows_allowed(len(rest), width, cost), len(rest))
+            rows = rest[: self._rows_within(allowed, rest, untrimmed, spans.values())]
+            pieces.append(Piece(rows, len(rows), cost, kept_columns(rows, spans.values())))
+            rest = rest[len(rows) :]
+        if len(pieces) == 1:  # nothing to sort
+            return [replace(pieces[0], rows=slice(None))], None
+        return pieces, longest_first
+
+    def _rows_allowed(self, rows: int, width: int, cost: int) -> int:
+        """How many rows a micro-batch may have, where its longest has ``width`` columns and ``cost`` elements."""
+        if isinstance(self._size, Tokens):
+            if width > self._size.at(0) and not self._warned_of_long_rows:
+                self._warned_of_long_rows = True
+                self._warn(
+                    f"A row of {width} tokens is longer than micro_batch={self._size}. It is a micro-batch of its own: leaving it"
+                    " out would change the result."
+                )
+            return max(1, self._size.at(0) // max(1, width))
+        if isinstance(self._size, int):
+            return self._size
+        assert self._sizes is not None
+        return self._sizes.size_for(cost, rows)
+
+    def _rows_within(self, allowed: int, rows: Sequence[int], untrimmed: int, spans: Iterable[Spans]) -> int:
+        """How many of the first ``rows`` keep to the tokens allowed: padded left and right, they need more columns than any has."""
+        if not isinstance(self._size, Tokens):
+            return allowed
+        extents = [_Extent(span, rows[0]) for span in spans]
+        for count in range(1, allowed):
+            for extent in extents:
+                extent.add(rows[count])
+            if max(untrimmed, *(extent.width for extent in extents)) * (count + 1) > self._size.at(0):
+                return count
+        return allowed
+
+    def _plan_by_function(self, batch: Any, split: Split) -> Plan:
+        if isinstance(self._size, int):
+            size = self._size
+        elif isinstance(self._size, Tokens):
+            size = self._size.at(0)
+        else:
+            assert self._sizes is not None
+            size = self._sizes.size_for(1, len(_cut(split, batch, 1)))
+        micro_batches = _cut(split, batch, size)
+        self.description = self.description or f"cut by {getattr(split, '__name__', split)}"
+        counts = [min(size, count_samples(micro_batch) or size) for micro_batch in micro_batches]
+        pieces = [Piece([index], count, 1) for index, count in enumerate(counts)]
+
+        def make(piece: Piece) -> Any:
+            assert isinstance(piece.rows, list)
+            return micro_batches[piece.rows[0]]
+
+        return Plan(batch, pieces, make, is_whole=len(micro_batches) == 1 and micro_batches[0] is batch)
+
+    def _describe(self, layout: Layout, is_sorted: bool) -> str:
+        parts = ["longest rows first, trimmed to the longest of each"] if is_sorted else []
+        if layout.shared_tensors:
+            shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
+            parts.append(f"all of them share {shared}")
+        return ", ".join(parts)
+
+
+class _Extent:
+    """The columns that a growing set of rows needs."""
+
+    def __init__(self, span: Spans, row: int) -> None:
+        self._span = span
+        self._start, self._stop = span.starts[row], span.stops[row]
+
+    def add(self, row: int) -> None:
+        self._start = min(self._start, self._span.starts[row])
+        self._stop = max(self._stop, self._span.stops[row])
+
+    @property
+    def width(self) -> int:
+        return self._stop - self._start
+
+
+def _cut(split: Split, batch: Any, size: int) -> Sequence[Any]:
+    micro_batches = split(batch, size)
+    if not isinstance(micro_batches, Sequence) or not micro_batches:
+        raise UnsplittableBatchError(f"split={split} must return the micro-batches as a list, but returned {micro_batches!r}")
+    return micro_batches
+
+
+def _columns(layout: Layout) -> int:
+    """Columns of a row, padding included: of the tensor that has the most."""
+    return max(_all_columns(layout))
+
+
+def _all_columns(layout: Layout) -> list[int]:
+    """Columns of all whole numbers in two dimensions, labels of a few classes among them; else of all features over time."""
+    tensors = {path: tensor for path, tensor in layout.tensors.items() if tensor.dim() > 1}
+    tokens = [tensor for tensor in tensors.values() if tensor.dim() == 2 and not tensor.is_floating_point()]
+    columns = [tensor.shape[1] for tensor in tokens or tensors.values() if tensor.dim() < 4]
+    if not columns:
+        images = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in tensors.items())
+        found = f"none of {images} says which dimension has the tokens" if images else "no tensor of the batch has two dimensions"
+        raise UnsplittableBatchError(
+            f"A micro-batch in Tokens needs rows with columns, but {found}. Use a number of samples:"
+            " GradientAccumulation(micro_batch=8)."
+        )
+    return columns
+
+
+def _shapes(layout: Layout) -> list[tuple[str, Any]]:
+    return [(path, tensor.shape) for path, tensor in layout.tensors.items()]

@@ -1,0 +1,199 @@
+"""DistributedDataParallel: ``Trainer(strategy="accum_ddp")``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_accum.batch_norm.joint_layers import sync_batch_norm_hidden
+from lightning_accum.callback import GradientAccumulation
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.strategies.mixin import AccumulationMixin
+from lightning_accum.strategies.preparation import check_reduces_once_a_window, checked
+from lightning_accum.sync import DDPSync, SyncPolicy, WideDDPSync
+
+
+class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
+    """Exact gradient accumulation over DistributedDataParallel, ``Trainer(strategy="accum_ddp")``.
+
+    Also registered with the suffixes of Lightning's own: ``_spawn``, ``_fork``, ``_notebook`` and
+    ``_find_unused_parameters_true``.
+
+    Args:
+        args: see :class:`lightning.pytorch.strategies.DDPStrategy`; so are the keyword arguments.
+        sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"`` (Accelerate's
+            ``sync_each_batch``); where loader batches are split, at the end of each, since the ranks may come to different
+            numbers of micro-batches. The result is the same.
+        kwargs: see above.
+
+    Raises:
+        MisconfigurationException: ``sync`` is neither of the two.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(accelerator="cpu", devices=2, strategy="accum_ddp", accumulate_grad_batches=8, logger=False)
+    """
+
+    strategy_name = "accum_ddp"
+    _ddp_sync: DDPSync
+
+    def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sync_policy = checked(sync)
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        is_joint = self.policy.batch_norm == "exact" and self.policy.micro_batch is not None
+        with sync_batch_norm_hidden(self.model) if is_joint and self.root_device.type == "cpu" else nullcontext():
+            super().configure_ddp()
+
+    @override
+    def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
+        super()._begin(trainer, callback)
+        if self.accumulation is None:
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        self._check_what_ranks_cannot_split(self.model)
+        if (sums := self.accumulation.sums) is None:
+            self.sync = self._ddp_sync = DDPSync(self.model, self._sync_policy)
+            return
+        self._check_what_sums_cannot_do(self.model, sums.dtype)
+        self.sync = self._ddp_sync = WideDDPSync(self.model, sums, self.accumulation.ranks)
+
+    def _check_what_sums_cannot_do(self, ddp: DistributedDataParallel, dtype: torch.dtype) -> None:
+        if self._sync_policy == "micro_batch":
+            raise MisconfigurationException(
+                'DDPAccumulationStrategy(sync="micro_batch") reduces the gradients of each micro-batch in the type of the'
+                f' parameters, and GradientAccumulation(accumulate_dtype={dtype}) their sum: use sync="window".'
+            )
+        if ddp._comm_hooks:
+            raise MisconfigurationException(
+                "DDPAccumulationStrategy(ddp_comm_hook=...) changes how DistributedDataParallel reduces gradients, but"
+                f" GradientAccumulation(accumulate_dtype={dtype}) reduces their sums by itself. Leave one of them out."
+            )
+
+    def _check_what_ranks_cannot_split(self, ddp: DistributedDataParallel) -> None:
+        """Where ranks may come to different numbers of micro-batches, nothing in them may wait for another rank."""
+        if self.policy.on_nonfinite != "propagate":
+            check_reduces_once_a_window(self, self._sync_policy)
+            if ddp.static_graph:
+                raise MisconfigurationException(
+                    "DDPAccumulationStrategy(static_graph=True) reduces in the backward that it has recorded, but with"
+                    f" GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) gradients are looked at before. Leave"
+                    " static_graph out."
+                )
+        if self.joins_batches and ddp.static_graph:
+            raise MisconfigurationException(
+                "DDPAccumulationStrategy(static_graph=True) records one forward and backward, but GradientAccumulation(batch_norm="
+                '"exact") runs the forwards of all micro-batches, and reduces after their backward. Leave static_graph out.'
+            )
+        if isinstance(self.policy.window, Tokens) and ddp.static_graph:
+            raise MisconfigurationException(
+                "DDPAccumulationStrategy(static_graph=True) reduces in the backward that it has recorded, but a window of Tokens is"
+                " known to have ended only after it. Leave static_graph out, or give the window in loader batches."
+            )
+        size = self.policy.micro_batch
+        if not isinstance(size, Tokens) and size != "auto":
+            return
+        if self._sync_policy == "micro_batch":
+            raise MisconfigurationException(
+                f"GradientAccumulation(micro_batch={size!r}) may split the batches of the ranks into different numbers of micro-"
+                'batches, so they cannot reduce at each: use DDPAccumulationStrategy(sync="window").'
+            )
+        if ddp.static_graph:
+            raise MisconfigurationException(
+                "DDPAccumulationStrategy(static_graph=True) records the first forward and backward on all ranks together, which"
+                f" GradientAccumulation(micro_batch={size!r}) does not promise. Leave static_graph out, or give a"
+                " number of samples."
+            )
+        names = [name for name, layer in ddp.module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+        if names and not (self.joins_batches and isinstance(size, Tokens)):
+            raise MisconfigurationException(
+                f"SyncBatchNorm ({names[0]}) waits for all ranks in every micro-batch, but GradientAccumulation(micro_batch="
+                f"{size!r}) may come to different numbers of them on the ranks. Give a number of samples."
+            )
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        if self.accumulation is None:
+            with super().block_backward_sync():
+                yield
+        else:
+            with self.sync.blocked() if self.accumulation.plan is None else nullcontext():  # split, it blocks by itself
+                yield
+
+    @override
+    def blocked(self) -> AbstractContextManager[None]:
+        if self.accumulation is None:
+            return self.block_backward_sync()
+        plan, window = self.accumulation.plan, self.policy.window
+        # inside a loader batch the ranks may be at different micro-batches when a window of tokens ends
+        is_last = plan is None or (plan.current == len(plan.pieces) - 1 and not isinstance(window, Tokens))
+        return self.sync.blocked(is_last_of_batch=is_last)
+
+    @override
+    def begin_manual_loader_batch(self) -> None:
+        assert self.manual is not None
+        ddp = self.model
+        assert isinstance(ddp, DistributedDataParallel)
+        if self.manual.windows.is_first and ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            ddp._sync_buffers()  # type: ignore[no-untyped-call]  # as DistributedDataParallel does in a forward
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self.manual is None:  # else nothing is left to DistributedDataParallel that it could delay
+            super().post_backward(closure_loss)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self.manual is not None:  # its windows reduce gradients themselves, each backward by itself
+            assert isinstance(self.model, DistributedDataParallel)
+            with self.precision_plugin.train_step_context(), self.model.no_sync():
+                return self.lightning_module.training_step(*args, **kwargs)
+        if self.accumulation is None:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            if self.ends_windows_apart:  # it may fail on this rank alone, so the others must not wait for it in there
+                return self.lightning_module.training_step(*args, **kwargs)
+            return self._ddp_sync.forward(self.lightning_module.training_step, *args, **kwargs)
+
+    @override
+    def run_without_batch(self) -> Tensor | None:
+        if not self.ends_windows_apart:
+            return super().run_without_batch()
+        assert self.accumulation is not None
+        self.accumulation.window.skip()  # as the others agree on a scale in their first micro-batch
+        return self.end_window_apart() if self.accumulation.is_boundary else None
+
+    @override
+    def _forward_without_batch(self) -> None:
+        self._ddp_sync.forward_without_batch()
+
+    @override
+    def _backward_without_loss(self) -> None:
+        self._ddp_sync.backward_without_loss()
+
+    @override
+    def is_reduced_inside(self) -> bool:
+        is_blocked = isinstance(self.policy.window, Tokens) and self.policy.micro_batch is not None  # as in `blocked`
+        return self._sync_policy == "micro_batch" and not is_blocked
+
+    @override
+    def _reduce_apart(self) -> None:
+        self._ddp_sync.forward_without_batch()
+        super()._reduce_apart()
+        self._ddp_sync.reduce_without_loss()

@@ -1,0 +1,419 @@
+"""What all strategies share: Lightning's hooks, handed over to :class:`~lightning_accum.accumulation.Accumulation`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accum import loops
+from lightning_accum.accumulation import Accumulation
+from lightning_accum.at_exit import let_gloo_rest_at_exit
+from lightning_accum.batch_norm.joint_layers import statistics_of_ranks
+from lightning_accum.batch_norm.policy import joins_batches
+from lightning_accum.callback import GradientAccumulation
+from lightning_accum.checkpointing.resume import PartialWindow
+from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
+from lightning_accum.listeners import callbacks_of, is_step_heard
+from lightning_accum.lr_schedule import StepWatch
+from lightning_accum.manual.optimization import ManualOptimization, begin_manual
+from lightning_accum.nonfinite import Guard
+from lightning_accum.policy import Policy
+from lightning_accum.splitting.attempts import Splitting
+from lightning_accum.splitting.snapshot import Keeper
+from lightning_accum.strategies.engine import Engine
+from lightning_accum.strategies.preparation import check_optimizers, guard
+from lightning_accum.sync import Sync
+from lightning_accum.weighing.safeguards import gradients_of_zero
+
+_log = logging.getLogger("lightning.pytorch.accumulation")
+
+
+class AccumulationMixin(Engine):
+    """To be put in front of a strategy of Lightning's."""
+
+    estimated_windows: int | None = None
+    """How many windows of tokens a training will have; None where it was not asked."""
+    _keeper: Keeper | None = None
+    manual: ManualOptimization | None = None
+    """The windows of a module that optimizes by itself; None for any other, and where a window is one micro-batch on one rank."""
+    takes_gradient = True
+    """``backward`` takes the ``gradient`` argument."""
+    _hidden_size: int | None = None
+    _callback: GradientAccumulation | None = None
+    joins_batches = False
+    """Micro-batches of a batch run together, for BatchNorm layers to see all of it."""
+    is_weighed = False
+    """The loss that comes to :meth:`backward` is that of several micro-batches, which are in the window already, and"""
+    joint_seed: Tensor | None = None
+    """this is the ``gradient`` of its backward."""
+    is_heard: bool | None = None
+    """Whether anything listens to the hooks around the backward of a micro-batch; None where it is not known yet."""
+    guard: Guard | None = None
+    """Looks whether micro-batches are finite; None where nobody does."""
+
+    # --- setting up -------------------------------------------------------------------------------------------------
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        trainer = model.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        loops.install(trainer)
+        if not model.automatic_optimization:
+            # Lightning refuses manual optimization with it, and looks only once, before the environment is set up
+            self._hidden_size, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+        if _callback_of(trainer) is None:
+            callbacks_of(trainer).insert(0, GradientAccumulation())  # the strategy alone: default policy
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._show_window_size()
+        self.ranks = self._ranks()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            let_gloo_rest_at_exit()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.accumulation, self.estimated_windows = None, None
+        if trainer.state.fn == TrainerFn.FITTING:
+            callback = _callback_of(trainer)
+            self.policy = Policy() if callback is None else callback.policy
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._begin(trainer, callback)
+
+    def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            self._begin_manual(trainer, callback)
+            return
+        is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
+        check_optimizers(self.optimizers, self.policy, is_long)
+        self.joins_batches, self._have_all_batches = joins_batches(self.policy, module, is_long, _warn), False
+        assert self.ranks is not None
+        sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
+        self.accumulation = Accumulation(self.policy, self.ranks, _warn, self._splitting(module))
+        self.accumulation.sums = sums
+        if callback is not None:
+            callback.connect(self.accumulation, self.partial_window)
+        self._callback = callback
+        self._keeper = None
+        self.guard = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
+        self._watch = StepWatch(self.optimizers[0])
+        # an overridden backward may not hand its keyword arguments on: it gets the product instead
+        self.takes_gradient = not is_overridden("backward", module)
+        self._is_announced = False
+        self.is_heard = None
+        self._is_step_heard = True
+        self._heard_at: tuple[int, int] | None = None
+
+    def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self.takes_gradient = not is_overridden("backward", module)
+        self.manual = begin_manual(self, trainer.accumulate_grad_batches, _warn)
+        if self.manual is None:
+            return
+        self._callback = callback
+        if callback is not None:
+            callback.connect_manual(self.manual)
+
+    def splitting_of_manual_windows(self) -> Splitting | None:
+        """How a module that optimizes by itself has its batches split: trying out whether trimming is exact would run its steps."""
+        assert self.lightning_module is not None
+        self.policy = replace(self.policy, trim_padding=False)
+        return self._splitting(self.lightning_module)
+
+    def end_manual_window(self) -> None:
+        """A window of a module that optimizes by itself has ended."""
+        if self._callback is not None:
+            self._callback.show_manual_window(self.trainer())
+
+    def _show_window_size(self) -> None:
+        size, self._hidden_size = self._hidden_size, None
+        if size is not None:
+            self.trainer().accumulate_grad_batches = size
+
+    def _splitting(self, module: pl.LightningModule) -> Splitting | None:
+        policy = self.policy
+        if policy.micro_batch is None:
+            return None
+        # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
+        # and BatchNorm takes padding for a part of the batch, which has to be the same for all rows
+        trim = False if self.is_waited_for_in_forward or self.joins_batches else policy.trim_padding
+        device, has_ranks = self.root_device, self.world_size > 1
+        return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, _warn, _log.info)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.manual is not None:
+            self.manual.restart(loops.loader_batches_seen(self.trainer()))
+        if self.accumulation is not None:
+            trainer = self.trainer()
+            size = self.policy.size_at(trainer.current_epoch, trainer.global_step) or trainer.accumulate_grad_batches
+            if self.policy.tail == "drop" and trainer.num_training_batches < size:
+                raise MisconfigurationException(
+                    f"An epoch has {trainer.num_training_batches} loader batches, and a window of {size} would never be full: with"
+                    ' tail="drop" nothing would be trained. Use a smaller window, or tail="step" or "carry".'
+                )
+            seen, into_window = loops.loader_batches_seen(trainer), loops.loader_batches_into_window(trainer)
+            batches, now = seen - into_window, trainer.accumulate_grad_batches
+            partial = self.accumulation.restart(seen, into_window, trainer.global_step, batches, now)
+            if partial is not None:
+                go_on_with(partial, self, self.accumulation, _warn)
+                self.accumulation.end_loader_batch(seen)
+            self.accumulation.resumed_state = {}
+            if self._callback is not None:
+                self._callback.set_size(trainer)
+
+    @override
+    def teardown(self) -> None:
+        self.sync, self.guard = Sync(), None
+        if self.accumulation is not None:
+            self._watch.remove()
+            if self.accumulation.sums is not None:
+                self.accumulation.sums.close()
+            self.accumulation = None
+        if self.manual is not None:
+            self.manual.end()
+            self.manual = None
+        self._show_window_size()  # if something failed before it was
+        super().teardown()
+
+    @property
+    def keeper(self) -> Keeper:
+        """Keeps what a batch may change that is run for others only, or that may have to run again."""
+        assert self.accumulation is not None
+        if self.accumulation.splitting is not None:
+            return self.accumulation.splitting.keeper
+        if self._keeper is None:
+            assert self.lightning_module is not None
+            self._keeper = Keeper(self.lightning_module, self.root_device)
+        return self._keeper
+
+    def is_plain(self) -> bool:
+        """Whether the window is one micro-batch on one rank, so that everything is left to Lightning."""
+        return self.accumulation is None or self.accumulation.is_plain()
+
+    # --- one micro-batch --------------------------------------------------------------------------------------------
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        splitting = None if self.accumulation is None else self.accumulation.splitting
+        is_on_its_way = self.root_device.type != "cpu" and batch is not None
+        if splitting is not None and is_on_its_way and self.trainer().training and not self._changes_batches():
+            splitting.planner.look_at(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.manual is not None:
+            return self.manual.backward(super().backward, closure_loss, optimizer, *args, **kwargs)
+        if self.accumulation is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss, seed = self._weigh(closure_loss)
+        if seed is not None:
+            kwargs["gradient"] = seed
+        with self._around_backward(loss):
+            return super().backward(loss, optimizer, *args, **kwargs)
+
+    def backward_without_hooks(self, loss: Tensor) -> None:
+        """As :meth:`backward`, where nobody listens."""
+        loss, seed = self._weigh(loss)
+        assert self.accumulation is not None
+        if self.accumulation.is_weightless or self.guard is not None:
+            with self._around_backward(loss):
+                torch.autograd.backward(loss, seed)
+        else:
+            torch.autograd.backward(loss, seed)
+
+    def _around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        assert self.accumulation is not None
+        if self.accumulation.is_weightless:
+            return gradients_of_zero(loss)
+        return nullcontext() if self.guard is None else self.guard.watching(loss, self.accumulation.weight)
+
+    def _changes_batches(self) -> bool:
+        """Whether a batch on the device may be another than on the host: augmented, or moved by the user's own rules."""
+        hooks = ("on_after_batch_transfer", "transfer_batch_to_device")
+        module, data = self.lightning_module, getattr(self.trainer(), "datamodule", None)
+        return any(is_overridden(hook, owner) for owner in (module, data) if owner is not None for hook in hooks)
+
+    def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Take in the loss of a micro-batch. Returns what to call backward on, and with which gradient (None for 1)."""
+        seed = self.joint_seed if self.is_weighed else self.weigh_micro_batch(loss)
+        self.sync.begin_backward()
+        if seed is None:
+            return loss, None
+        return (loss, seed) if self.takes_gradient else (loss * seed, None)
+
+    def weigh_micro_batch(self, loss: Tensor) -> Tensor | None:
+        """Take in the loss of a micro-batch. Returns the ``gradient`` of its backward (None for 1)."""
+        accumulation = self.accumulation
+        assert accumulation is not None
+        if self._is_announced:
+            return accumulation.begin_backward(loss)
+        self._is_announced = True
+        batch = accumulation.batch if accumulation.plan is None else accumulation.plan.batch
+        seed = accumulation.begin_backward(loss)
+        rank_zero_info(accumulation.describe(batch, self.trainer().accumulate_grad_batches))
+        return seed
+
+    def end_micro_batch(self) -> Tensor | None:
+        """Leave training_step; at a boundary, end the window.
+
+        Returns:
+            At a boundary the loss of the window; None inside a window, and where the window had no weight.
+        """
+        assert self.accumulation is not None
+        if not self.accumulation.end_micro_batch():
+            self._backward_without_loss()
+        self.sync.complete_reduction()
+        return self._end_window() if self.accumulation.is_boundary else None
+
+    @property
+    def ends_windows_apart(self) -> bool:
+        """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
+        return self.guard is not None or self.policy.micro_batch == "auto" or self.joins_batches
+
+    def end_window_apart(self) -> Tensor | None:
+        """The window has ended with the last micro-batch, which did not know: only now the gradients are reduced."""
+        assert self.accumulation is not None
+        self.accumulation.is_boundary = True
+        self._reduce_apart()
+        return self._end_window()
+
+    def _reduce_apart(self) -> None:
+        """Reduce what was accumulated, and start to sum the weights. On all ranks together."""
+        assert self.accumulation is not None
+        self.accumulation.reduce()
+
+    def _end_window(self) -> Tensor | None:
+        assert self.accumulation is not None
+        self.sync.end_window()
+        if self.guard is not None:
+            self.guard.end_window()
+        seen = loops.loader_batches_seen(self.trainer())
+        if self.accumulation.is_plain():
+            self.accumulation.close_plain(seen)
+            return None
+        closed = self.accumulation.close(seen, self.parameters())
+        if closed.is_last and self.accumulation.ranks.size == self.accumulation.ranks.world_size:
+            loops.stop(self.trainer())
+        if closed.is_empty:
+            return None
+        return torch.as_tensor(closed.loss, dtype=self.accumulation.window.dtype, device=self.root_device)
+
+    def run_without_batch(self) -> Tensor | None:
+        """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0."""
+        assert self.accumulation is not None
+        ends_window = self.accumulation.is_boundary
+        self.accumulation.is_boundary &= not self.ends_windows_apart
+        with nullcontext() if self.accumulation.is_boundary else self.blocked():
+            self._forward_without_batch()
+            window_loss = self.end_micro_batch()
+        return self.end_window_apart() if ends_window and self.ends_windows_apart else window_loss
+
+    def expect_batches_of_all_ranks(self, has_batch: bool) -> None:
+        """Ranks with statistics in common wait for each other, and one that never had a batch has none to stand in.
+
+        Called on all ranks at each loader batch. They talk at the first only, since every other has one to stand in.
+
+        Raises:
+            RuntimeError: a rank has none. On all ranks.
+        """
+        assert self.lightning_module is not None
+        if not self.joins_batches or self._have_all_batches or not statistics_of_ranks(self.lightning_module):
+            return
+        assert self.ranks is not None
+        lacking = int(self.ranks.largest(0 if has_batch else self.ranks.rank + 1)[0])
+        if lacking:
+            raise RuntimeError(
+                f"The first loader batch of rank {lacking - 1} is None, and its BatchNorm layers share their statistics with the"
+                " other ranks: these would wait for it. Begin with a batch on every rank."
+            )
+        self._have_all_batches = True
+
+    def most_micro_batches(self, own: int) -> int:
+        """The micro-batches that the rank with the most has in this loader batch. Called on all ranks."""
+        if self.ranks is None or self.ranks.world_size == 1:
+            return own
+        return int(self.ranks.largest(own)[0])
+
+    def end_window_inside_batch(self) -> None:
+        """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
+        loops.end_window_inside_batch(self.trainer())
+
+    def partial_window(self) -> PartialWindow | None:
+        """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""
+        return unfinished_window(self, _warn)
+
+    # --- the optimizer step -----------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self.manual is not None:
+            return self.manual.optimizer_step(super().optimizer_step, optimizer, closure, model, **kwargs)
+        if self.accumulation is None or self.accumulation.is_plain():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._watch.optimizer is not optimizer:
+            self._watch.remove()
+            self._watch = StepWatch(optimizer)
+        loss = closure()
+        if self.accumulation.closed is not None and self.accumulation.closed.is_empty:
+            return loss  # nothing had any weight: optimizer and hooks see no step
+        trainer = self.trainer()
+        if self._heard_at != (heard_at := (len(callbacks_of(trainer)), trainer.current_epoch)):
+            self._heard_at = heard_at  # callbacks come and go
+            self._is_step_heard, self.is_heard = is_step_heard(trainer), None
+        if self._is_step_heard or trainer.gradient_clip_val:
+            return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
+        return optimizer.step(_already_run(closure, loss), **kwargs)
+
+    def after_optimizer_step(self) -> None:
+        """Count the step, if it really happened."""
+        assert self.accumulation is not None
+        self.accumulation.after_optimizer_step(self._watch.has_stepped())
+        if self._callback is not None:
+            self._callback.show_window()
+            self._callback.set_size(self.trainer())
+
+
+def _already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
+    """A closure whose first call has been made."""
+    calls = 0
+
+    def first_result_then_again() -> Any:
+        nonlocal calls
+        calls += 1
+        return result if calls == 1 else closure()
+
+    return first_result_then_again
+
+
+def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:
+    callbacks = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
+    if len(callbacks) > 1:
+        raise MisconfigurationException(f"There are {len(callbacks)} GradientAccumulation callbacks in the Trainer; keep one.")
+    return callbacks[0] if callbacks else None
+
+
+def _warn(message: str) -> None:
+    rank_zero_warn(message, category=UserWarning)

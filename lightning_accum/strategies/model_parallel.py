@@ -1,0 +1,112 @@
+"""``fully_shard`` (FSDP2) and tensor parallelism: ``Trainer(strategy="accum_model_parallel")``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import (
+    ModelParallelStrategy,
+)
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_accum.gradient_norm import clip_sharded_by_norm
+from lightning_accum.ranks import Ranks
+from lightning_accum.strategies.preparation import check_reduces_once_a_window, checked
+from lightning_accum.strategies.sharded import ShardedMixin
+from lightning_accum.sync import FSDP2Sync, SyncPolicy
+from lightning_accum.wide_sums import is_narrower
+
+
+class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
+    """Exact gradient accumulation over ``fully_shard`` (FSDP2), ``Trainer(strategy="accum_model_parallel")``.
+
+    Also beside tensor parallelism: weights and gradients are summed over the data-parallel ranks only. As with Lightning's own, the
+    module applies ``fully_shard`` in its ``configure_model``.
+
+    Args:
+        args: see :class:`lightning.pytorch.strategies.ModelParallelStrategy`; so are the keyword arguments.
+        sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"``. Once a window sends less, but
+            holds whole gradients on every rank until the window ends; the other holds shards. The result is the same.
+        kwargs: see above.
+
+    Raises:
+        MisconfigurationException: ``sync`` is neither of the two; or, before training starts, ``fully_shard`` was not applied
+            though there are several data-parallel ranks, or a module divides its gradients by a number of its own.
+
+    Example:
+        >>> strategy = ModelParallelAccumulationStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    """
+
+    strategy_name = "accum_model_parallel"
+
+    def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sync_policy = checked(sync)
+
+    @override
+    def _ranks(self) -> Ranks:
+        mesh = self.device_mesh["data_parallel"]
+        size, group = mesh.size(), mesh.get_group()
+        return Ranks(self.root_device, size, group, self.world_size, self.global_rank, self._timeout)
+
+    @override
+    def ranks_of_micro_batch(self) -> dist.ProcessGroup | None:
+        mesh = self.device_mesh["tensor_parallel"]
+        return mesh.get_group() if mesh.size() > 1 else None
+
+    @override
+    def rank_in_group(self) -> int:
+        return self.device_mesh["data_parallel"].get_local_rank()
+
+    @override
+    def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
+        return clip_sharded_by_norm(parameters, largest)
+
+    @override
+    def _check_accumulate_dtype(self, dtype: torch.dtype) -> None:
+        sync = self._sharded_sync
+        assert isinstance(sync, FSDP2Sync)
+        sharded = sync.parameters()
+        narrow = [parameter for parameter in self.parameters() if is_narrower(parameter.dtype, dtype)]
+        found = sync.sums_narrower_than(dtype) or next((p.dtype for p in narrow if p not in sharded), None)
+        if found is not None:
+            raise MisconfigurationException(
+                f"GradientAccumulation(accumulate_dtype={dtype}): here it is fully_shard that adds up the gradients of a window,"
+                f" and it does so in {found}. Apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype}), in"
+                f" {type(self.lightning_module).__name__}.configure_model."
+            )
+        if self._sync_policy == "micro_batch" and narrow:
+            raise MisconfigurationException(
+                f'ModelParallelAccumulationStrategy(sync="micro_batch") adds up shards of gradients in {narrow[0].dtype}, the type'
+                f' of the parameters. For GradientAccumulation(accumulate_dtype={dtype}) use sync="window".'
+            )
+
+    @override
+    def _make_sync(self) -> FSDP2Sync:
+        assert self.lightning_module is not None
+        if self.policy.on_nonfinite != "propagate":
+            check_reduces_once_a_window(self, self._sync_policy)
+        sync = FSDP2Sync(self.lightning_module, self._sync_policy)
+        size = self.device_mesh["data_parallel"].size()
+        sharded = sync.parameters()
+        left = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in sharded]
+        if left and size > 1:
+            raise MisconfigurationException(
+                f"Nothing averages the gradients of {_names(left)} over the {size} data-parallel ranks: apply fully_shard to what"
+                f" they are in, in {type(self.lightning_module).__name__}.configure_model."
+            )
+        if factors := sync.divide_factors() - {float(size)}:
+            raise MisconfigurationException(
+                f"Gradients are divided by {factors.pop():g} (set_gradient_divide_factor), where the average over {size}"
+                " data-parallel ranks is expected. Leave it out: the weights of the window normalise them."
+            )
+        return sync
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,236 @@
+"""What the sum in a mean was divided by, as the node of the reduction has saved it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_accum.weighing.nodes import SUMS, Node, constant_operand, inputs_of, kind_of, reduced_dims, reduced_numel
+
+Denominator: TypeAlias = "Tensor | float"
+
+
+class UnreadableLossError(ValueError):
+    """The graph of the loss shows no denominator."""
+
+    def __init__(self, found: str) -> None:
+        self.found = found
+        super().__init__(found)
+
+
+class Term(NamedTuple):
+    """One summand of a loss.
+
+    Attributes:
+        criterion: what it is, in words, e.g. ``"cross entropy"``.
+        node: its node in the autograd graph.
+        denominator: what its sum was divided by; None for a sum that was not divided, and where it cannot be read.
+        is_readable: False where the node is not known.
+        factor: the constant that a mean is multiplied by.
+        divisions: the nodes of the divisions on its way to the loss.
+    """
+
+    criterion: str
+    node: Node
+    denominator: Denominator | None
+    is_readable: bool = True
+    factor: float = 1.0
+    divisions: tuple[Node, ...] = ()
+
+
+NO_REDUCTION, MEAN_REDUCTION, SUM_REDUCTION = 0, 1, 2  # at::Reduction
+
+
+def _numel(node: Node) -> float:
+    return int(node._saved_self.numel())
+
+
+def _rows(node: Node) -> float:
+    logits = node._saved_self
+    return int(logits.shape[0]) if logits.dim() > 1 else 1
+
+
+def _total_weight(node: Node) -> Tensor:
+    weight: Tensor = node._saved_total_weight
+    return weight
+
+
+# criterion in words, and where its node keeps the denominator of its mean
+CRITERIA: dict[str, tuple[str, Callable[[Node], Denominator]]] = {
+    "NllLoss": ("cross entropy", _total_weight),
+    "NllLoss2D": ("cross entropy", _total_weight),
+    "MseLoss": ("mean squared error", _numel),
+    "SmoothL1Loss": ("smooth L1 loss", _numel),
+    "HuberLoss": ("Huber loss", _numel),
+    "SoftMarginLoss": ("soft margin loss", _numel),
+    "BinaryCrossEntropy": ("binary cross entropy", _numel),
+    "BinaryCrossEntropyWithLogits": ("binary cross entropy", _numel),
+    "MultiMarginLoss": ("multi margin loss", _rows),
+    "MultilabelMarginLoss": ("multilabel margin loss", _rows),
+}
+
+
+def plain_mean(node: Node, kind: str) -> Denominator | None:
+    """What a loss that is a criterion itself, of operation ``kind``, was divided by; None where :func:`criterion_of` knows more."""
+    if node._saved_reduction != MEAN_REDUCTION:
+        return None
+    below = node.next_functions[0][0]
+    return None if below is None or kind_of(below) == "Mean" else CRITERIA[kind][1](node)
+
+
+class Operation(NamedTuple):
+    """What happens to a criterion on its way to the loss.
+
+    Attributes:
+        kind: ``"times"``, ``"over"``, ``"count"`` (of an outer mean over other dimensions) or ``"mean of losses"``.
+        operand: a tensor, a number, or None if it was not saved.
+        node: its node.
+        number: the operand, if it is a Python number.
+    """
+
+    kind: str
+    operand: Any
+    node: Node
+    number: float | None
+
+
+def operation(kind: str, operand: Any, node: Node) -> Operation:
+    """What ``node`` does to a criterion."""
+    return Operation(kind, operand, node, _number_of(operand))
+
+
+def criterion_of(node: Node, kind: str, scale: Sequence[Operation]) -> Term:
+    """The term that ends in ``node``, of operation ``kind``, after what ``scale`` does to it."""
+    if kind in CRITERIA:
+        words, denominator = CRITERIA[kind]
+        reduction = node._saved_reduction
+        if reduction == NO_REDUCTION:
+            return Term(f"{node.name()} without a reduction", node, None, is_readable=False)
+        below = node.next_functions[0][0]
+        if below is not None and kind_of(below) == "Mean" and 0 in reduced_dims(below):
+            return Term(f"{node.name()} of {below.name()} over the batch", node, None, is_readable=False)
+        count = denominator(node) if reduction != SUM_REDUCTION else None
+        words = words if count is not None else f"sum of {words}"
+    elif kind == "Mean":
+        words, count = "mean", reduced_numel(node)
+    elif kind in SUMS:
+        words, count = "sum", None
+    else:
+        return Term(node.name(), node, None, is_readable=False)
+    factor = 1.0
+    for step in scale:
+        if step.number is not None and step.kind == "times":
+            factor *= step.number
+        elif step.number and step.kind == "over":
+            factor /= step.number
+    if factor == 0:
+        return Term(words, node, 0.0, factor=0.0)  # `0.0 * ...` trains nothing
+    divisions = tuple(step.node for step in scale if step.kind == "over" and step.number is None)
+    try:
+        if count is not None:
+            return Term(words, node, _times_divisors(count, scale), factor=factor, divisions=divisions)
+        divided = _divided_sum(node, scale)
+    except UnreadableLossError as unreadable:
+        return Term(unreadable.found, node, None, is_readable=False)
+    return Term(words if divided is None else f"{words} divided by a count", node, divided, divisions=divisions)
+
+
+def _number_of(operand: Any) -> float | None:
+    """A Python number that was multiplied or divided by; None for a tensor."""
+    if isinstance(operand, Tensor):
+        return float(operand) if _is_number(operand) else None
+    return None if operand is None else float(operand)
+
+
+def _times_divisors(count: Denominator, scale: Sequence[Operation]) -> Denominator:
+    """``mean / mask.mean()`` is a mean over ``count * mask.mean()``; numbers are constant factors."""
+    for step in scale:
+        if step.kind == "count":
+            count = count * step.operand
+        elif step.kind == "over" and step.number is None:
+            count = count * _one_number(step.operand)
+    return count
+
+
+def _divided_sum(summed: Node, scale: Sequence[Operation]) -> Denominator | None:
+    """What a sum is divided by; None if by nothing."""
+    sizes = tuple(getattr(summed, "_saved_self_sym_sizes", ()))
+    if not sizes and isinstance(saved := getattr(summed, "_saved_self", None), Tensor):
+        sizes = tuple(saved.shape)
+    outer: float = math.prod(step.operand for step in scale if step.kind == "count")
+    if any(step.kind == "mean of losses" for step in scale):
+        raise UnreadableLossError("a mean of sums")
+    numbers = [step.number for step in scale if step.kind == "over" and step.number is not None]
+    tensors = [_one_number(step.operand) for step in scale if step.kind == "over" and step.number is None]
+    if tensors:
+        count = tensors[0] * (math.prod(numbers) * outer)
+        for tensor in tensors[1:]:
+            count = count * tensor
+        return _zero_where_masked(summed, count)
+    if numbers:
+        return _plausible_count(math.prod(numbers), sizes) * outer
+    for step in scale:
+        if step.kind == "times":
+            _refuse_hidden_mean(step, sizes)
+    return None
+
+
+def _one_number(divisor: Any) -> Tensor:
+    if not isinstance(divisor, Tensor) or divisor.numel() != 1:
+        raise UnreadableLossError(f"a division by {divisor.numel() if isinstance(divisor, Tensor) else 'unknown'} numbers")
+    return divisor.detach().reshape(())
+
+
+def _zero_where_masked(summed: Node, count: Tensor) -> Tensor:
+    """``mask.sum().clamp(min=1)`` hides that nothing was counted; the mask under the sum still shows it."""
+    below = summed.next_functions[0][0]
+    while below is not None and kind_of(below) == "Mul" and len(inputs := inputs_of(below)) == 1:
+        mask = constant_operand(below)
+        if isinstance(mask, Tensor) and mask.dim() > 0:
+            return torch.where(mask.any(), count, torch.zeros_like(count))
+        below = inputs[0][0]
+    return count
+
+
+def _plausible_count(number: float, sizes: tuple[int, ...]) -> float:
+    """A number that a sum over ``sizes`` is divided by, if it can be its count."""
+    if number < 1 or (sizes and number > math.prod(sizes)):
+        raise UnreadableLossError(f"a sum divided by the number {number:g}, which cannot be a count of its {sizes} elements")
+    return number
+
+
+def _refuse_hidden_mean(step: Operation, sizes: tuple[int, ...]) -> None:
+    """``loss.sum() * (1 / batch_size)`` is a mean that looks like a scaled sum. A factor of 0.5 is taken for a constant."""
+    value = step.number
+    if value is None and isinstance(step.operand, Tensor):
+        raise UnreadableLossError("a sum times a tensor, which may be one over a count")
+    sizes_of_batch = {math.prod(sizes[:end]) for end in range(1, len(sizes) + 1)} - {0, 1, 2}
+    if value and any(math.isclose(1 / value, size, rel_tol=1e-6) for size in sizes_of_batch):
+        raise UnreadableLossError(f"a sum over {sizes} times {value:g}, which may be one over a count")
+
+
+def refuse_normalised(weights: Any, is_mean: bool) -> None:
+    """``(loss * w / w.sum()).sum()`` with the division on the weights' side is a weighted mean that looks like a sum.
+
+    Raises:
+        UnreadableLossError: the weights add up to 1 (in a mean: have the mean 1), and are not all the same.
+    """
+    if not isinstance(weights, Tensor) or weights.dim() == 0 or not weights.is_floating_point() or weights.numel() < 2:
+        return
+    total = weights.double().mean() if is_mean else weights.double().sum()
+    if abs(float(total) - 1) < 1e-4 and bool((weights != weights.flatten()[0]).any()):
+        raise UnreadableLossError("a sum with weights that were normalised over the batch")
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Whether a saved operand was a Python number: unlike a tensor, it takes part in no type promotion."""
+    if tensor.dim() != 0:
+        return False
+    return torch.result_type(tensor, _NARROW_FLOAT if tensor.is_floating_point() else _NARROW_INTEGER) != tensor.dtype
+
+
+_NARROW_FLOAT, _NARROW_INTEGER = torch.zeros((), dtype=torch.float16), torch.zeros((), dtype=torch.int8)

@@ -1,0 +1,80 @@
+"""What keeps losses without weight from doing harm, and finds those that no weight can help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accum.weighing.denominator import Term
+from lightning_accum.weighing.nodes import kind_of, nodes_below
+
+
+def guard_against_zero(terms: Iterable[Term]) -> None:
+    """Keep an empty masked mean, 0 / 0, from poisoning the gradients of the loss that has these terms.
+
+    Its backward computes ``gradient / 0``, which is NaN even for the gradient 0 of a micro-batch without weight. A hook on the
+    division replaces that by zeros. The built-in criteria need none: they write zeros where nothing was counted.
+    """
+    for division in (division for term in terms for division in term.divisions):
+        denominator = division._saved_other
+        if not isinstance(denominator, Tensor):
+            continue
+        if denominator.device.type == "cpu" and bool((denominator != 0).all()):
+            continue  # on the host the comparison is free, elsewhere it would wait for the device
+
+        def zero_where_empty(
+            gradients: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...], denominator: Tensor = denominator
+        ) -> tuple[Tensor | None, ...]:
+            return tuple(g if g is None else torch.where(denominator == 0, torch.zeros_like(g), g) for g in gradients)
+
+        division.register_hook(zero_where_empty)
+
+
+@contextmanager
+def gradients_of_zero(loss: Tensor) -> Iterator[None]:
+    """A backward of ``loss`` in here adds zeros to the gradients of its parameters, whatever it computes.
+
+    For a loss without weight, which may be NaN: NaN * 0 is NaN. The backward itself runs, with the collectives that are in it.
+    """
+    nodes = () if loss.grad_fn is None else nodes_below(loss.grad_fn)
+    handles = [node.variable.register_hook(torch.zeros_like) for node in nodes if node.name().endswith("AccumulateGrad")]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def zero_loss_of(parameters: Iterable[Tensor]) -> Tensor:
+    """A loss of 0 that gives each of ``parameters`` a gradient of zeros, whatever their values."""
+    with torch.autocast("cpu", enabled=False):
+        return torch.stack([parameter.flatten()[:1].sum().float() for parameter in parameters]).sum() * 0.0
+
+
+def is_contrastive(terms: Iterable[Term]) -> bool | None:
+    """Whether a loss of these terms is a cross entropy over logits that are square in the batch with labels 0..B-1, as in CLIP.
+
+    Every sample is then a negative of every other, and no weights make micro-batches equal to their batch (GradCache,
+    arXiv 2101.06983, does it by replaying the forward). Compares labels on the host, so ask once, not per micro-batch.
+
+    Returns:
+        None where the logits are not square, so that nothing was compared.
+    """
+    verdict = None
+    for term in terms:
+        if kind_of(term.node) != "NllLoss":
+            continue
+        logits, target = term.node._saved_self, term.node._saved_target
+        if logits.dim() == 2 and logits.shape[0] == logits.shape[1] > 1:
+            verdict = torch.equal(target, torch.arange(len(target), device=target.device))
+            if verdict:
+                return True
+    return verdict
+
+
+def batch_norm_layers(module: nn.Module) -> list[str]:
+    """The names of the layers that normalise by statistics of the batch they see."""
+    return [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training]

@@ -1,0 +1,337 @@
+"""The weight of a micro-batch: the denominator of its mean loss.
+
+``"auto"`` reads it from the loss itself (see :mod:`lightning_accum.weighing.graph`); the classes and callables here count it from
+the batch, for losses whose graph hides it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_accum.weighing.denominator import CRITERIA, Denominator, Term, UnreadableLossError, plain_mean
+from lightning_accum.weighing.graph import Reading, read_loss, read_terms, terms_of
+from lightning_accum.weighing.nodes import kind_of
+from lightning_accum.weighing.safeguards import guard_against_zero, is_contrastive
+from lightning_accum.weighing.term_nodes import TermLister, TermNode, TermReader
+
+Weight: TypeAlias = Callable[[Any], Any]
+"""Counts what the mean loss of a batch is divided by: takes the batch, returns a scalar tensor or a number."""
+
+
+@dataclass(frozen=True)
+class TokenCount:
+    """Weigh a micro-batch by its tokens that are not ignored.
+
+    Args:
+        key: where the labels are in the batch: a key of a mapping, an attribute, or the index in a tuple.
+        ignore_index: labels with this value do not count, as in :func:`torch.nn.functional.cross_entropy`.
+        shift: whether the model predicts the next token from labels that it shifts itself, so that the first position of every
+            row has no prediction. True for Hugging Face's causal language models; False for labels that the data has shifted.
+
+    Raises:
+        KeyError: (when called) the batch has no such key; the message lists those that it has.
+
+    Example:
+        >>> TokenCount()({"labels": torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])})
+        tensor(3)
+    """
+
+    key: str | int = "labels"
+    ignore_index: int = -100
+    shift: bool = True
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Count the tokens of ``batch``."""
+        labels = _look_up(batch, self.key)
+        if not isinstance(labels, Tensor):
+            raise TypeError(f"TokenCount(key={self.key!r}): expected a tensor of labels, found {type(labels).__name__}")
+        if self.shift:
+            if labels.dim() < 2:
+                raise ValueError(
+                    f"TokenCount(key={self.key!r}, shift=True): labels of shape {tuple(labels.shape)} have no sequence dimension"
+                    " to shift along; pass shift=False"
+                )
+            labels = labels[..., 1:]
+        return (labels != self.ignore_index).sum()
+
+
+@dataclass(frozen=True)
+class SampleCount:
+    """Weigh a micro-batch by its samples: the size of dimension 0 of its first tensor.
+
+    Args:
+        key: look at this entry of the batch instead (a key of a mapping, an attribute, or the index in a tuple).
+
+    Raises:
+        ValueError: (when called) there is no tensor with a dimension 0 in the batch.
+
+    Example:
+        >>> SampleCount()([torch.zeros(4, 3), torch.zeros(4)])
+        tensor(4)
+    """
+
+    key: str | int | None = None
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Count the samples of ``batch``."""
+        samples = count_samples(batch if self.key is None else _look_up(batch, self.key))
+        if samples is None:
+            raise ValueError(f"{self}: found no tensor with a dimension 0 in a batch of type {type(batch).__name__}")
+        return torch.tensor(samples)
+
+
+def count_samples(batch: Any) -> int | None:
+    """The size of dimension 0 of the first tensor in ``batch``; None if there is none."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else None
+    children: Iterable[Any] = ()
+    if isinstance(batch, Iterator):  # a training_step that draws its own batches
+        return None
+    if isinstance(batch, Mapping) or callable(getattr(batch, "values", None)):
+        children = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        children = batch
+    elif is_dataclass(batch) or hasattr(batch, "__dict__"):
+        children = vars(batch).values()
+    return next((n for child in children if (n := count_samples(child)) is not None), None)
+
+
+def _look_up(batch: Any, key: str | int) -> Any:
+    try:
+        return batch[key]
+    except (KeyError, IndexError, TypeError):
+        if isinstance(key, str) and hasattr(batch, key):
+            return getattr(batch, key)
+    if hasattr(batch, "keys"):
+        has: str = f"it has the keys {list(batch.keys())}"
+    elif isinstance(batch, (list, tuple)):
+        has = f"it is a {type(batch).__name__} of {len(batch)}"
+    else:
+        has = f"it is a {type(batch).__name__}"
+    raise KeyError(f"the batch has no entry {key!r}: {has}; pass the right `key` to the weight")
+
+
+# --- from a loss and its batch to a contribution ----------------------------------------------------------------------
+
+
+class Contribution(NamedTuple):
+    """What one micro-batch brings into its window.
+
+    Attributes:
+        weight: what its mean loss was divided by; None if the loss is a sum, so that it is added as it is.
+        others: the denominators of other terms of the loss. No terms: their nodes would keep the graph alive.
+        signature: a number that tells which terms these are; 0 without any.
+    """
+
+    weight: Denominator | None
+    others: tuple[Denominator, ...] = ()
+    signature: int = 0
+
+
+class Weigher:
+    """Finds the weight of each micro-batch, by the rule that the user chose.
+
+    Args:
+        weight: ``"auto"``, ``"equal"``, a callable of the batch, or one for each term of the loss.
+        warn: takes a warning that should be seen once.
+        hands_out_terms: with ``"auto"``, whether :meth:`take_terms` will be called after each micro-batch.
+    """
+
+    def __init__(
+        self,
+        weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...],
+        warn: Callable[[str], None],
+        hands_out_terms: bool = False,
+    ) -> None:
+        self._weight = weight
+        self._warn = warn
+        self._reader = TermReader() if hands_out_terms else None
+        self._lister = TermLister(weight, warn) if isinstance(weight, tuple) else None
+        self._terms: list[TermNode] = []
+        self._looks_for_contrast = 3  # micro-batches more: one of a single sample shows nothing
+        self._factors: list[float] | None = None
+        self._plain: tuple[type, str] | None = None
+        """The node, and its operation, of a loss that is a mean criterion itself and has nothing left to be looked for."""
+        self._is_warned_of_factor = False
+        self.criterion: str | None = None
+        """What the weight was found to be, in words; None before the first micro-batch."""
+        self.unweighed_terms: tuple[str, ...] = ()
+        """Terms of the loss that take the main term's weight although they are no mean over the same count."""
+
+    def __call__(self, loss: Tensor, batch: Any) -> Contribution:
+        """Weigh one micro-batch.
+
+        Args:
+            loss: the scalar loss of the micro-batch, with its graph.
+            batch: the micro-batch, as ``training_step`` got it.
+
+        Raises:
+            UnreadableLossError: with ``"auto"``, where the graph shows no denominator.
+            TypeError, ValueError: an explicit weight returned what cannot be a weight.
+        """
+        if loss.grad_fn is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
+            return Contribution(0.0 if loss.requires_grad else 1.0)
+        if self._plain is not None and type(loss.grad_fn) is self._plain[0]:
+            plain = plain_mean(loss.grad_fn, self._plain[1])
+            if plain is not None:
+                return Contribution(_on_host(plain))
+        is_first = self.criterion is None
+        if self._weight == "auto":
+            try:
+                terms = terms_of(loss, may_wait=self._looks_for_contrast > 0)
+                reading = read_terms(terms)
+            except UnreadableLossError as unreadable:
+                raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
+            if is_first:
+                self._describe(reading)
+            if self._looks_for_contrast:
+                self._look_for_contrast(terms)
+            guard_against_zero(terms)
+            self._compare_factor(terms)
+            if not reading.others:
+                if not self._looks_for_contrast and terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
+                    self._plain = (type(loss.grad_fn), kind_of(loss.grad_fn))
+                return Contribution(_on_host(reading.weight))
+            others = tuple(term.denominator for term in reading.others if term.denominator is not None)
+            signature = 0
+            if self._reader is not None and others and reading.weight is not None:
+                self._terms, signature = self._reader.read(terms, reading)
+            return Contribution(_on_host(reading.weight), others, signature)
+        terms = []
+        with suppress(UnreadableLossError):
+            terms = terms_of(loss)
+        if self._lister is not None:
+            counts = [_checked(weight(batch), weight) for weight in self._lister.weights]
+            self._terms = self._lister.read(terms, counts)
+            guard_against_zero(terms)
+            self.criterion = self._lister.description
+            return Contribution(counts[0], tuple(counts[1:]))
+        if self._looks_for_contrast:
+            self._look_for_contrast(terms)
+        if self._weight == "equal":
+            self.criterion = "equal: a mean of the micro-batches' means"
+            return Contribution(1.0)
+        assert not isinstance(self._weight, (str, tuple))
+        if isinstance(batch, Iterator):
+            raise TypeError(
+                f"weight={self._weight} counts in the batch, but training_step draws its batches by itself (`dataloader_iter`)."
+                ' Use weight="auto".'
+            )
+        weight = _checked(self._weight(batch), self._weight)
+        if is_first:
+            self.criterion = f"{getattr(self._weight, '__name__', self._weight)}"
+            self._compare_with_graph(loss, weight)
+        guard_against_zero(terms)
+        return Contribution(weight)
+
+    def take_terms(self) -> list[TermNode]:
+        """Where the terms of the last loss are to be scaled; none where they share one weight. They are not kept."""
+        terms, self._terms = self._terms, []
+        return terms
+
+    def _describe(self, reading: Reading) -> None:
+        if reading.weight is None:
+            self.criterion = f"{reading.criterion}: added up, divided by nothing"
+        else:
+            self.criterion = f"{reading.criterion}, each micro-batch weighed by what its loss was divided by"
+        self.unweighed_terms = tuple(dict.fromkeys(term.criterion for term in reading.others if term.denominator is None))
+        if self.unweighed_terms:
+            self._warn(
+                f"The loss has terms that are no plain mean over the same count as its {reading.criterion}:"
+                f" {', '.join(self.unweighed_terms)}. They take the weight of the {reading.criterion}; for them a window may"
+                " differ from its full batch."
+            )
+
+    def _compare_factor(self, terms: Sequence[Term]) -> None:
+        """A factor of a mean that changes with the batch, ``loss.mean() * len(batch)``, is not the constant it is taken for."""
+        factors = [term.factor for term in terms]
+        if self._factors is None:
+            self._factors = factors
+        elif not self._is_warned_of_factor and len(factors) == len(self._factors) and factors != self._factors:
+            self._is_warned_of_factor = True
+            self._warn(
+                f"A factor of the loss changes from micro-batch to micro-batch (it was {self._factors}, now it is {factors}). It is"
+                " taken for a constant: if it goes with the batch, a window differs from its full batch. Use an explicit weight."
+            )
+
+    def _look_for_contrast(self, terms: Sequence[Term]) -> None:
+        verdict = is_contrastive(terms)
+        self._looks_for_contrast = self._looks_for_contrast - 1 if verdict is None else 0
+        if verdict:
+            self._warn(
+                "The loss is contrastive: a cross entropy over logits that are square in the batch with labels 0..B-1. Each"
+                " sample is a negative of all others in its batch, so no weight makes micro-batches equal to the full batch."
+            )
+
+    def _compare_with_graph(self, loss: Tensor, weight: Denominator) -> None:
+        """A naive count is off by the model's own shift or mask: say so where the graph knows better."""
+        try:
+            reading = read_loss(loss)
+        except UnreadableLossError:
+            return
+        if reading.weight is None:
+            self._warn(
+                f"The loss is a sum ({reading.criterion}), but weight={self._weight} treats it as a mean over {float(weight):g}."
+                ' With weight="auto" sums are added as they are.'
+            )
+        elif not math.isclose(float(reading.weight), float(weight), rel_tol=1e-6):
+            self._warn(
+                f"weight={self._weight} says {float(weight):g} for the first micro-batch, but its loss ({reading.criterion}) was"
+                f' divided by {float(reading.weight):g}. A window equals its full batch only with the latter: weight="auto"'
+                " reads it from the loss."
+            )
+
+
+def expected_weight(batch: Any, weight: Weight | str | tuple[Weight, ...]) -> float:
+    """What a batch will about weigh, before there is a loss to tell: its labels that are not ignored, else its samples.
+
+    Example:
+        >>> expected_weight({"labels": torch.tensor([[1, 2, -100]])}, "auto")
+        2.0
+        >>> expected_weight([torch.zeros(3, 2)], "auto")
+        3.0
+    """
+    if callable(weight):
+        return float(weight(batch))
+    with suppress(Exception):
+        return float(TokenCount(shift=False)(batch))
+    return float(count_samples(batch) or 1)
+
+
+def _on_host(weight: Denominator | None) -> Denominator | None:
+    """A number for what the host holds already; what a device holds stays there."""
+    if isinstance(weight, Tensor):
+        return weight.item() if weight.device.type == "cpu" else weight.detach()
+    return weight
+
+
+def _checked(weight: Any, source: Any) -> Denominator:
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(f"weight={source} must return one number per batch, but returned a tensor of {tuple(weight.shape)}")
+        if weight.device.type != "cpu":
+            return weight.detach().reshape(())  # elsewhere its value is checked at the end of the window
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise TypeError(f"weight={source} must return a scalar tensor or a number, but returned {type(weight).__name__}")
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ValueError(f"weight={source} must be a count, finite and not negative, but returned {weight}")
+    return float(weight)
+
+
+def _how_to_mend(found: str) -> str:
+    hint = ""
+    if "Compiled" in found:
+        hint = " The graph of a compiled training_step is hidden; compiling only the network inside keeps it readable."
+    return (
+        f'weight="auto" found no denominator in the loss: its graph ends in {found}.{hint} Say what the mean loss is divided by:'
+        " GradientAccumulation(weight=TokenCount(...)) for tokens, weight=SampleCount() for samples, weight=<a callable of the"
+        ' batch> for anything else, or weight="equal" for the mean of the micro-batches\' means.'
+    )

@@ -1,0 +1,298 @@
+"""This package beside the others: how far from the full batch, how many steps and collectives, how fast.
+
+One tiny GPT on docstrings of Python's standard library, 101 of them for the deviation (three windows of 32 and a tail of 5 in every
+epoch), the same data in the same order, through the sides of ``compared_sides.py``: the classic hand-written loop, Lightning's own
+accumulation, Accelerate (``accumulate()``, and its recipe for counted tokens), the HF Trainer (with a model that takes
+``num_items_in_batch``, and with one that does not) and this package, on 1 process and on 2 (DistributedDataParallel, gloo).
+
+- deviation: of the parameters after the first step, the first and the third epoch, in float64: the norm of the difference from the
+  full batch, which a hand-written loop over batches of 32 trains in one process, over the norm of what that has changed by then.
+- steps: of the optimizer and of the scheduler in three epochs; the full batch takes 12.
+- collectives: all that one process takes part in during a window, by torch's profiler.
+- microseconds per micro-batch of 4 texts of 16 bytes, and thousands of tokens per second on texts of 1 to 256 bytes: float32,
+  medians over rounds in which all sides take turns in the same processes.
+
+    python tests/benchmarks/compare.py
+    python tests/benchmarks/compare.py --write     # also into the README, and notebooks/figures/comparison.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from compared_sides import GLOBAL_BATCH, IGNORED, REFERENCE, SIDES, Side, Texts, Training, orders, rank, ranks, window
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_accum.demo.corpus import sample_corpus
+
+ROOT = Path(__file__).parents[2]
+FIGURE = Path("notebooks/figures/comparison.png")
+MOMENTS = ("first step", "epoch 1", "epoch 3")
+EPOCHS, SAMPLES, LONGEST, SHORT, TIMED_WINDOWS = 3, 101, 256, 14, 12
+BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
+
+Figures = dict[str, Any]
+"""What is known of a side: deviations by moment, steps, scheduler steps, collectives, microseconds, tokens per second."""
+
+
+# --- in the processes that train ------------------------------------------------------------------------------------------
+
+
+def deviations(training: Training, full: Training) -> dict[str, float]:
+    """How far the parameters are from those of the full batch, in parts of what it has changed."""
+    start = [parameter.double() for parameter in REFERENCE.new_training(full.texts, 1, torch.float64).model.parameters()]
+
+    def norm(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+        return float(torch.cat([(a - b).flatten() for a, b in zip(ones, others, strict=True)]).norm())
+
+    return {moment: norm(training.after[moment], full.after[moment]) / norm(full.after[moment], start) for moment in MOMENTS}
+
+
+def examined(side: Side, full: Training, texts: Texts) -> Figures:
+    """All that does not depend on time: the side beside the full batch, and its collectives on ``texts`` of four windows."""
+    training = side.new_training(full.texts, EPOCHS, torch.float64, full.kind)
+    side.train(training)
+    return {
+        "deviations": deviations(training, full),
+        "steps": training.steps,
+        "scheduler steps": training.schedule.last_epoch,
+        "collectives": collectives(side, texts),
+    }
+
+
+def collectives(side: Side, texts: Texts) -> int:
+    """How many of them the third window has: in the second DistributedDataParallel rebuilds its buckets."""
+    training = side.new_training(texts, 1, torch.float64)
+    watch = profile(activities=[ProfilerActivity.CPU])
+
+    def at(index: int) -> None:
+        if index == 2 * window():
+            watch.__enter__()
+        elif index == 3 * window():
+            watch.__exit__(None, None, None)
+
+    training.on_forward = at
+    side.train(training)
+    return sum(event.name.startswith("gloo:") for event in watch.events() or ())
+
+
+def seconds(side: Side, texts: Texts) -> float:
+    """What all windows but the first and the last take."""
+    training = side.new_training(texts, 1, torch.float32)
+    side.train(training)
+    return training.forwards[-window()] - training.forwards[window()]
+
+
+def timed(sides: list[Side], rounds: int) -> dict[str, Figures]:
+    """Microseconds of a micro-batch, and tokens per second: medians."""
+    samples = GLOBAL_BATCH * TIMED_WINDOWS
+    corpus = sample_corpus(samples, LONGEST)
+    short = [(text * SHORT)[:SHORT] for text in corpus]  # and a byte at each end
+    (order,) = orders(samples, 1)
+    tokens = sum(len(corpus[i]) + 1 for i in order[GLOBAL_BATCH:-GLOBAL_BATCH])
+    micro_batches = (TIMED_WINDOWS - 2) * window()
+    taken: dict[str, tuple[list[float], list[float]]] = {side.name: ([], []) for side in sides}
+    for round_ in range(-1, rounds):  # the first round is a warm-up
+        for side in sides if round_ % 2 else reversed(sides):
+            for texts, where in zip((short, corpus), taken[side.name], strict=True):
+                if ranks() > 1:
+                    dist.barrier()
+                where.append(seconds(side, texts))
+    return {
+        name: {
+            "microseconds": statistics.median(shorts[1:]) / micro_batches * 1e6,
+            "tokens per second": tokens / statistics.median(longs[1:]),
+        }
+        for name, (shorts, longs) in taken.items()
+    }
+
+
+def work(rounds: int, kind: str, out: Path) -> None:
+    """What one process does; the first writes what was found."""
+    os.chdir(tempfile.mkdtemp())
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    assert IGNORED == -100  # what Hugging Face counts by
+    full = REFERENCE.new_training(sample_corpus(SAMPLES, LONGEST), EPOCHS, torch.float64, kind)
+    REFERENCE.train(full)
+    four_windows = sample_corpus(4 * GLOBAL_BATCH, LONGEST)
+    sides = [side for side in SIDES if side.is_there]
+    found = {side.name: examined(side, full, four_windows) for side in sides}
+    for name, figures in timed(sides, rounds).items() if rounds else ():
+        found[name].update(figures)
+    if rank() == 0:
+        out.write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+# --- in the process that shows --------------------------------------------------------------------------------------------
+
+
+def measured(processes: int, rounds: int, kind: str) -> dict[str, Figures]:
+    """Start the processes and read what they found."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "KINETO_LOG_LEVEL": "9",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        launcher = []
+        if processes > 1:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = str(probe.getsockname()[1])
+            launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", port]
+        command = [sys.executable, *launcher, __file__, "--rounds", str(rounds), "--optimizer", kind, "--worker", str(out)]
+        subprocess.run(command, check=True, env=environment, timeout=3600)
+        found: dict[str, Figures] = json.loads(out.read_text())
+    return found
+
+
+def table(found: Mapping[int, Mapping[str, Figures]]) -> str:
+    """Markdown; the two numbers of a cell are those of 1 process and of 2."""
+    titles = [
+        "", *(f"deviation after {moment}" for moment in ("the first step", "epoch 1", "epoch 3")), "optimizer steps",
+        "scheduler steps", "collectives a window", "µs a micro-batch", "1000 tokens/s",
+    ]  # fmt: skip
+    lines = ["| " + " | ".join(titles) + " |", "| --- |" + " --- |" * (len(titles) - 1)]
+    for name in next(iter(found.values())):
+        of_all = [figures[name] for figures in found.values()]
+        cells = [
+            *(" / ".join(_short(figures["deviations"][moment]) for figures in of_all) for moment in MOMENTS),
+            " / ".join(str(figures["steps"]) for figures in of_all),
+            " / ".join(str(figures["scheduler steps"]) for figures in of_all),
+            " / ".join(str(figures["collectives"]) for figures in of_all),
+        ]
+        if "microseconds" in of_all[0]:
+            cells.append(" / ".join(f"{figures['microseconds']:.0f}" for figures in of_all))
+            cells.append(" / ".join(f"{figures['tokens per second'] / 1000:.1f}" for figures in of_all))
+        else:
+            cells += ["", ""]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", conditions()])
+
+
+def _short(number: float) -> str:
+    return f"{number:.0e}".replace("e-0", "e-") if number else "0"
+
+
+def conditions() -> str:
+    """Date and versions."""
+    versions = []
+    for name in ("torch", "lightning", "accelerate", "transformers"):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    machine = f"Python {platform.python_version()}, {os.cpu_count()} CPU cores"
+    return f"Measured on {datetime.date.today()} with {', '.join(versions)}, {machine}."
+
+
+def draw(found: Mapping[int, Mapping[str, Figures]], path: Path) -> None:
+    """Write the figure: the deviations of every side, one panel for each number of processes."""
+    from matplotlib.figure import Figure
+
+    floor, ceiling = 1e-17, 10.0
+    names = list(next(iter(found.values())))
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
+    styles = {"first step": ("o", "#56B4E9"), "epoch 1": ("s", "#0072B2"), "epoch 3": ("D", "#000000")}
+    for axes, (processes, figures) in zip(panels, found.items(), strict=True):
+        for row, name in enumerate(names):
+            axes.axhline(row, color="0.92", linewidth=1, zorder=0)
+            for shift, (moment, (marker, colour)) in zip((-0.22, 0.0, 0.22), styles.items(), strict=True):
+                value = max(figures[name]["deviations"][moment], floor)
+                axes.plot(value, row + shift, marker, color=colour, markersize=7, label=moment if row == 0 else None)
+        axes.axvspan(floor / 3, 1e-12, color="#009E73", alpha=0.12, linewidth=0)
+        axes.set_xscale("log")
+        axes.set_xlim(floor / 3, ceiling)
+        axes.set_xticks([1e-16, 1e-12, 1e-8, 1e-4, 1])
+        axes.set_title("one process" if processes == 1 else f"{processes} processes", loc="left", fontsize=11)
+        axes.set_xlabel("deviation of the parameters from the full batch's")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", color="0.9")
+    panels[0].set_yticks(range(len(names)), [name.replace("**", "").replace("`", "") for name in names])
+    panels[0].set_ylim(len(names) - 0.4, -0.6)
+    panels[0].text(
+        1.3e-12, len(names) - 0.55, "equal to rounding: below 1e-12", color="#00694D", fontsize=9, ha="left", va="bottom"
+    )
+    figure.suptitle(f"Equal to the full batch throughout: {_exact(found)}", fontsize=14, fontweight="bold", x=0.01, ha="left")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def _exact(found: Mapping[int, Mapping[str, Figures]]) -> str:
+    """The sides that are below 1e-12 at every moment, on every number of processes."""
+    names = [
+        side.name
+        for side in SIDES
+        if side.is_there and all(max(figures[side.name]["deviations"].values()) < 1e-12 for figures in found.values())
+    ]
+    ours = {side.name for side in SIDES if side.is_ours}
+    return "only this package" if names and ours.issuperset(names) else ", ".join(names) or "none"
+
+
+def into_readme(text: str) -> None:
+    """Put the table between its marks."""
+    readme = ROOT / "README.md"
+    before = readme.read_text()
+    after, number = re.subn(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{text}\n{END}", before, flags=re.DOTALL)
+    if number != 1:
+        raise SystemExit(f"README.md: expected one place between {BEGIN} and {END}, found {number}")
+    readme.write_text(after)
+
+
+def main() -> None:
+    """Measure, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="how often every side is timed; 0: not at all (default: 7)")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="for the deviations (default: adamw)")
+    parser.add_argument("--write", action="store_true", help="put the table into README.md, and the figure beside the others")
+    parser.add_argument("--figure", type=Path, help="where to draw")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        work(arguments.rounds, arguments.optimizer, arguments.worker)
+        return
+    found = {processes: measured(processes, arguments.rounds, arguments.optimizer) for processes in arguments.processes}
+    text = table(found)
+    print(text)
+    if arguments.write:
+        into_readme(text)
+    figure = arguments.figure or (ROOT / FIGURE if arguments.write else None)
+    if figure is not None:
+        draw(found, figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""The ways to accumulate that ``compare.py`` compares: one tiny GPT, the same data in the same order, and trainings of it.
+
+Every side trains :class:`GPT` with AdamW or SGD under a linear schedule, in windows of 32 samples, cut into micro-batches of 4, as
+its own documentation says to. What is recorded is recorded outside of it: by hooks on the model's forward and the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_accum import GradientAccumulation, SameOrderSampler
+from lightning_accum.demo.data import collate, count_targets
+from lightning_accum.demo.model import IGNORED, ByteModel
+
+GLOBAL_BATCH, MICRO_BATCH, SEED = 32, 4, 5
+
+Batch = dict[str, Tensor]
+Texts = list[bytes]
+
+
+def ranks() -> int:
+    """Processes that train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Which of them this is."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def window() -> int:
+    """Micro-batches that each rank contributes to a window."""
+    return GLOBAL_BATCH // MICRO_BATCH // ranks()
+
+
+# --- what is trained ------------------------------------------------------------------------------------------------------
+
+
+class GPT(nn.Module):
+    """A small causal language model over bytes that returns its own mean loss, as those of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = ByteModel().net
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return self.loss(input_ids, labels, None)
+
+    def loss(self, input_ids: Tensor, labels: Tensor, count: Tensor | int | None) -> dict[str, Tensor]:
+        """The loss of the bytes to predict: their mean, or their sum divided by ``count``."""
+        logits, targets = self.net(input_ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        if count is None:
+            return {"loss": F.cross_entropy(logits, targets, ignore_index=IGNORED)}
+        return {"loss": F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / count}
+
+
+class CountingGPT(GPT):
+    """The same, and takes the count of all bytes to predict in the window, which the HF Trainer offers."""
+
+    loss_type = "ForCausalLM"  # by which the HF Trainer knows that the labels are shifted inside, and counts so
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> dict[str, Tensor]:
+        return self.loss(input_ids, labels, num_items_in_batch)
+
+
+class SummingGPT(GPT):
+    """The same, and returns a sum, as the token recipe of Accelerate wants."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return self.loss(input_ids, labels, 1)
+
+
+@dataclass
+class Training:
+    """One training: what goes in, and what was seen of it.
+
+    Attributes:
+        texts: the data.
+        epochs: passes over it.
+        model: what is trained.
+        announced: scheduler steps after which the learning rate is zero, as the side counts them.
+        kind: the optimizer, "adamw" or "sgd", which has momentum.
+        steps: optimizer steps that happened.
+        after: parameters by the name of the moment: "first step", "epoch 1", ...
+        forwards: when each forward of this rank began, in seconds.
+        on_forward: called before each forward with its index.
+    """
+
+    texts: Texts
+    epochs: int
+    model: GPT
+    announced: int
+    kind: str
+    steps: int = 0
+    after: dict[str, list[Tensor]] = field(default_factory=dict)
+    forwards: list[float] = field(default_factory=list)
+    on_forward: Callable[[int], None] = lambda index: None
+
+    def __post_init__(self) -> None:
+        parameters = self.model.parameters()
+        self.optimizer = AdamW(parameters, lr=1e-2) if self.kind == "adamw" else SGD(parameters, lr=1e-1, momentum=0.9)
+        self.schedule = LambdaLR(self.optimizer, lambda step: max(0.0, 1 - step / self.announced))
+        self.optimizer.register_step_post_hook(self._stepped)
+        self.model.register_forward_pre_hook(self._began)
+
+    def _stepped(self, *args: Any) -> None:
+        self.steps += 1
+        if self.steps == 1:
+            self.note("first step")
+
+    def _began(self, *args: Any) -> None:
+        self.on_forward(len(self.forwards))
+        self.forwards.append(time.perf_counter())
+
+    def note(self, moment: str) -> None:
+        """Keep the parameters as they are."""
+        self.after[moment] = [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def ended(self, epoch: int) -> None:
+        """Keep the parameters after an epoch, counted from 0."""
+        self.note(f"epoch {epoch + 1}")
+
+
+def orders(samples: int, epochs: int) -> Iterator[list[int]]:
+    """The order of every epoch: that of torch's DistributedSampler for one process, which all sides sample by."""
+    for epoch in range(epochs):
+        yield torch.randperm(samples, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+
+
+def shared_out(texts: Texts) -> DistributedSampler[int]:
+    """The samples of this rank, a few of them twice where the ranks do not divide them: what torch and Lightning do."""
+    return DistributedSampler(texts, ranks(), rank(), shuffle=True, seed=SEED)  # type: ignore[arg-type]
+
+
+def in_one_piece(texts: Texts) -> DistributedSampler[int]:
+    """The samples of all ranks, for libraries that share batches out by themselves."""
+    return DistributedSampler(texts, 1, 0, shuffle=True, seed=SEED)  # type: ignore[arg-type]
+
+
+def loader(texts: Texts, sampler: Any, batch: int = MICRO_BATCH) -> DataLoader[bytes]:
+    """Batches in the sampler's order, padded to the longest text of each."""
+    return DataLoader(texts, batch_size=batch, sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def full_batch(training: Training) -> None:
+    """The reference: one process, one batch a step."""
+    for epoch, order in enumerate(orders(len(training.texts), training.epochs)):
+        for start in range(0, len(order), GLOBAL_BATCH):
+            training.optimizer.zero_grad()
+            training.model(**collate([training.texts[i] for i in order[start : start + GLOBAL_BATCH]]))["loss"].backward()
+            training.optimizer.step()
+            training.schedule.step()
+        training.ended(epoch)
+
+
+# --- the sides ------------------------------------------------------------------------------------------------------------
+
+
+def by_hand(training: Training) -> None:
+    """The loop of the tutorials: the loss divided by N, ``no_sync`` inside a window, a step at the end of an epoch."""
+    sampler = shared_out(training.texts)
+    batches = loader(training.texts, sampler)
+    model: nn.Module = DistributedDataParallel(training.model) if ranks() > 1 else training.model
+    for epoch in range(training.epochs):
+        sampler.set_epoch(epoch)
+        for index, batch in enumerate(batches, 1):
+            is_boundary = index % window() == 0 or index == len(batches)
+            with nullcontext() if is_boundary or ranks() == 1 else model.no_sync():  # type: ignore[operator]
+                (model(**batch)["loss"] / window()).backward()
+            if is_boundary:
+                training.optimizer.step()
+                training.schedule.step()
+                training.optimizer.zero_grad()
+        training.ended(epoch)
+
+
+class Module(pl.LightningModule):
+    """What a Trainer gets. It knows nothing of accumulation."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.model = training.model
+        self.training_ = [training]  # in a list, so that it stays out of the module's attributes that Lightning looks through
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.model(**batch)["loss"]
+
+    def configure_optimizers(self) -> Any:
+        (training,) = self.training_
+        return {"optimizer": training.optimizer, "lr_scheduler": {"scheduler": training.schedule, "interval": "step"}}
+
+    def on_train_epoch_end(self) -> None:
+        self.training_[0].ended(self.current_epoch)
+
+
+def with_trainer(
+    training: Training, batches: DataLoader[bytes], strategy: str, callbacks: Iterable[Callback] = (), n: int = 1
+) -> None:
+    """Lightning's Trainer with nothing else in it."""
+    pl.Trainer(
+        accelerator="cpu", devices=ranks(), strategy=strategy, accumulate_grad_batches=n, callbacks=list(callbacks),
+        max_epochs=training.epochs, use_distributed_sampler=False, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False,
+    ).fit(Module(training), batches)  # fmt: skip
+
+
+def with_lightning(training: Training) -> None:
+    """``accumulate_grad_batches``."""
+    batches = loader(training.texts, shared_out(training.texts))
+    with_trainer(training, batches, "ddp" if ranks() > 1 else "auto", n=window())
+
+
+def _ours() -> str:
+    return "accum_ddp" if ranks() > 1 else "accum"
+
+
+def with_windows(training: Training) -> None:
+    """This package, windows of loader batches."""
+    batches = loader(training.texts, SameOrderSampler(training.texts, seed=SEED))  # type: ignore[arg-type]
+    with_trainer(training, batches, _ours(), [GradientAccumulation(window())])
+
+
+def with_split_batches(training: Training) -> None:
+    """This package, loader batches split into micro-batches, sorted and trimmed."""
+    batches = loader(training.texts, SameOrderSampler(training.texts, seed=SEED), GLOBAL_BATCH // ranks())  # type: ignore[arg-type]
+    with_trainer(training, batches, _ours(), [GradientAccumulation(micro_batch=MICRO_BATCH)])
+
+
+def _without_accelerators_state() -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def _prepared(training: Training) -> tuple[Any, Any, Any, Any, Any, DistributedSampler[int]]:
+    """The accelerator, what it made of the model, the optimizer, the batches and the schedule, and the sampler of the batches."""
+    from accelerate import Accelerator
+
+    _without_accelerators_state()
+    accelerator, sampler = Accelerator(cpu=True, gradient_accumulation_steps=window()), in_one_piece(training.texts)
+    parts = training.model, training.optimizer, loader(training.texts, sampler), training.schedule
+    return accelerator, *accelerator.prepare(*parts), sampler
+
+
+def with_accelerate(training: Training) -> None:
+    """``accumulate()``. Its scheduler steps once for each process, for which its documentation has schedules be made longer."""
+    accelerator, model, optimizer, batches, schedule, sampler = _prepared(training)
+    for epoch in range(training.epochs):
+        sampler.set_epoch(epoch)
+        for batch in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch)["loss"])
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        training.ended(epoch)
+
+
+def with_token_recipe(training: Training) -> None:
+    """Accelerate's recipe for counted tokens: the batches of a window in a list, their tokens gathered before its first forward."""
+    accelerator, model, optimizer, batches, schedule, sampler = _prepared(training)
+    for epoch in range(training.epochs):
+        sampler.set_epoch(epoch)
+        source = iter(batches)
+        while held := list(islice(source, window())):
+            count = accelerator.gather(torch.stack([count_targets(batch["labels"]) for batch in held]).sum()).sum().item()
+            for index, batch in enumerate(held, 1):
+                is_boundary = index == len(held)
+                with nullcontext() if is_boundary else accelerator.no_sync(model):
+                    # backward() divides by the steps, and DDP by the processes
+                    loss = model(**batch)["loss"] * window() * accelerator.num_processes / count
+                    accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        training.ended(epoch)
+
+
+def with_hugging_face(training: Training) -> None:
+    """The HF Trainer, without clipping. The model takes ``num_items_in_batch`` or does not."""
+    import transformers
+
+    _without_accelerators_state()
+    sampler = in_one_piece(training.texts)
+
+    class Sampled(transformers.Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return sampler
+
+    class Ends(transformers.TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            sampler.set_epoch(round(state.epoch or 0))
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            training.ended(round(state.epoch) - 1)
+
+    arguments = transformers.TrainingArguments(
+        output_dir="hugging-face", per_device_train_batch_size=MICRO_BATCH, gradient_accumulation_steps=window(),
+        num_train_epochs=training.epochs, use_cpu=True, ddp_backend="gloo" if ranks() > 1 else None, max_grad_norm=0.0,
+        report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, remove_unused_columns=False, dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+    )  # fmt: skip
+    trainer = Sampled(
+        model=training.model,
+        args=arguments,
+        train_dataset=training.texts,
+        data_collator=collate,
+        optimizers=(training.optimizer, training.schedule),
+        callbacks=[Ends()],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+
+
+@dataclass(frozen=True)
+class Side:
+    """A way to train.
+
+    Attributes:
+        name: in the table.
+        train: does it.
+        model: what it trains.
+        needs: a package that has to be installed.
+        steps_by_process: whether its scheduler takes a step for each process.
+        is_ours: whether it is this package.
+    """
+
+    name: str
+    train: Callable[[Training], None]
+    model: type[GPT] = GPT
+    needs: str = "torch"
+    steps_by_process: bool = False
+    is_ours: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can run here."""
+        return importlib.util.find_spec(self.needs) is not None
+
+    def new_training(self, texts: Texts, epochs: int, dtype: torch.dtype, kind: str = "adamw") -> Training:
+        """A training that has not begun."""
+        steps = epochs * -(-len(texts) // GLOBAL_BATCH)
+        return Training(texts, epochs, self.model().to(dtype), steps * (ranks() if self.steps_by_process else 1), kind)
+
+
+REFERENCE = Side("full batch", full_batch)
+SIDES = (
+    Side("hand-written loop", by_hand),
+    Side("Lightning", with_lightning),
+    Side("Accelerate, `accumulate()`", with_accelerate, needs="accelerate", steps_by_process=True),
+    Side("Accelerate, token recipe", with_token_recipe, SummingGPT, needs="accelerate", steps_by_process=True),
+    Side("HF Trainer", with_hugging_face, needs="transformers"),
+    Side("HF Trainer, model takes `num_items_in_batch`", with_hugging_face, CountingGPT, needs="transformers"),
+    Side("**this package**, `GradientAccumulation(N)`", with_windows, is_ours=True),
+    Side("**this package**, `micro_batch=4`", with_split_batches, is_ours=True),
+)

@@ -1,0 +1,41 @@
+"""What the README's comparison says of deviations: measured anew, without the times."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+
+from compare import BEGIN, END, MOMENTS, ROOT, measured, table
+from compared_sides import SIDES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_only_this_package_is_the_full_batch_at_every_moment(processes: int, kind: str) -> None:
+    found = measured(processes, rounds=0, kind=kind)
+    for side in SIDES:
+        if not side.is_there:
+            continue
+        deviations = found[side.name]["deviations"]
+        assert found[side.name]["steps"] == 12
+        if side.is_ours:
+            assert max(deviations.values()) < 1e-12
+            assert found[side.name]["scheduler steps"] == 12
+        elif processes == 2 or ("recipe" not in side.name and "takes" not in side.name):
+            assert deviations["epoch 3"] > 1e-2
+
+
+def test_the_readme_has_the_table_of_this_script() -> None:
+    text = (ROOT / "README.md").read_text()
+    shown = text[text.index(BEGIN) : text.index(END)]
+    figures = {"deviations": dict.fromkeys(MOMENTS, 0.0), "steps": 0, "scheduler steps": 0, "collectives": 0}
+    header = table({1: {side.name: figures for side in SIDES}}).splitlines()[0]
+    assert header in shown
+    for side in SIDES:
+        assert f"| {side.name} |" in shown

@@ -1,0 +1,86 @@
+"""What the documentation shows exists and runs: public names, the README's and the guide's code, notebooks, links."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_accum
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "notebooks" / "README.md", ROOT / "lightning_accum" / "README.md"]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("name", lightning_accum.__all__)
+def test_every_public_name_has_an_example_that_runs(name: str) -> None:
+    documented = getattr(lightning_accum, name)
+    assert inspect.getdoc(documented)
+    found = doctest.DocTestFinder(recurse=False).find(documented, name, globs=vars(inspect.getmodule(documented)) | {})
+    assert sum(len(test.examples) for test in found) > 0
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in found:
+        assert runner.run(test).failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_of_the_pages_is_of_this_package(page: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module == "lightning_accum":
+                assert {alias.name for alias in node.names} <= set(lightning_accum.__all__)
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("GradientAccumulation", "Tokens")
+            ):
+                eval(ast.unparse(node), vars(lightning_accum) | {"torch": __import__("torch")})  # raises where it is refused
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, heading = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        if heading:
+            headings = [re.sub(r"[^\w\- ]", "", line).strip().lower().replace(" ", "-") for line in found.read_text().split("\n#")]
+            assert any(title.startswith(heading) for title in headings), target
+    for file in re.findall(r"`((?:tests|lightning_accum|notebooks)/[\w/]+\.\w+)", text):
+        assert (ROOT / file).exists(), file
+
+
+def test_files_named_in_how_it_works_exist() -> None:
+    package = ROOT / "lightning_accum"
+    rows = re.findall(r"^\| (`.*?`|here) \| (.*) \|$", (package / "README.md").read_text(), re.MULTILINE)
+    for folders, text in rows:
+        named = set(re.findall(r"`(\w+\.py)`", text))
+        for folder in re.findall(r"`(\w+)/`", folders) or ["."]:
+            files = {path.name for path in (package / folder).glob("*.py")} - {"__init__.py", "__main__.py"}
+            if named:
+                assert named == files, folder
+    known = {folder for folders, _ in rows for folder in re.findall(r"`(\w+)/`", folders)}
+    assert known == {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_show_what_they_do_and_nothing_of_a_machine(notebook: Path) -> None:
+    content = json.loads(notebook.read_text())
+    cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "not executed from top to bottom"
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert [output for output in outputs if "image/png" in output.get("data", {})], "no figure"
+    for output in outputs:
+        shown = "".join(output.get("text", "")) + "".join(output.get("data", {}).get("text/plain", ""))
+        assert not re.search(r"(?<![\w.])/(?:work|tmp|home|root|usr|Users)/", shown), shown
+    assert any("assert " in "".join(cell["source"]) for cell in cells)
