@@ -49,7 +49,8 @@ class GradientAccumulation(Callback):
             begins to hold; a function ``f(optimizer steps so far) -> n``; None for the Trainer's ``accumulate_grad_batches``. Or
             :class:`Tokens`: a window ends with the micro-batch in which the weights of all ranks come to that many (with
             ``micro_batch="auto"``, the loader batch). A window keeps the size that it began with.
-        micro_batch: the size of a micro-batch, into several of which each loader batch is split: a number of samples;
+        micro_batch: the size of a micro-batch, into several of which each loader batch is split: a number of samples (fewer
+            where their lengths are so far apart that half of an average micro-batch would be padding to save);
             :class:`Tokens`, padding included; ``"auto"``, as large as memory allows, found by trying; None for the loader's batch
             as it is. ``training_step`` runs once for each, and what it logs and returns is put together to what the batch would
             have logged and returned.

@@ -39,6 +39,12 @@ def full(rows: int = 11, length: int = LENGTH) -> Batch:
     return {"ids": ids, "attention_mask": torch.ones_like(ids), "target": torch.arange(rows) * 10}
 
 
+def of_widths(*widths: int) -> Batch:
+    """Rows padded on the right, none of them full."""
+    mask = (torch.arange(max(widths) + 1) < torch.tensor(widths)[:, None]).long()
+    return {"ids": mask, "attention_mask": mask.clone(), "target": torch.arange(len(widths)) * 10}
+
+
 def sizes_of(limit: int = 4) -> MicroBatchSizes:
     """What remains after a micro-batch twice as large ran out of memory, whatever its rows cost."""
     sizes = MicroBatchSizes(may_grow=lambda _: False)
@@ -133,11 +139,29 @@ def test_the_longest_rows_come_first_and_order_undoes_it(seed: int, side: str, s
 
 
 @pytest.mark.parametrize("trim", [True, False])
-@pytest.mark.parametrize("make", [full, lambda: padded("right", 1)])
+@pytest.mark.parametrize("make", [full, lambda: of_widths(*range(60, 49, -1))])
 @pytest.mark.parametrize("size", [1, 2, 4, 10])
 def test_micro_batches_have_so_many_samples_and_the_last_has_the_rest(size: int, make: Callable[[], Batch], trim: bool) -> None:
     counts = [len(m["target"]) for m in planner(size, trim=trim).plan(make(), Proofs())]
     assert counts == [size] * (11 // size) + [11 % size] * (11 % size > 0)
+
+
+@pytest.mark.parametrize(
+    ("widths", "counts"),
+    [
+        # 4 rows of 20 and 4 of 8: 56 columns on average. 3 * 11 saved are more than 28
+        ([20, 9, 9, 9, 8, 8, 8, 8], [1, 3, 4]),
+        # 4 of 20 and 4 of 12: 64. 2 * 8 saved are less than 32
+        ([20, 20, 12, 12, 12, 12, 12, 12], [4, 4]),
+        # 4 of 20 and 4 of 3: 46. 2 * 16 saved are more than 23, and more than 3 * 8 with one row of its own
+        ([20, 12, 4, 3, 3, 3, 3, 3], [2, 2, 4]),
+        # 4 of 100 and 16 of 1: 83.2. First 3 * 50 are saved, then 49
+        ([100, 50, 50, 1] + 16 * [1], [1, 2, 1, 4, 4, 4, 4]),
+    ],
+)
+def test_a_micro_batch_is_cut_where_that_saves_half_of_an_average_one(widths: list[int], counts: list[int]) -> None:
+    plan = planner(4).plan(of_widths(*widths), Proofs())
+    assert [piece.count for piece in plan.pieces] == counts
 
 
 @pytest.mark.parametrize("make", [full, lambda: padded("right", 1)])

@@ -196,15 +196,20 @@ class Planner:
         widest = max(*spans, untrimmed)
         of_rows = list(zip(*(span.widths for span in spans.values()), strict=True))
         widths = [max(untrimmed, *of_row) for of_row in of_rows]
+
+        def cost_of(width: int) -> int:
+            return max(1, elements * width // widest)
+
         longest_first = sorted(range(layout.size), key=lambda row: (widths[row], sum(of_rows[row])), reverse=True)
-        pieces, rest = [], longest_first
+        groups, rest = [], longest_first
         while rest:
             width = widths[rest[0]]
-            cost = max(1, elements * width // widest)
-            allowed = min(self._rows_allowed(len(rest), width, cost), len(rest))
-            rows = rest[: self._rows_within(allowed, rest, untrimmed, spans.values())]
-            pieces.append(Piece(rows, len(rows), cost, kept_columns(rows, spans.values())))
-            rest = rest[len(rows) :]
+            allowed = min(self._rows_allowed(len(rest), width, cost_of(width)), len(rest))
+            groups.append(rest[: self._rows_within(allowed, rest, untrimmed, spans.values())])
+            rest = rest[len(groups[-1]) :]
+        if isinstance(self._size, int):
+            groups = _cut_where_lengths_fall(groups, widths)
+        pieces = [Piece(rows, len(rows), cost_of(widths[rows[0]]), kept_columns(rows, spans.values())) for rows in groups]
         if len(pieces) == 1:  # nothing to sort
             return [replace(pieces[0], rows=slice(None))], None
         return pieces, longest_first
@@ -277,6 +282,29 @@ class _Extent:
     @property
     def width(self) -> int:
         return self._stop - self._start
+
+
+def _cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> list[list[int]]:
+    """Make two of a micro-batch where half of what they all have on average is padding that this saves.
+
+    Args:
+        groups: the rows of each micro-batch, longest first.
+        widths: the columns of each row of the batch.
+    """
+    least = sum(len(rows) * widths[rows[0]] for rows in groups) / len(groups) / 2
+    cut: list[list[int]] = []
+    waiting = groups[::-1]
+    while waiting:
+        rows = waiting.pop()
+        # what is saved when so many of the longest rows are on their own
+        saved = [(len(rows) - first) * (widths[rows[0]] - widths[rows[first]]) for first in range(len(rows))]
+        most = max(saved)
+        if most < least:
+            cut.append(rows)
+        else:
+            first = saved.index(most)
+            waiting += [rows[first:], rows[:first]]
+    return cut
 
 
 def _cut(split: Split, batch: Any, size: int) -> Sequence[Any]:
