@@ -372,6 +372,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         # Lightning counts loader batches of the epoch; what is due is decided here, and stepped by Lightning
         clock = strategy.accumulation.clock
         configs = strategy.lr_scheduler_configs
+        if not configs:
+            return
         due = []
         for config in configs:
             if config.interval == "step":

@@ -130,13 +130,26 @@ class WindowOptimization(_AutomaticOptimization):
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return
         with noting_gradient_norm(self.trainer, strategy):
-            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+            if strategy.accumulation.is_plain() or strategy.hears_step():
+                super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+            else:
+                self._unheard_optimizer_step(train_step_and_backward_closure)
         strategy.after_optimizer_step()
         closed = strategy.accumulation.closed
         if closed is not None and closed.is_empty:  # no step was taken, none is counted
             for tracker in (self.optim_progress.optimizer.step.total, self.optim_progress.optimizer.step.current):
                 tracker.ready -= 1
                 tracker.completed -= 1
+
+    def _unheard_optimizer_step(self, closure: Callable[[], Tensor | None]) -> None:
+        """As Lightning's, without the hook of the module, which is Lightning's own and would call the strategy."""
+        (optimizer, *_), progress = self.strategy._lightning_optimizers, self.optim_progress.optimizer.step
+        is_counted = not self.trainer.fit_loop._should_accumulate()
+        if is_counted:
+            progress.increment_ready()
+        self.strategy.optimizer_step(optimizer._optimizer, closure)
+        if is_counted:
+            progress.increment_completed()
 
 
 class WindowClosure(Closure):

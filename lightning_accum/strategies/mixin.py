@@ -21,12 +21,13 @@ from typing_extensions import override
 from lightning_accum import loops
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.at_exit import let_gloo_rest_at_exit
+from lightning_accum.backward import backward
 from lightning_accum.batch_norm.joint_layers import statistics_of_ranks
 from lightning_accum.batch_norm.policy import joins_batches
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
-from lightning_accum.listeners import callbacks_of, is_step_heard
+from lightning_accum.listeners import already_on_cpu, callbacks_of, has_own_transfer, is_profiled, is_step_heard
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import ManualOptimization, begin_manual
 from lightning_accum.nonfinite import Guard
@@ -120,6 +121,7 @@ class AccumulationMixin(Engine):
         self.takes_gradient = not is_overridden("backward", module)
         self._is_announced = False
         self.is_heard = None
+        self._has_own_transfer, self._is_profiled = has_own_transfer(trainer), is_profiled(trainer)
         self._is_step_heard = True
         self._heard_at: tuple[int, int] | None = None
 
@@ -216,9 +218,12 @@ class AccumulationMixin(Engine):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        splitting = None if self.accumulation is None else self.accumulation.splitting
-        is_on_its_way = self.root_device.type != "cpu" and batch is not None
-        if splitting is not None and is_on_its_way and self.trainer().training and not self._changes_batches():
+        if self.accumulation is None or self._has_own_transfer:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        if self.root_device.type == "cpu" and not self._is_profiled and (moved := already_on_cpu(batch)) is not None:
+            return moved
+        splitting, is_on_its_way = self.accumulation.splitting, self.root_device.type != "cpu" and batch is not None
+        if splitting is not None and is_on_its_way and self.trainer().training:
             splitting.planner.look_at(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -240,21 +245,15 @@ class AccumulationMixin(Engine):
         assert self.accumulation is not None
         if self.accumulation.is_weightless or self.guard is not None:
             with self._around_backward(loss):
-                torch.autograd.backward(loss, seed)
+                backward(loss, seed)
         else:
-            torch.autograd.backward(loss, seed)
+            backward(loss, seed)
 
     def _around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
         assert self.accumulation is not None
         if self.accumulation.is_weightless:
             return gradients_of_zero(loss)
         return nullcontext() if self.guard is None else self.guard.watching(loss, self.accumulation.weight)
-
-    def _changes_batches(self) -> bool:
-        """Whether a batch on the device may be another than on the host: augmented, or moved by the user's own rules."""
-        hooks = ("on_after_batch_transfer", "transfer_batch_to_device")
-        module, data = self.lightning_module, getattr(self.trainer(), "datamodule", None)
-        return any(is_overridden(hook, owner) for owner in (module, data) if owner is not None for hook in hooks)
 
     def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take in the loss of a micro-batch. Returns what to call backward on, and with which gradient (None for 1)."""
@@ -379,13 +378,17 @@ class AccumulationMixin(Engine):
         loss = closure()
         if self.accumulation.closed is not None and self.accumulation.closed.is_empty:
             return loss  # nothing had any weight: optimizer and hooks see no step
-        trainer = self.trainer()
-        if self._heard_at != (heard_at := (len(callbacks_of(trainer)), trainer.current_epoch)):
-            self._heard_at = heard_at  # callbacks come and go
-            self._is_step_heard, self.is_heard = is_step_heard(trainer), None
-        if self._is_step_heard or trainer.gradient_clip_val:
+        if self.hears_step() or self.trainer().gradient_clip_val:
             return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
         return optimizer.step(_already_run(closure, loss), **kwargs)
+
+    def hears_step(self) -> bool:
+        """Whether anything listens to what Lightning calls around an optimizer step."""
+        trainer = self.trainer()
+        heard_at = (len(callbacks_of(trainer)), trainer.current_epoch)
+        if self._heard_at != heard_at:  # callbacks come and go
+            self._heard_at, self._is_step_heard, self.is_heard = heard_at, is_step_heard(trainer), None
+        return self._is_step_heard
 
     def after_optimizer_step(self) -> None:
         """Count the step, if it really happened."""
