@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
@@ -15,6 +17,17 @@ import torch
 torch.set_num_threads(1)
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.WARNING)
+
+os.register_at_fork(after_in_child=lambda: faulthandler.enable(2))  # a process that crashes tells where, with what is captured
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show what was seen of tests that had to run again."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.section(f"ran again: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+        for name, text in report.sections:
+            terminalreporter.write_line(f"{name}\n{text}")
 
 
 @pytest.fixture(autouse=True)
