@@ -94,6 +94,7 @@ def test_script_with_lightnings_launchers(strategy: str) -> None:
     assert float(output.split("TOTAL ")[1].split()[0]) == pytest.approx(TOTAL, rel=1e-15)
 
 
+@pytest.mark.slow  # test_nodes_of_torchrun does it on two nodes
 def test_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     output = run_script(*torchrun, "script.py", "accum_ddp")

@@ -395,7 +395,9 @@ def test_all_other_ranks_name_the_one_that_raised() -> None:
     assert_failed(ranks(partial(train, "ddp", Fault("raises", {2: 2}), devices=3), world_size=3), 2)
 
 
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["Lightning's own launcher", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["Lightning's own launcher", "torchrun"]
+)
 def test_script_whose_rank_raises_ends_and_names_it(launcher: tuple[str, ...]) -> None:
     end = script(*launcher, strategy="ddp", fault=Fault("raises", {1: 2}))
     assert_failed(end, 1)

@@ -74,7 +74,9 @@ def end(node: int, torchrun: subprocess.Popen) -> None:
     torchrun.wait()
 
 
-@pytest.mark.parametrize("strategy", ["accum_ddp", pytest.param("accum_model_parallel", marks=needs_sharding_on_cpu)])
+@pytest.mark.parametrize(
+    "strategy", ["accum_ddp", pytest.param("accum_model_parallel", marks=[needs_sharding_on_cpu, pytest.mark.slow])]
+)
 def test_two_nodes_equal_the_full_batch(strategy: str) -> None:
     Path("script.py").write_text(SCRIPT)
     port, deadline = free_port(), time.monotonic() + DEADLINE

@@ -196,7 +196,7 @@ def test_with_sharded_modules_as_the_run_that_took_the_checkpoint(sync: str, dis
         return fsdp2(sync=sync, save_distributed_checkpoint=distributed)
 
     without = train(make, 2, window=3)
-    for after in (4, 5, 8):
+    for after in (4, 8):  # a window has one of its three, or two
         expected = train(make, 2, after, window=3)
         remove("inside.ckpt")
         train(make, 2, after, ends=True, window=3)
