@@ -7,7 +7,7 @@ padding as a key, with the mean cross entropy over its tokens.
 
 Sides, interleaved in one process, on the same sequences. Splitting and trimming is timed; collating, for Lightning too, is not:
 
-a   this package, ``micro_batch=8``: rows sorted by length, micro-batches trimmed to their longest row
+a   this package, ``micro_batch=8``: rows sorted by length, micro-batches of up to 8 trimmed to their longest row
 b   this package, ``micro_batch=Tokens(n)``, with n half of what the largest micro-batch of 8 rows can have
 b2  the same with a quarter: about as many micro-batches as ``a`` has
 c   this package, ``micro_batch=8, trim_padding=False``: as the loader padded them
@@ -15,7 +15,7 @@ d   a hand-written loop over micro-batches of 8 in the order of arrival, each tr
 d2  Lightning's own accumulation, from a loader that collates 8 sequences each in the order of arrival
 e   Lightning's own accumulation, from a loader of micro-batches of 8, padded to the longest of their batch of 64
 f   a hand-written loop over micro-batches of 8, padded to the longest of their batch of 64
-g   a hand-written loop that does what ``a`` does: what is left between both is the cost of the package
+g   a hand-written loop over micro-batches of 8, sorted and trimmed: as ``a``, which also cuts off a few rows that are far longer
 
 First the gradients of one window are compared in float64 to those of the whole batch in one piece. Lightning's, d2 and e, are means
 of means and so others. What is reported is tokens (padding is none) per second, medians over the rounds and their ratios. Every
