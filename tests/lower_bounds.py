@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TEST_TOOLS = ["pytest>=8.3", "pytest-timeout>=2.3", "tensorboard>=2.18"]
+TEST_TOOLS = ["pytest>=8.3", "pytest-rerunfailures>=15", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "tensorboard>=2.18"]
 
 
 def lower_bounds(pyproject: str, key: str) -> list[str]:
