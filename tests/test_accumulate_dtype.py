@@ -23,7 +23,7 @@ from sharded import ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
 from support import OPTIMIZERS, Language, Scalar, ddp, language_loss, loader, pad, relative_error, sentences, trainer
 from test_auto import BATCHES as AUTO_BATCHES
 from test_auto import Limited
-from test_command_line import config, fit, policy_of
+from test_command_line import config, fit, needs_jsonargparse, policy_of
 from test_resume import assert_goes_on, train
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -604,6 +604,7 @@ class InBfloat16(Scalar):
         return (self.w * batch).mean()
 
 
+@needs_jsonargparse
 def test_a_yaml_file_names_the_type() -> None:
     cli = fit(config({"window": 4, "accumulate_dtype": "torch.float32"}, precision="bf16-true"), InBfloat16)
     assert policy_of(cli).accumulate_dtype == torch.float32

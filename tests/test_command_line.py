@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -28,7 +29,9 @@ from lightning_accum import (
 )
 from lightning_accum.accumulation import Policy
 
+needs_jsonargparse = pytest.mark.skipif(importlib.util.find_spec("jsonargparse") is None, reason="LightningCLI needs jsonargparse")
 pytestmark = [
+    needs_jsonargparse,
     pytest.mark.filterwarnings("ignore:.*LightningCLI's args parameter is intended to run"),
     pytest.mark.filterwarnings("ignore:.*deprecated in v4:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*JsonargparseDeprecationWarning"),

@@ -517,7 +517,7 @@ def test_checkpoint_inside_a_window_knows_what_was_skipped(tmp_path: Path) -> No
     assert (state["skipped_micro_batches"], state["window"]["left_out"]) == (1, 1)
     resumed = Resumable(batches)
     run = trainer("accum", callbacks=[GradientAccumulation(3, on_nonfinite="skip")])
-    run.fit(resumed, ckpt_path=tmp_path / "inside.ckpt", weights_only=False)
+    run.fit(resumed, ckpt_path=tmp_path / "inside.ckpt")
     assert relative_error(resumed.parameters(), whole.parameters()) == 0
     assert run.callback_metrics["window/skipped_micro_batches"] == 2
     assert run.callback_metrics["window/total_skipped_micro_batches"] == 3

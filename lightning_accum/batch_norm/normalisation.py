@@ -275,15 +275,18 @@ class _Save(Function):
         raise NotImplementedError("nothing is computed from what this gives")
 
 
-def _save(tensor: Tensor) -> Any:
+def _save(tensor: Tensor) -> Tensor:
+    """An empty tensor whose node has saved this one: the node lasts as long as it does (in torch 2.5, no longer)."""
     handle = torch.empty(0, requires_grad=True)  # not the tensor itself, which as a leaf the graph would keep where it is
-    return _Save.apply(handle, tensor.detach()).grad_fn  # type: ignore[no-untyped-call]
+    saved: Tensor = _Save.apply(handle, tensor.detach())  # type: ignore[no-untyped-call]
+    return saved
 
 
-def _load(saved: Any) -> Tensor:
+def _load(saved: Tensor | None) -> Tensor:
     if saved is None:
         raise RuntimeError("Trying to backward through the graph a second time, without retain_graph=True the first time.")
-    tensor: Tensor = saved.saved_tensors[0]
+    node: Any = saved.grad_fn
+    tensor: Tensor = node.saved_tensors[0]
     return tensor.detach()
 
 
