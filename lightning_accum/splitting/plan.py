@@ -289,7 +289,7 @@ def _cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> l
 
     Args:
         groups: the rows of each micro-batch, longest first.
-        widths: the columns of each row of the batch.
+        widths: the columns of each row of the batch, at least 1.
     """
     least = sum(len(rows) * widths[rows[0]] for rows in groups) / len(groups) / 2
     cut: list[list[int]] = []

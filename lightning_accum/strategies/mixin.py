@@ -220,10 +220,12 @@ class AccumulationMixin(Engine):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.accumulation is None or self._has_own_transfer:
             return super().batch_to_device(batch, device, dataloader_idx)
-        if self.root_device.type == "cpu" and not self._is_profiled and (moved := already_on_cpu(batch)) is not None:
-            return moved
-        splitting, is_on_its_way = self.accumulation.splitting, self.root_device.type != "cpu" and batch is not None
-        if splitting is not None and is_on_its_way and self.trainer().training:
+        splitting = self.accumulation.splitting
+        if self.root_device.type == "cpu":
+            moved = None if self._is_profiled else already_on_cpu(batch)
+            if moved is not None:
+                return moved
+        elif splitting is not None and batch is not None and self.trainer().training:
             splitting.planner.look_at(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
