@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop, CountingTrainer
+from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
+from lightning_accum.loops.estimate import CountingTrainer
 from lightning_accum.loops.manual import WindowManualOptimization
 from lightning_accum.loops.optimization import WindowOptimization, loss_unlogged
 from lightning_accum.loops.results import BatchResults

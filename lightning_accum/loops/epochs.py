@@ -1,113 +1,30 @@
-"""The Trainer, its loop over epochs and its loop over the batches of one: when a window ends, and what is due then."""
+"""The loop over epochs and the loop over the batches of one: when a window ends, and what is due then."""
 
 from __future__ import annotations
 
 import math
 import signal
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
-import lightning.pytorch as pl
-import torch
-from lightning.fabric.utilities.data import has_iterable_dataset
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from lightning_accum.boundary import Boundary, count_windows
+from lightning_accum.boundary import Boundary
 from lightning_accum.failures import telling_the_first_failure
-from lightning_accum.listeners import callbacks_of
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.uneven import EvenFetcher, Lengths, is_agreeing
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.weighing.weight import count_samples, expected_weight
 
 if TYPE_CHECKING:
     from lightning_accum.manual.windows import ManualWindows
-    from lightning_accum.splitting.plan import MicroBatchSize
     from lightning_accum.strategies.mixin import AccumulationMixin
-
-
-class CountingTrainer(pl.Trainer):
-    """``estimated_stepping_batches`` is the number of optimizer steps that will happen."""
-
-    @property
-    @override
-    def estimated_stepping_batches(self) -> int | float:
-        lightnings = super().estimated_stepping_batches  # also sets up the data, and knows the cases without a length
-        policy = cast("AccumulationMixin", self.strategy).policy
-        batches, epochs = self.num_training_batches, self.max_epochs
-        if epochs is None or epochs == -1 or batches == float("inf"):
-            return lightnings
-        scheduler = next((c for c in callbacks_of(self) if isinstance(c, GradientAccumulationScheduler)), None)
-
-        def size(epoch: int, step: int) -> int:
-            if scheduler is not None:
-                return scheduler.get_accumulate_grad_batches(epoch)
-            return policy.size_at(epoch, step) or self.accumulate_grad_batches
-
-        if isinstance(policy.window, Tokens):
-            if any(has_iterable_dataset(loader) for loader in self.fit_loop._combined_loader.flattened):  # type: ignore[union-attr]
-                return lightnings  # to look at its first batches might use them up; it is the most that there can be
-            return self._estimated_windows(policy.window, int(batches) * max(epochs, 1))
-
-        steps = count_windows(int(batches), max(epochs, 1), size, policy.tail)
-        return steps if self.max_steps == -1 else min(steps, self.max_steps)
-
-    def _estimated_windows(self, window: Tokens, batches: int) -> int:
-        """How many windows of tokens there will be, by the first loader batches. It is counted once, on all ranks."""
-        strategy = cast("AccumulationMixin", self.strategy)
-        if strategy.estimated_windows is None:
-            fetcher = self.fit_loop._data_fetcher
-            assert fetcher is not None
-            with isolate_rng(), _generators_kept(fetcher.combined_loader.flattened):
-                first = [item[0] for item in islice(fetcher.combined_loader, 8)]
-                iter(fetcher)  # it begins anew
-            weights = [expected_weight(batch, strategy.policy.weight) for batch in first]
-            mean = sum(weights) / max(1, len(weights))
-            samples = sum(count_samples(batch) or 1 for batch in first) / max(1, len(first))
-            unit = _weight_of_micro_batch(mean, samples, strategy.policy.micro_batch)
-            if strategy.ranks is not None:
-                mean, unit = strategy.ranks.sum(mean), strategy.ranks.sum(unit)
-            seen, strategy.estimated_windows = 0.0, 0
-            while unit > 0 and seen < mean * batches:
-                seen += math.ceil(window.at(seen) / unit) * unit
-                strategy.estimated_windows += 1
-            rank_zero_warn(
-                f"estimated_stepping_batches={strategy.estimated_windows} is an estimate: a window of {window} ends when its tokens"
-                f" are there, and the first {len(weights)} loader batches have {mean:.0f} on average, over all ranks."
-            )
-        steps = strategy.estimated_windows
-        return steps if self.max_steps == -1 else min(steps, self.max_steps)
-
-
-def _weight_of_micro_batch(weight: float, samples: float, size: MicroBatchSize | None) -> float:
-    """About what a micro-batch weighs, with any of which a window of tokens may end."""
-    if isinstance(size, Tokens):
-        return min(weight, size.at(0))
-    return weight * min(1.0, size / samples) if isinstance(size, int) else weight
-
-
-@contextmanager
-def _generators_kept(loaders: Iterable[Any]) -> Iterator[None]:
-    """Drawing from the loaders in here leaves their own random generators as they were."""
-    owners = [owner for loader in loaders for owner in (loader, getattr(loader, "sampler", None))]
-    found = [getattr(owner, "generator", None) for owner in owners]
-    generators = [generator for generator in found if isinstance(generator, torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    yield
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
 
 
 class AccumulatingFitLoop(_FitLoop):
