@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
@@ -47,6 +47,27 @@ def put_back_idle_hooks(callback: pl.Callback) -> None:
 def is_profiled(trainer: pl.Trainer) -> bool:
     """Whether somebody reads how long Lightning's calls take."""
     return type(trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]  # set by a connector
+
+
+class Audience(NamedTuple):
+    """Whether a callback has a hook that Lightning calls before a loader batch is trained on, or after."""
+
+    hears_start: bool
+    hears_end: bool
+
+
+def audience(trainer: pl.Trainer) -> Audience | None:
+    """Who hears what Lightning calls around a loader batch; None where not only callbacks do, or where a profiler measures it."""
+    start, end = "on_train_batch_start", "on_train_batch_end"
+    data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    if is_profiled(trainer) or not (
+        _is_inherited(trainer.lightning_module, pl.LightningModule, (start, end, "on_before_batch_transfer"))
+        and (data is None or not is_overridden("on_before_batch_transfer", data))
+        and _is_inherited(trainer.strategy, Strategy, (start,))
+    ):
+        return None
+    callbacks = callbacks_of(trainer)
+    return Audience(*(not all(_is_inherited(callback, pl.Callback, (hook,)) for callback in callbacks) for hook in (start, end)))
 
 
 def is_micro_batch_heard(trainer: pl.Trainer) -> bool:

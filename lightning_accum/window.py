@@ -58,7 +58,8 @@ class Window:
     """Accumulates weights and losses, and closes.
 
     During the window the gradients are scaled by ``1 / reference``, a power of two near the mean weight and the same on all ranks:
-    weights can be thousands of tokens, which float16 gradients have no room for. A power of two costs no rounding.
+    weights can be thousands of tokens, which float16 gradients have no room for. A power of two costs no rounding. Where the last
+    window weighed a power of two on every rank, it is that: if this one does too, its gradients are the full batch's as they are.
 
     Args:
         device: where the weights are summed.
@@ -185,7 +186,7 @@ class Window:
         self._agreed_reference(0.0)
 
     def _agreed_reference(self, weight: Denominator) -> float:
-        """The scale of this window: from the first weights of all ranks, later from the mean weight of the last window."""
+        """The scale of this window: from the first weights of all ranks, later from the last window."""
         if self.terms is not None:
             self.terms.agree()
         if self._reference is None:
@@ -272,7 +273,8 @@ class Window:
             return ClosedWindow(math.nan, 0.0, int(micro_batches), is_empty=True, **told)
         assert self._reference is not None
         _scale(gradients, self._world_size * self._reference / weight)
-        self._reference = _power_of_two_near(weight / micro_batches)
+        of_a_rank = weight / self._world_size  # windows of as many samples are common: divided by those, they need no scale
+        self._reference = of_a_rank if _is_power_of_two(of_a_rank) else _power_of_two_near(weight / micro_batches)
         # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n
         disagree = terms > 0 and not are_exact and spread * weight / terms**2 - 1 > 1e-6
         told = {**told, "do_terms_disagree": disagree and not is_miscounted, "is_miscounted": is_miscounted}
@@ -343,6 +345,10 @@ def _power_of_two_near(mean: float) -> float:
     if not (mean > 0 and math.isfinite(mean)):
         return 1.0
     return 2.0 ** round(math.log2(mean))
+
+
+def _is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5
 
 
 @torch.no_grad()
