@@ -192,7 +192,7 @@ class Accumulation:
             self.weight, self.is_weightless = 0.0, True
             self.skip()
             return None
-        if self.is_plain():
+        if self.plan is None and self.is_plain():
             self.is_weightless = False
             self._note_plain(loss)
             self.weigher.take_terms()

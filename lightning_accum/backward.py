@@ -32,7 +32,7 @@ def backward(loss: Tensor, gradient: Tensor | None) -> None:
         >>> weights.grad
         tensor([1.5000, 1.5000, 1.5000])
     """
-    if _run is None or not _is_usual(loss) or not (gradient is None or _is_usual(gradient)):
+    if _run is None or not _is_usual(loss) or not (gradient is None or type(gradient) is Tensor):
         torch.autograd.backward(loss, gradient)
         return
     seed = _one_for(loss) if gradient is None else gradient

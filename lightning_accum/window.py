@@ -122,8 +122,9 @@ class Window:
             raise ValueError(f"training_step must return a loss of one number, but returned a tensor of shape {tuple(loss.shape)}")
         self._losses.append(loss.item() if self._is_on_host else loss.detach().reshape(()))
         self._contributions.append(contribution)
-        weight = contribution.weight
-        reference = self._agreed_reference(0.0 if weight is None else weight)
+        weight, reference = contribution.weight, self._reference
+        if reference is None or self.terms is not None:
+            reference = self._agreed_reference(0.0 if weight is None else weight)
         if weight is None or (not isinstance(weight, Tensor) and weight == reference):
             return None
         if isinstance(weight, Tensor):

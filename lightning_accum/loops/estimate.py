@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
@@ -28,6 +29,16 @@ if TYPE_CHECKING:
 
 class CountingTrainer(pl.Trainer):
     """``estimated_stepping_batches`` is the number of optimizer steps that will happen."""
+
+    @property
+    @override
+    def training(self) -> bool:
+        # asked 13 times a loader batch; Lightning compares the lower-cased names of the two stages
+        return self.state.stage is RunningStage.TRAINING
+
+    @training.setter
+    def training(self, is_training: bool) -> None:
+        pl.Trainer.training.fset(self, is_training)  # type: ignore[attr-defined]  # a property
 
     @property
     @override

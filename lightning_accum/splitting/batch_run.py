@@ -44,6 +44,7 @@ class BatchRun:
         self._collecting = collecting
         self._show = show
         self._ends_window = self._accumulation.is_boundary
+        self._counts_tokens = isinstance(self._accumulation.policy.window, Tokens)
 
     def __call__(self) -> tuple[Tensor | None, dict[str, Any], Tensor | None]:
         """Run the batch.
@@ -73,14 +74,15 @@ class BatchRun:
         self._show(log, not outputs.weights)
         if self._ends_window and strategy.ends_windows_apart:
             window_loss = strategy.end_window_apart()
-        return outputs.loss(), outputs.extra(order), window_loss
+        is_window = self._ends_window and begun == 0 and accumulation.world_size == 1 and not self._counts_tokens
+        return outputs.loss(window_loss if is_window else None), outputs.extra(order), window_loss
 
     def _attempt(self, plan: Plan) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
         accumulation, strategy = self._accumulation, self._strategy
         assert accumulation.splitting is not None
         ends_window = self._ends_window and not strategy.ends_windows_apart
         # windows of tokens may end with any micro-batch, and the ranks come to different numbers of them; an attempt may not step
-        counts_tokens = isinstance(accumulation.policy.window, Tokens) and not accumulation.splitting.is_retried
+        counts_tokens = self._counts_tokens and not accumulation.splitting.is_retried
         own = rounds = len(plan.pieces)
         if counts_tokens or strategy.is_waited_for_in_forward:
             rounds = strategy.most_micro_batches(own)

@@ -53,8 +53,14 @@ class Outputs:
         self._left_out.update(range(self._begun, self._begun + rows))
         self._begun += rows
 
-    def loss(self) -> Tensor | None:
-        """The loss of the batch: the weighted mean, or the sum of sums; None where there was none at all."""
+    def loss(self, of_window: Tensor | None = None) -> Tensor | None:
+        """The loss of the batch: the weighted mean, or the sum of sums; None where there was none at all.
+
+        Args:
+            of_window: the loss of a window that is this batch and nothing else, where it is known.
+        """
+        if of_window is not None and self._losses and self._losses[0] is not None:
+            return of_window.to(self._losses[0].dtype)
         had_loss = [loss is not None for loss in self._losses]
         losses = [loss for loss in self._losses if loss is not None]
         weights = [weight for weight, had in zip(self.weights, had_loss, strict=True) if had and weight is not None]

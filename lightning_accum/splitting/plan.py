@@ -141,7 +141,8 @@ class Planner:
             self.description = self._describe(layout, bool(spans))
         is_whole = len(pieces) == 1 and not pieces[0].columns
         tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
-        return Plan(batch, pieces, lambda piece: layout.make(piece.cut), order, is_whole, tensors)
+        take = layout.pattern.take
+        return Plan(batch, pieces, lambda piece: take(batch, piece.cut), order, is_whole, tensors)
 
     def _layout_of(self, batch: Any) -> Layout:
         known = self._pattern
