@@ -268,12 +268,14 @@ class Window:
                 " they cannot be added up. Return one kind of loss from training_step."
             )
         if sums:
-            _scale(gradients, float(self._world_size))
+            if self._world_size > 1:
+                _scale(gradients, float(self._world_size))
             return ClosedWindow(loss, micro_batches, int(micro_batches), **told)
         if weight == 0:
             return ClosedWindow(math.nan, 0.0, int(micro_batches), is_empty=True, **told)
         assert self._reference is not None
-        _scale(gradients, self._world_size * self._reference / weight)
+        if (factor := self._world_size * self._reference / weight) != 1.0:
+            _scale(gradients, factor)
         of_a_rank = weight / self._world_size  # windows of as many samples are common: divided by those, they need no scale
         self._reference = of_a_rank if _is_power_of_two(of_a_rank) else _power_of_two_near(weight / micro_batches)
         # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n
@@ -354,8 +356,6 @@ def _is_power_of_two(number: float) -> bool:
 
 @torch.no_grad()
 def _scale(gradients: Sequence[Tensor], factor: float) -> None:
-    if factor == 1.0 or not gradients:
-        return
     gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
     if dense:

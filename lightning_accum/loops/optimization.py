@@ -129,11 +129,11 @@ class WindowOptimization(_AutomaticOptimization):
         if strategy.accumulation is None:
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return
-        with noting_gradient_norm(self.trainer, strategy):
-            if strategy.accumulation.is_plain() or strategy.hears_step():
+        if strategy.accumulation.is_plain() or strategy.hears_step() or self.trainer.gradient_clip_val:
+            with noting_gradient_norm(self.trainer, strategy):
                 super()._optimizer_step(batch_idx, train_step_and_backward_closure)
-            else:
-                self._unheard_optimizer_step(train_step_and_backward_closure)
+        else:
+            self._unheard_optimizer_step(train_step_and_backward_closure)
         strategy.after_optimizer_step()
         closed = strategy.accumulation.closed
         if closed is not None and closed.is_empty:  # no step was taken, none is counted
@@ -147,7 +147,7 @@ class WindowOptimization(_AutomaticOptimization):
         is_counted = not self.trainer.fit_loop._should_accumulate()
         if is_counted:
             progress.increment_ready()
-        self.strategy.optimizer_step(optimizer._optimizer, closure)
+        self.strategy.step_unheard(optimizer._optimizer, closure)
         if is_counted:
             progress.increment_completed()
 
@@ -219,8 +219,11 @@ class WindowClosure(Closure):
         module, zero_grad, backward = trainer.lightning_module, self._zero_grad_fn, strategy.backward_without_hooks
         batch_name, *others = self._kwargs
         others = [self._kwargs[name] for name in others]
-        training_step = module.training_step if is_step_bare(trainer) else strategy.training_step
         collecting, show = partial(collecting_logs, trainer), partial(show_logs, trainer)
+
+        if strategy.is_heard is None:
+            strategy.is_heard, strategy.is_step_bare = is_micro_batch_heard(trainer), is_step_bare(trainer)
+        training_step = module.training_step if strategy.is_step_bare else strategy.training_step
 
         def forward(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
             result = _result_of(training_step(batch, *others))
@@ -253,8 +256,6 @@ class WindowClosure(Closure):
                 backward(loss)
             return loss, extra
 
-        if strategy.is_heard is None:
-            strategy.is_heard = is_micro_batch_heard(trainer)
         run_micro_batch = run_with_hooks if strategy.is_heard or self._backward_fn is None else run_without_hooks
         strategy.expect_batches_of_all_ranks(has_batch=True)
         if strategy.joins_batches:

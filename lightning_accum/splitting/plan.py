@@ -103,6 +103,8 @@ class Planner:
         self._warned_of_long_rows = False
         self._warned_of_shared = False
         self._even_pieces: tuple[tuple[int, int, int], list[Piece]] | None = None
+        self._unpadded: tuple[Pattern, Sequence[Piece]] | None = None
+        """What shows by its types alone that no row is padded, and how batches of it are cut."""
         self.description = ""
         """What was understood of the first batch, in words."""
 
@@ -132,6 +134,10 @@ class Planner:
         if self._split is not None:
             return self._plan_by_function(batch, self._split)
         layout = self._layout_of(batch)
+        take = layout.pattern.take
+        tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
+        if self._unpadded is not None and self._unpadded[0] is layout.pattern:
+            return Plan(batch, self._unpadded[1], lambda piece: take(batch, piece.cut), None, len(self._unpadded[1]) == 1, tensors)
         spans: dict[int, Spans] = {}
         if self._trim and not self._fits(layout):
             spans = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
@@ -140,8 +146,8 @@ class Planner:
         if not self.description:
             self.description = self._describe(layout, bool(spans))
         is_whole = len(pieces) == 1 and not pieces[0].columns
-        tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
-        take = layout.pattern.take
+        if self._sizes is None and not (self._trim and self._may_be_padded(layout)):
+            self._unpadded = (layout.pattern, pieces)
         return Plan(batch, pieces, lambda piece: take(batch, piece.cut), order, is_whole, tensors)
 
     def _layout_of(self, batch: Any) -> Layout:
@@ -171,12 +177,16 @@ class Planner:
             return layout.size * _columns(layout) <= self._size.at(0)
         return isinstance(self._size, int) and layout.size <= self._size
 
-    def _read_spans(self, layout: Layout) -> dict[int, Spans]:
-        key = self._trim if isinstance(self._trim, str) else None
+    def _may_be_padded(self, layout: Layout) -> bool:
         tensors = layout.tensors.items()
-        if key is None and not any("mask" in path or (t.dim() > 1 and not t.is_floating_point()) for path, t in tensors):
+        return isinstance(self._trim, str) or any(
+            "mask" in path or (tensor.dim() > 1 and not tensor.is_floating_point()) for path, tensor in tensors
+        )
+
+    def _read_spans(self, layout: Layout) -> dict[int, Spans]:
+        if not self._may_be_padded(layout):
             return {}
-        spans = read_spans(layout.tensors, key)
+        spans = read_spans(layout.tensors, self._trim if isinstance(self._trim, str) else None)
         return self._coincidences.leave_out(spans, layout.tensors, layout.shared_tensors)
 
     # --- packing ----------------------------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ class AccumulationMixin(Engine):
     """this is the ``gradient`` of its backward."""
     is_heard: bool | None = None
     """Whether anything listens to the hooks around the backward of a micro-batch; None where it is not known yet."""
+    is_step_bare = False
+    """Where :attr:`is_heard` is known: nothing goes around ``training_step``."""
     guard: Guard | None = None
     """Looks whether micro-batches are finite; None where nobody does."""
 
@@ -374,15 +376,25 @@ class AccumulationMixin(Engine):
             return self.manual.optimizer_step(super().optimizer_step, optimizer, closure, model, **kwargs)
         if self.accumulation is None or self.accumulation.is_plain():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        loss, is_empty = self._run_window(optimizer, closure)
+        if is_empty:
+            return loss
+        return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
+
+    def step_unheard(self, optimizer: Optimizer, closure: Callable[[], Any]) -> None:
+        """As :meth:`optimizer_step`, where nobody listens and nothing is clipped."""
+        loss, is_empty = self._run_window(optimizer, closure)
+        if not is_empty:
+            optimizer.step(_already_run(closure, loss))
+
+    def _run_window(self, optimizer: Optimizer, closure: Callable[[], Any]) -> tuple[Any, bool]:
+        """Run what ends the window. Returns its loss, and whether nothing had any weight: optimizer and hooks see no step then."""
+        assert self.accumulation is not None
         if self._watch.optimizer is not optimizer:
             self._watch.remove()
             self._watch = StepWatch(optimizer)
         loss = closure()
-        if self.accumulation.closed is not None and self.accumulation.closed.is_empty:
-            return loss  # nothing had any weight: optimizer and hooks see no step
-        if self.hears_step() or self.trainer().gradient_clip_val:
-            return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
-        return optimizer.step(_already_run(closure, loss), **kwargs)
+        return loss, self.accumulation.closed is not None and self.accumulation.closed.is_empty
 
     def hears_step(self) -> bool:
         """Whether anything listens to what Lightning calls around an optimizer step."""
