@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from support import loader, trainer
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation
 from lightning_accum.backward import backward
+from lightning_accum.loops import epochs
 
 # --- backward ---------------------------------------------------------------------------------------------------------
 
@@ -190,3 +193,152 @@ def test_optimizer_steps_are_counted_as_lightning_counts_them(policy: dict[str, 
     assert run.global_step == steps
     assert (progress.step.total.ready, progress.step.total.completed) == (steps, steps)
     assert (progress.zero_grad.total.ready, progress.zero_grad.total.completed) == (steps, steps)
+
+
+# --- around a loader batch --------------------------------------------------------------------------------------------------
+
+
+class Logging(Taking):
+    """Logs its loss, and notes what is called."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class HearingStart(Logging):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.called.append(f"module start {batch_idx} of {len(batch)}")
+
+
+class SkippingTheRest(Logging):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+class HearingEnd(Logging):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.called.append(f"module end {batch_idx}: {float(outputs['loss']):.6f}")
+
+
+class HearingBeforeTransfer(Logging):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.called.append("before transfer")
+        return {**batch, "x": 2 * batch["x"]}
+
+
+class DataHearingBeforeTransfer(MovingData):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.called.append("before transfer")
+        return batch
+
+
+class CallbackAtStart(pl.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        module.called.append(f"callback start {batch_idx}, step {trainer.global_step}, {progress.current}")
+
+
+class CallbackAtEnd(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        progress, loss = trainer.fit_loop.epoch_loop.batch_progress, float(outputs["loss"])
+        module.called.append(f"callback end {batch_idx}: {loss:.6f}, {trainer.callback_metrics['loss']:.6f}, {progress.current}")
+
+
+class CallbackThatBringsAnother(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.callbacks.append(CallbackAtStart())
+
+
+def of_four_batches(module: Logging, strategy: str, callbacks: list[pl.Callback], data: bool = False) -> tuple[Any, ...]:
+    """Train, and tell all that there is to be seen."""
+    torch.manual_seed(0)
+    module.layer.reset_parameters()
+    batches = [{key: value + number for key, value in rows().items()} for number in range(4)]
+    logger = CSVLogger(tempfile.mkdtemp())
+    run = trainer(strategy, callbacks=list(callbacks), max_epochs=2, logger=logger, log_every_n_steps=1)
+    if data:
+        held = DataHearingBeforeTransfer(batches)
+        run.fit(module, datamodule=held)
+        module.called += held.called
+    else:
+        run.fit(module, Own(batches))
+    written = [{k: v for k, v in row.items() if not k.startswith("window/")} for row in logger.experiment.metrics]
+    metrics = {name: float(value) for name, value in run.callback_metrics.items() if not name.startswith("window/")}
+    loop = run.fit_loop.epoch_loop
+    progress = loop.batch_progress.state_dict(), loop.scheduler_progress.state_dict(), run.global_step
+    return module.called, [row for row in written if "loss" in str(row)], metrics, progress, module.layer.weight.tolist()
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["version that was read", "another"])
+@pytest.mark.parametrize(
+    ("module", "callbacks", "data"),
+    [
+        (Logging, [], False),
+        (Logging, [CallbackAtStart], False),
+        (Logging, [CallbackAtEnd], False),
+        (Logging, [CallbackAtStart, CallbackAtEnd], False),
+        (Logging, [CallbackThatBringsAnother], False),
+        (HearingStart, [], False),
+        (SkippingTheRest, [CallbackAtStart], False),
+        (HearingEnd, [CallbackAtEnd], False),
+        (HearingBeforeTransfer, [], False),
+        (Logging, [], True),
+    ],
+)
+def test_around_a_loader_batch_everybody_hears_what_lightning_tells(
+    module: type[Logging], callbacks: list[type[pl.Callback]], data: bool, is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epochs, "_IS_READ", is_read)
+    found = of_four_batches(module(), "accum", [callback() for callback in callbacks], data)
+    assert found == of_four_batches(module(), "auto", [callback() for callback in callbacks], data)
+    assert found[2]
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}], ids=str)
+def test_a_batch_of_none_is_told_of_as_lightning_does(policy: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        trainer(callbacks=[GradientAccumulation(**policy)]).fit(Taking(), Own([rows(), None, rows()]))
+
+
+# --- the scale of a window --------------------------------------------------------------------------------------------------
+
+
+class Rows(pl.LightningModule):
+    """A mean over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1, dtype=torch.float64)
+        self.stepped_on: list[tuple[Tensor, int]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        module = self
+
+        class Watched(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                loss = closure()
+                gradient = module.layer.weight.grad
+                module.stepped_on.append((gradient.clone(), gradient._version))
+                return loss
+
+        return Watched(self.parameters(), lr=0.1)  # never steps
+
+
+def test_windows_of_a_power_of_two_of_samples_are_not_scaled_at_their_end() -> None:
+    batches = [[torch.randn(n, 3, dtype=torch.float64), torch.randn(n, 1, dtype=torch.float64)] for n in (8, 8, 7, 8, 8)]
+    module = Rows()
+    trainer(callbacks=[GradientAccumulation(micro_batch=2)], precision="64-true").fit(module, loader(batches))
+    for batch, (found, _) in zip(batches, module.stepped_on, strict=True):
+        (expected,) = torch.autograd.grad(module.training_step(batch, 0), module.layer.weight)
+        assert (found - expected).norm() / expected.norm() < 1e-15
+    # what is written into a gradient: three micro-batches after the first, and the scale of windows before which none of 8 was
+    assert [version for _, version in module.stepped_on] == [4, 3, 4, 4, 3]

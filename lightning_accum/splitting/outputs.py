@@ -29,7 +29,8 @@ class Outputs:
         self._left_out: set[int] = set()
         self.weights: list[Denominator | None] = []
         """What the loss of each was divided by; None for a sum, 0 without a loss."""
-        self._losses: list[Tensor | None] = []
+        self._losses: list[Tensor | float | None] = []  # numbers on the host, where they are quicker than tensors
+        self._dtype: torch.dtype | None = None
         self._extras: list[Mapping[str, Any]] = []
 
     def add(self, loss: Tensor | None, weight: Denominator | None, extra: Mapping[str, Any]) -> None:
@@ -42,7 +43,11 @@ class Outputs:
         """
         self.rows.append(next(self._planned))
         self._begun += self.rows[-1]
-        self._losses.append(None if loss is None else loss.detach())
+        if loss is None:
+            self._losses.append(None)
+        else:
+            self._losses.append(loss.item() if loss.device.type == "cpu" else loss.detach())
+            self._dtype = loss.dtype
         self.weights.append(weight)
         # a part of the graph that is not below the loss would keep what it saved for a backward that never comes
         self._extras.append(apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra)
@@ -59,20 +64,15 @@ class Outputs:
         Args:
             of_window: the loss of a window that is this batch and nothing else, where it is known.
         """
-        if of_window is not None and self._losses and self._losses[0] is not None:
-            return of_window.to(self._losses[0].dtype)
-        had_loss = [loss is not None for loss in self._losses]
-        losses = [loss for loss in self._losses if loss is not None]
-        weights = [weight for weight, had in zip(self.weights, had_loss, strict=True) if had and weight is not None]
-        if not losses:
+        if self._dtype is None:
             return None
-        if len(weights) < len(losses):
-            return torch.stack([loss.reshape(()) for loss in losses]).sum()
-        if losses[0].device.type == "cpu" and (total := sum(float(weight) for weight in weights)):
-            # on the host numbers are quicker than tensors
-            mean = sum(loss.item() * float(weight) for loss, weight in zip(losses, weights, strict=True) if weight) / total
-            return torch.tensor(mean, dtype=losses[0].dtype)
-        return weighted_mean(torch.stack([loss.reshape(()) for loss in losses]), weights)
+        if of_window is not None:
+            return of_window.to(self._dtype)
+        pairs = [(loss, weight) for loss, weight in zip(self._losses, self.weights, strict=True) if loss is not None]
+        tensors = [loss.reshape(()) for loss, _ in pairs if isinstance(loss, Tensor)]
+        losses = torch.stack(tensors) if tensors else torch.tensor([loss for loss, _ in pairs], dtype=torch.float64)
+        weights = [weight for _, weight in pairs if weight is not None]
+        return (losses.sum() if len(weights) < len(pairs) else weighted_mean(losses, weights)).to(self._dtype)
 
     def extra(self, order: Sequence[int] | None) -> dict[str, Any]:
         """What else was returned.
