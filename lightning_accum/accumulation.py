@@ -63,6 +63,7 @@ class Accumulation:
         if isinstance(policy.weight, tuple):
             window = self.window
             window.terms = TermsCountedAhead(policy.weight, window.device, window.dtype, ranks.size, ranks.group)
+        self._weighs_terms = self._terms_at_once is not None or self.window.terms is not None
         self.clock = StepClock(policy.scheduler_counts)
         self.sums: WideSums | None = None
         """Where gradients are added up, if in a wider type than that of their parameters."""
@@ -192,7 +193,7 @@ class Accumulation:
             self.weight, self.is_weightless = 0.0, True
             self.skip()
             return None
-        if self.plan is None and self.is_plain():
+        if (self.splitting is None or self.splitting.plan is None) and self.is_plain():
             self.is_weightless = False
             self._note_plain(loss)
             self.weigher.take_terms()
@@ -211,7 +212,7 @@ class Accumulation:
             self.before_backward()
         if self.is_boundary:
             self.reduce()
-        terms = self.weigher.take_terms()
+        terms = self.weigher.take_terms() if self._weighs_terms else None
         if terms and (factors := self.window.factors_of_terms()) is not None:
             self.is_weightless = not any(isinstance(factor, Tensor) or factor for factor in factors)
             scale_terms(terms, factors)

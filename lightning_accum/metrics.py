@@ -100,11 +100,7 @@ class WindowMetrics:
     def _show(self, metrics: Mapping[str, Tensor | float]) -> None:
         if not metrics:
             return
-        numbers = {name: value for name, value in metrics.items() if not isinstance(value, Tensor)}
-        as_tensors = torch.tensor(list(numbers.values()), dtype=torch.float64).unbind()
-        shown = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
-        shown.update(zip(numbers, as_tensors, strict=True))
-        loops.show_metrics(self._trainer, shown)
+        loops.show_metrics(self._trainer, metrics)
         if self._trainer.loggers and loops.is_logging_due(self._trainer):
             loops.log_metrics(self._trainer, {name: float(value) for name, value in metrics.items()})
 

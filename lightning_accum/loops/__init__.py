@@ -17,16 +17,17 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
-from lightning_accum.loops.estimate import CountingTrainer
 from lightning_accum.loops.manual import WindowManualOptimization
 from lightning_accum.loops.optimization import WindowOptimization, loss_unlogged
 from lightning_accum.loops.results import BatchResults
+from lightning_accum.loops.trainer import AccumulatingTrainer
 from lightning_accum.loops.uneven import PatientSignals, UnrepeatingData, stop
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
 
 __all__ = [
+    "end_metrics",
     "end_window_inside_batch",
     "install",
     "is_logging_due",
@@ -42,7 +43,8 @@ __all__ = [
 def install(trainer: pl.Trainer) -> None:
     """Hand the decisions of the Trainer's fit loop over to its strategy."""
     fit_loop = trainer.fit_loop
-    _specialise(trainer, CountingTrainer)
+    _specialise(trainer, AccumulatingTrainer)
+    cast("AccumulatingTrainer", trainer).window_metrics = {}
     _specialise(trainer._data_connector, UnrepeatingData)
     _specialise(trainer._signal_connector, PatientSignals)
     _specialise(fit_loop, AccumulatingFitLoop)
@@ -94,11 +96,14 @@ def is_logging_due(trainer: pl.Trainer) -> bool:
     return trainer._logger_connector.should_update_logs
 
 
-def show_metrics(trainer: pl.Trainer, metrics: Mapping[str, Tensor]) -> None:
-    """Add to ``trainer.callback_metrics`` and ``logged_metrics``, which as properties look through all that was logged first."""
-    connector = trainer._logger_connector
-    connector._callback_metrics.update(metrics)
-    connector._logged_metrics.update(metrics)
+def show_metrics(trainer: pl.Trainer, metrics: Mapping[str, Tensor | float]) -> None:
+    """Add to ``trainer.callback_metrics`` and ``logged_metrics``, numbers in double precision."""
+    cast("AccumulatingTrainer", trainer).window_metrics.update(metrics)
+
+
+def end_metrics(trainer: pl.Trainer) -> None:
+    """What was shown is there for good: those of another run of the Trainer take its place."""
+    cast("AccumulatingTrainer", trainer).show_window_metrics()
 
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:

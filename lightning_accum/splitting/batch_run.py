@@ -100,10 +100,9 @@ class BatchRun:
                 log.micro_batch = len(outputs.weights)
                 is_last = index == last
                 accumulation.is_boundary = is_last and ends_window
-                blocked = no_sync() if has_sync and not accumulation.is_boundary else nothing
                 if guard is not None:
                     guard.begin_micro_batch()
-                with blocked:
+                with no_sync() if has_sync and not accumulation.is_boundary else nothing:
                     loss, extra = run_micro_batch(micro_batch)
                     if is_last or loss is None:
                         window_loss = strategy.end_micro_batch()

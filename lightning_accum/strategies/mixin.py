@@ -190,6 +190,8 @@ class AccumulationMixin(Engine):
     @override
     def teardown(self) -> None:
         self.sync, self.guard = Sync(), None
+        if self.accumulation is not None or self.manual is not None:
+            loops.end_metrics(self.trainer())
         if self.accumulation is not None:
             self._watch.remove()
             if self.accumulation.sums is not None:
@@ -261,11 +263,13 @@ class AccumulationMixin(Engine):
 
     def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take in the loss of a micro-batch. Returns what to call backward on, and with which gradient (None for 1)."""
-        seed = self.joint_seed if self.is_weighed else self.weigh_micro_batch(loss)
+        assert self.accumulation is not None
+        if self.is_weighed:
+            seed = self.joint_seed
+        else:
+            seed = self.accumulation.begin_backward(loss) if self._is_announced else self.weigh_micro_batch(loss)
         self.sync.begin_backward()
-        if seed is None:
-            return loss, None
-        return (loss, seed) if self.takes_gradient else (loss * seed, None)
+        return (loss, seed) if self.takes_gradient or seed is None else (loss * seed, None)
 
     def weigh_micro_batch(self, loss: Tensor) -> Tensor | None:
         """Take in the loss of a micro-batch. Returns the ``gradient`` of its backward (None for 1)."""

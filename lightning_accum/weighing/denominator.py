@@ -74,12 +74,12 @@ CRITERIA: dict[str, tuple[str, Callable[[Node], Denominator]]] = {
 }
 
 
-def plain_mean(node: Node, kind: str) -> Denominator | None:
-    """What a loss that is a criterion itself, of operation ``kind``, was divided by; None where :func:`criterion_of` knows more."""
+def plain_mean(node: Node, denominator: Callable[[Node], Denominator]) -> Denominator | None:
+    """What a loss that is one of :data:`CRITERIA` itself was divided by; None where :func:`criterion_of` knows more."""
     if node._saved_reduction != MEAN_REDUCTION:
         return None
     below = node.next_functions[0][0]
-    return None if below is None or kind_of(below) == "Mean" else CRITERIA[kind][1](node)
+    return None if below is None or kind_of(below) == "Mean" else denominator(node)
 
 
 class Operation(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, Term, UnreadableLossError, plain_mean
 from lightning_accum.weighing.graph import Reading, read_loss, read_terms, terms_of
-from lightning_accum.weighing.nodes import kind_of
+from lightning_accum.weighing.nodes import Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero, is_contrastive
 from lightning_accum.weighing.term_nodes import TermLister, TermNode, TermReader
 
@@ -157,8 +157,8 @@ class Weigher:
         self._terms: list[TermNode] = []
         self._looks_for_contrast = 3  # micro-batches more: one of a single sample shows nothing
         self._factors: list[float] | None = None
-        self._plain: tuple[type, str] | None = None
-        """The node, and its operation, of a loss that is a mean criterion itself and has nothing left to be looked for."""
+        self._plain: tuple[type, Callable[[Node], Denominator]] | None = None
+        """The node of a loss that is a mean criterion itself and has nothing left to be looked for, and what reads it."""
         self._is_warned_of_factor = False
         self.criterion: str | None = None
         """What the weight was found to be, in words; None before the first micro-batch."""
@@ -197,7 +197,7 @@ class Weigher:
             self._compare_factor(terms)
             if not reading.others:
                 if not self._looks_for_contrast and terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
-                    self._plain = (type(loss.grad_fn), kind_of(loss.grad_fn))
+                    self._plain = (type(loss.grad_fn), CRITERIA[kind_of(loss.grad_fn)][1])
                 return Contribution(_on_host(reading.weight))
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             signature = 0

@@ -1,4 +1,4 @@
-"""How many optimizer steps a training will have."""
+"""What a Trainer tells: how many optimizer steps a training will have, and what the windows were."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum.boundary import count_windows
@@ -27,8 +28,30 @@ if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
 
 
-class CountingTrainer(pl.Trainer):
-    """``estimated_stepping_batches`` is the number of optimizer steps that will happen."""
+class AccumulatingTrainer(pl.Trainer):
+    """``estimated_stepping_batches`` is the number of optimizer steps that will happen; the last window is in the metrics."""
+
+    window_metrics: dict[str, Tensor | float]
+    """What is to be seen in ``callback_metrics`` and ``logged_metrics`` once somebody looks: tensors take 10 us a window."""
+
+    @property
+    @override
+    def callback_metrics(self) -> dict[str, Tensor]:
+        self.show_window_metrics()
+        return super().callback_metrics
+
+    @property
+    @override
+    def logged_metrics(self) -> dict[str, Tensor]:
+        self.show_window_metrics()
+        return super().logged_metrics
+
+    def show_window_metrics(self) -> None:
+        """Somebody looks, or training ends."""
+        numbers, self.window_metrics = self.window_metrics, {}
+        shown = {name: v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for name, v in numbers.items()}
+        self._logger_connector._callback_metrics.update(shown)
+        self._logger_connector._logged_metrics.update(shown)
 
     @property
     @override
