@@ -59,7 +59,8 @@ class Window:
 
     During the window the gradients are scaled by ``1 / reference``, a power of two near the mean weight and the same on all ranks:
     weights can be thousands of tokens, which float16 gradients have no room for. A power of two costs no rounding. Where the last
-    window weighed a power of two on every rank, it is that: if this one does too, its gradients are the full batch's as they are.
+    window weighed a power of two on every rank, it is that on the CPU, where it is slow to go through all gradients once more: if
+    this window does so too, they are the full batch's as they are. An accelerator keeps the room that float16 has below.
 
     Args:
         device: where the weights are summed.
@@ -276,8 +277,9 @@ class Window:
         assert self._reference is not None
         if (factor := self._world_size * self._reference / weight) != 1.0:
             _scale(gradients, factor)
-        of_a_rank = weight / self._world_size  # windows of as many samples are common: divided by those, they need no scale
-        self._reference = of_a_rank if _is_power_of_two(of_a_rank) else _power_of_two_near(weight / micro_batches)
+        of_a_rank = weight / self._world_size
+        is_next = self._is_on_host and _is_power_of_two(of_a_rank)
+        self._reference = of_a_rank if is_next else _power_of_two_near(weight / micro_batches)
         # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n
         disagree = terms > 0 and not are_exact and spread * weight / terms**2 - 1 > 1e-6
         told = {**told, "do_terms_disagree": disagree and not is_miscounted, "is_miscounted": is_miscounted}
