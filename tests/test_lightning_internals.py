@@ -21,6 +21,7 @@ from support import Scalar, trainer, x
 
 import lightning_accum
 from lightning_accum import loops
+from lightning_accum.loops import epochs
 
 
 def parameters(function) -> list[str]:
@@ -92,6 +93,22 @@ def test_ranks_are_kept_together_where_lightning_looks() -> None:
     if "torch.distributed" in advance:  # since 2.6
         assert "self._broadcast_sigterm_tensor()" in advance
     assert "received_sigterm:\n            raise SIGTERMException" in inspect.getsource(_TrainingEpochLoop.on_advance_end)
+
+
+def test_a_loader_batch_is_to_lightning_what_it_was_when_it_was_read() -> None:
+    """`AccumulatingEpochLoop._advance_unheard` goes the same way, in the versions that it knows."""
+    assert epochs._IS_READ
+    advance = inspect.getsource(_TrainingEpochLoop.advance)
+    called = re.findall(
+        r'(?:_hook(?:s|)\(trainer, "|[. ]_?)(increment_\w+|on_\w+|update_\w+|convert_input|batch_to_device|run)(?:"|\()', advance
+    )
+    assert [name for name in called if name not in ("increment_progress_to_evaluation_end", "increment_by")] == [
+        "convert_input", "on_before_batch_transfer", "batch_to_device", "increment_ready", "on_batch_start",
+        "on_train_batch_start", "on_train_batch_start", "on_train_batch_start",  # of callbacks, module and strategy
+        "increment_started", "run", "run",  # automatic or manual
+        "increment_processed", "update_lr_schedulers", "update_lr_schedulers",
+        "on_train_batch_end", "on_train_batch_end", "on_batch_end", "increment_completed", "update_train_step_metrics",
+    ]  # fmt: skip
 
 
 def test_the_divisor_has_one_place() -> None:

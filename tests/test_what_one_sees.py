@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from support import Language, Scalar, ddp, language_loss, loader, pad, sentences, train_by_hand, trainer, x
 from torch import nn
@@ -115,6 +115,39 @@ def test_window_metrics_can_be_monitored(tmp_path) -> None:
     module = Ranked()
     trainer(callbacks=[GradientAccumulation(4)], precision="64-true", logger=TensorBoardLogger(tmp_path)).fit(module)
     assert module.trainer.callback_metrics["window/loss"] > 0
+
+
+def test_metrics_are_those_of_the_last_window_whenever_one_looks() -> None:
+    module, seen = Scalar([x(2), x(4, 4, 4), x(1), x(3)]), []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            metrics = (trainer.callback_metrics, trainer.logged_metrics)[batch_idx % 2]
+            seen.append({name: value.item() for name, value in metrics.items() if name != "window/weight_per_second"})
+            assert all(value.dtype == torch.float64 for value in metrics.values())
+
+    trainer(callbacks=[GradientAccumulation(2), Looks()]).fit(module)
+    assert seen[0] == {}
+    assert [(now["window/weight"], now["window/optimizer_steps"], now["window/total_weight"]) for now in seen[1:]] == [
+        (4, 1, 4),
+        (4, 1, 4),
+        (2, 2, 6),
+    ]
+
+
+def test_metrics_of_a_training_do_not_come_back_in_a_validation() -> None:
+    class Validates(Scalar):
+        def validation_step(self, batch, batch_idx):
+            self.log("validated", batch.sum())
+
+    module = Validates([x(2), x(4)])
+    run = trainer(callbacks=[GradientAccumulation(2)])
+    run.fit(module)
+    run.validate(module, loader([x(1)]), verbose=False)
+    assert set(run.callback_metrics) == {"validated"}
+    run.fit_loop.max_epochs = 2
+    run.fit(module)
+    assert run.callback_metrics["window/optimizer_steps"].item() == 2
 
 
 def test_log_false_logs_nothing() -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_accum.manual.windows import ManualWindows
     from lightning_accum.strategies.mixin import AccumulationMixin
 
+_SHARES_SIGTERM = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
 _IS_READ = pl.__version__.startswith(("2.5.", "2.6."))
 """What a loader batch is to Lightning was read in these versions; it is left to any other."""
 
@@ -107,7 +108,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     def advance(self, data_fetcher: _DataFetcher) -> None:
         if self.strategy.manual is not None:  # a window has one on_train_batch_start that steps, that of its first loader batch
             self.strategy.manual.windows.waits = not self.strategy.manual.windows.is_first
-        heard_by = self._audience_now() if type(data_fetcher) is _PrefetchDataFetcher else None
+        heard_by = self._audience_now() if type(data_fetcher) in (_PrefetchDataFetcher, EvenFetcher) else None
         if heard_by is None or self.strategy.accumulation is None or self.restarting or self.val_loop.restarting:
             super().advance(data_fetcher)
         else:
@@ -118,11 +119,13 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         audience_at = (len(callbacks_of(trainer)), trainer.current_epoch)
         if self._audience_at != audience_at:  # callbacks come and go
             self._audience_at = audience_at
-            self._audience = audience(trainer) if _IS_READ and trainer.world_size == 1 else None
+            self._audience = audience(trainer) if _IS_READ else None
         return self._audience
 
-    def _advance_unheard(self, data_fetcher: _DataFetcher, audience: Audience) -> None:
+    def _advance_unheard(self, data_fetcher: _DataFetcher, heard_by: Audience) -> None:
         """Train on a loader batch as Lightning does, without the calls of hooks that nobody has: they cost 100 us."""
+        if self.trainer.world_size > 1 and _SHARES_SIGTERM:
+            self._broadcast_sigterm_tensor()
         trainer, strategy, progress, connector = self.trainer, self.strategy, self.batch_progress, self.trainer._logger_connector
         batch, batch_idx, outputs = next(data_fetcher)[0], self.batch_idx + 1, None
         progress.is_last_batch = data_fetcher.done
@@ -132,7 +135,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if batch is None:
             self._warning_cache.warn("The train_dataloader yielded None. If this was on purpose, ignore this warning.")
         else:
-            if audience.hears_start:
+            if heard_by.hears_start:
                 call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
             progress.increment_started()
             kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
@@ -141,7 +144,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if audience.hears_end:
+        if heard_by.hears_end:
             call._call_callback_hooks(trainer, "on_train_batch_end", outputs, batch, batch_idx)
         connector.on_batch_end()
         progress.increment_completed()

@@ -143,6 +143,8 @@ class WindowOptimization(_AutomaticOptimization):
 
     def _unheard_optimizer_step(self, closure: Callable[[], Tensor | None]) -> None:
         """As Lightning's, without the hook of the module, which is Lightning's own and would call the strategy."""
+        assert self.strategy.accumulation is not None
+        self.strategy.accumulation.gradient_norm = None
         (optimizer, *_), progress = self.strategy._lightning_optimizers, self.optim_progress.optimizer.step
         is_counted = not self.trainer.fit_loop._should_accumulate()
         if is_counted:
