@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
@@ -44,67 +44,6 @@ def put_back_idle_hooks(callback: pl.Callback) -> None:
         vars(callback).pop(hook, None)
 
 
-def is_profiled(trainer: pl.Trainer) -> bool:
-    """Whether somebody reads how long Lightning's calls take."""
-    return type(trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]  # set by a connector
-
-
-class Audience(NamedTuple):
-    """Whether a callback has a hook that Lightning calls before a loader batch is trained on, or after."""
-
-    hears_start: bool
-    hears_end: bool
-
-
-def audience(trainer: pl.Trainer) -> Audience | None:
-    """Who hears what Lightning calls around a loader batch; None where not only callbacks do, or where a profiler measures it."""
-    start, end = "on_train_batch_start", "on_train_batch_end"
-    data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-    if is_profiled(trainer) or not (
-        _is_inherited(trainer.lightning_module, pl.LightningModule, (start, end, "on_before_batch_transfer"))
-        and (data is None or not is_overridden("on_before_batch_transfer", data))
-        and _is_inherited(trainer.strategy, Strategy, (start,))
-    ):
-        return None
-    callbacks = callbacks_of(trainer)
-    return Audience(*(not all(_is_inherited(callback, pl.Callback, (hook,)) for callback in callbacks) for hook in (start, end)))
-
-
-def is_micro_batch_heard(trainer: pl.Trainer) -> bool:
-    """Whether anything would notice that training_step and backward of a micro-batch run without Lightning's calls around them.
-
-    They take several times as long as the rest of a small micro-batch: two profiler scopes, four hooks of every callback.
-    """
-    hooks, strategy = ("on_before_backward", "on_after_backward", "on_before_zero_grad"), trainer.strategy
-    return not (
-        not is_profiled(trainer)
-        and all(_is_inherited(callback, pl.Callback, hooks) for callback in callbacks_of(trainer))
-        and _is_inherited(trainer.lightning_module, pl.LightningModule, (*hooks, "backward", "optimizer_zero_grad"))
-        and _is_inherited(trainer.precision_plugin, Precision, ("pre_backward", "backward", "post_backward"))
-        and _is_inherited(strategy, Strategy, ("pre_backward", "post_backward", "post_training_step"))
-    )
-
-
-def is_step_heard(trainer: pl.Trainer) -> bool:
-    """Whether anything would notice that the optimizer steps without what Lightning has between the gradients and the step."""
-    hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
-    own = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients", "clip_gradients")
-    return not (
-        not is_profiled(trainer)
-        and isinstance(trainer.strategy, SingleDeviceStrategy)  # those of several ranks may average models after a step
-        and all(_is_inherited(callback, pl.Callback, hooks[:1]) for callback in callbacks_of(trainer))
-        and _is_inherited(trainer.lightning_module, pl.LightningModule, hooks)
-        and _is_inherited(trainer.precision_plugin, Precision, own)
-    )
-
-
-def has_own_transfer(trainer: pl.Trainer) -> bool:
-    """Whether a batch on the device may be another than on the host: augmented, or moved by the user's own rules."""
-    data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-    owners = [owner for owner in (trainer.lightning_module, data) if owner is not None]
-    return any(is_overridden(hook, owner) for owner in owners for hook in ("on_after_batch_transfer", "transfer_batch_to_device"))
-
-
 def already_on_cpu(batch: Any) -> Any:
     """What Lightning makes of a batch that is to be moved to the CPU and is there: its tensors, in a container of its own.
 
@@ -122,8 +61,90 @@ def _is_on_cpu(value: Any) -> bool:
     return type(value) is Tensor and value.is_cpu
 
 
-def is_step_bare(trainer: pl.Trainer) -> bool:
-    """Whether a training_step needs nothing around it: no wrapper of the module, no autocast."""
+class Audience:
+    """Who hears what Lightning calls in a training.
+
+    Args:
+        trainer: whose callbacks, module, data, strategy and precision plugin may listen.
+
+    Attributes:
+        has_own_transfer: a batch may be another on the device than on the host: augmented, or moved by the user's own rules.
+        is_profiled: somebody reads how long Lightning's calls take.
+        is_more_than_callbacks: not only callbacks have hooks around a loader batch, or its way to the device.
+        hears_start: a callback has one before a loader batch is trained on.
+        hears_end: a callback has one after.
+        hears_micro_batch: there are hooks around the backward of a micro-batch.
+        hears_step: there is something between the gradients of a window and its optimizer step.
+        is_step_bare: ``training_step`` needs nothing around it: no wrapper of the module, no autocast.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self.has_own_transfer, self.is_profiled = _has_own_transfer(trainer), _is_profiled(trainer)
+        self._looked_at: tuple[int, int] | None = None
+        self.look_again()
+        self._looked_at = None  # hooks may be set before training begins
+
+    def look_again(self) -> None:
+        """Callbacks come and go: see who is there now, and again in each epoch."""
+        trainer = self._trainer
+        now = (len(callbacks_of(trainer)), trainer.current_epoch)
+        if self._looked_at == now:
+            return
+        self._looked_at = now
+        self.is_more_than_callbacks = self.is_profiled or _is_batch_heard(trainer)
+        self.hears_start, self.hears_end = (
+            not all(_is_inherited(callback, pl.Callback, (hook,)) for callback in callbacks_of(trainer))
+            for hook in ("on_train_batch_start", "on_train_batch_end")
+        )
+        self.hears_micro_batch = self.is_profiled or _is_micro_batch_heard(trainer)
+        self.hears_step = self.is_profiled or _is_step_heard(trainer)
+        self.is_step_bare = _is_step_bare(trainer)
+
+
+def _is_profiled(trainer: pl.Trainer) -> bool:
+    return type(trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]  # set by a connector
+
+
+def _is_batch_heard(trainer: pl.Trainer) -> bool:
+    data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    hooks = ("on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer")
+    return not (
+        _is_inherited(trainer.lightning_module, pl.LightningModule, hooks)
+        and (data is None or not is_overridden("on_before_batch_transfer", data))
+        and _is_inherited(trainer.strategy, Strategy, hooks[:1])
+    )
+
+
+def _is_micro_batch_heard(trainer: pl.Trainer) -> bool:
+    # what goes unheard takes several times as long as the rest of a small micro-batch: two scopes, four hooks of every callback
+    hooks, strategy = ("on_before_backward", "on_after_backward", "on_before_zero_grad"), trainer.strategy
+    return not (
+        all(_is_inherited(callback, pl.Callback, hooks) for callback in callbacks_of(trainer))
+        and _is_inherited(trainer.lightning_module, pl.LightningModule, (*hooks, "backward", "optimizer_zero_grad"))
+        and _is_inherited(trainer.precision_plugin, Precision, ("pre_backward", "backward", "post_backward"))
+        and _is_inherited(strategy, Strategy, ("pre_backward", "post_backward", "post_training_step"))
+    )
+
+
+def _is_step_heard(trainer: pl.Trainer) -> bool:
+    hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+    own = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients", "clip_gradients")
+    return not (
+        isinstance(trainer.strategy, SingleDeviceStrategy)  # those of several ranks may average models after a step
+        and all(_is_inherited(callback, pl.Callback, hooks[:1]) for callback in callbacks_of(trainer))
+        and _is_inherited(trainer.lightning_module, pl.LightningModule, hooks)
+        and _is_inherited(trainer.precision_plugin, Precision, own)
+    )
+
+
+def _has_own_transfer(trainer: pl.Trainer) -> bool:
+    data: pl.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    owners = [owner for owner in (trainer.lightning_module, data) if owner is not None]
+    return any(is_overridden(hook, owner) for owner in owners for hook in ("on_after_batch_transfer", "transfer_batch_to_device"))
+
+
+def _is_step_bare(trainer: pl.Trainer) -> bool:
     strategy = trainer.strategy
     return (
         type(strategy).training_step is Strategy.training_step

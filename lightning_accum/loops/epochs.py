@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
 from lightning_accum.failures import telling_the_first_failure
-from lightning_accum.listeners import Audience, audience, callbacks_of
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.uneven import EvenFetcher, Lengths, is_agreeing
 from lightning_accum.splitting.micro_batch import Tokens
@@ -101,28 +100,25 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     strategy: AccumulationMixin
     _inspected: Any = None
     _takes_batch_idx = False
-    _audience: Audience | None = None
-    _audience_at: tuple[int, int] | None = None
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
         if self.strategy.manual is not None:  # a window has one on_train_batch_start that steps, that of its first loader batch
             self.strategy.manual.windows.waits = not self.strategy.manual.windows.is_first
-        heard_by = self._audience_now() if type(data_fetcher) in (_PrefetchDataFetcher, EvenFetcher) else None
-        if heard_by is None or self.strategy.accumulation is None or self.restarting or self.val_loop.restarting:
+        if self._is_restarting_or_unknown(data_fetcher):
+            super().advance(data_fetcher)
+            return
+        self.strategy.audience.look_again()
+        if self.strategy.audience.is_more_than_callbacks:
             super().advance(data_fetcher)
         else:
-            self._advance_unheard(data_fetcher, heard_by)
+            self._advance_unheard(data_fetcher)
 
-    def _audience_now(self) -> Audience | None:
-        trainer = self.trainer
-        audience_at = (len(callbacks_of(trainer)), trainer.current_epoch)
-        if self._audience_at != audience_at:  # callbacks come and go
-            self._audience_at = audience_at
-            self._audience = audience(trainer) if _IS_READ else None
-        return self._audience
+    def _is_restarting_or_unknown(self, data_fetcher: _DataFetcher) -> bool:
+        is_known = _IS_READ and type(data_fetcher) in (_PrefetchDataFetcher, EvenFetcher)
+        return not is_known or self.strategy.accumulation is None or self.restarting or self.val_loop.restarting
 
-    def _advance_unheard(self, data_fetcher: _DataFetcher, heard_by: Audience) -> None:
+    def _advance_unheard(self, data_fetcher: _DataFetcher) -> None:
         """Train on a loader batch as Lightning does, without the calls of hooks that nobody has: they cost 100 us."""
         if self.trainer.world_size > 1 and _SHARES_SIGTERM:
             self._broadcast_sigterm_tensor()
@@ -135,7 +131,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if batch is None:
             self._warning_cache.warn("The train_dataloader yielded None. If this was on purpose, ignore this warning.")
         else:
-            if heard_by.hears_start:
+            if strategy.audience.hears_start:
                 call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
             progress.increment_started()
             kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
@@ -144,7 +140,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if heard_by.hears_end:
+        if strategy.audience.hears_end:
             call._call_callback_hooks(trainer, "on_train_batch_end", outputs, batch, batch_idx)
         connector.on_batch_end()
         progress.increment_completed()

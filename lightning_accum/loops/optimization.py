@@ -20,7 +20,6 @@ from typing_extensions import override
 from lightning_accum.batch_norm.joint_layers import statistics_of_ranks
 from lightning_accum.batch_norm.joint_run import JointRun
 from lightning_accum.gradient_norm import noting_gradient_norm
-from lightning_accum.listeners import is_micro_batch_heard, is_step_bare
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
 from lightning_accum.splitting.batch_run import BatchRun
 from lightning_accum.splitting.trimming import difference_by_padding
@@ -103,7 +102,7 @@ class WindowOptimization(_AutomaticOptimization):
             if not accumulation.is_zero_grad_due:  # a micro-batch of the same batch
                 return
             accumulation.is_zero_grad_due = False
-            if self.strategy.is_heard is False:
+            if not self.strategy.audience.hears_micro_batch:
                 progress = self.optim_progress.optimizer.zero_grad
                 progress.increment_ready()
                 progress.increment_started()
@@ -129,7 +128,8 @@ class WindowOptimization(_AutomaticOptimization):
         if strategy.accumulation is None:
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return
-        if strategy.accumulation.is_plain() or strategy.hears_step() or self.trainer.gradient_clip_val:
+        strategy.audience.look_again()
+        if strategy.accumulation.is_plain() or strategy.audience.hears_step or self.trainer.gradient_clip_val:
             with noting_gradient_norm(self.trainer, strategy):
                 super()._optimizer_step(batch_idx, train_step_and_backward_closure)
         else:
@@ -223,9 +223,7 @@ class WindowClosure(Closure):
         others = [self._kwargs[name] for name in others]
         collecting, show = partial(collecting_logs, trainer), partial(show_logs, trainer)
 
-        if strategy.is_heard is None:
-            strategy.is_heard, strategy.is_step_bare = is_micro_batch_heard(trainer), is_step_bare(trainer)
-        training_step = module.training_step if strategy.is_step_bare else strategy.training_step
+        training_step = module.training_step if strategy.audience.is_step_bare else strategy.training_step
 
         def forward(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
             result = _result_of(training_step(batch, *others))
@@ -258,7 +256,7 @@ class WindowClosure(Closure):
                 backward(loss)
             return loss, extra
 
-        run_micro_batch = run_with_hooks if strategy.is_heard or self._backward_fn is None else run_without_hooks
+        run_micro_batch = run_with_hooks if strategy.audience.hears_micro_batch or self._backward_fn is None else run_without_hooks
         strategy.expect_batches_of_all_ranks(has_batch=True)
         if strategy.joins_batches:
             run: BatchRun = JointRun(strategy, forward, run_closure, collecting, show)

@@ -27,7 +27,7 @@ from lightning_accum.batch_norm.policy import joins_batches
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
-from lightning_accum.listeners import already_on_cpu, callbacks_of, has_own_transfer, is_profiled, is_step_heard
+from lightning_accum.listeners import Audience, already_on_cpu, callbacks_of
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import ManualOptimization, begin_manual
 from lightning_accum.nonfinite import Guard
@@ -60,10 +60,8 @@ class AccumulationMixin(Engine):
     """The loss that comes to :meth:`backward` is that of several micro-batches, which are in the window already, and"""
     joint_seed: Tensor | None = None
     """this is the ``gradient`` of its backward."""
-    is_heard: bool | None = None
-    """Whether anything listens to the hooks around the backward of a micro-batch; None where it is not known yet."""
-    is_step_bare = False
-    """Where :attr:`is_heard` is known: nothing goes around ``training_step``."""
+    audience: Audience
+    """Who hears what Lightning calls; there with :attr:`accumulation`."""
     guard: Guard | None = None
     """Looks whether micro-batches are finite; None where nobody does."""
 
@@ -122,10 +120,7 @@ class AccumulationMixin(Engine):
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self.takes_gradient = not is_overridden("backward", module)
         self._is_announced = False
-        self.is_heard = None
-        self._has_own_transfer, self._is_profiled = has_own_transfer(trainer), is_profiled(trainer)
-        self._is_step_heard = True
-        self._heard_at: tuple[int, int] | None = None
+        self.audience = Audience(trainer)
 
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
@@ -222,11 +217,11 @@ class AccumulationMixin(Engine):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.accumulation is None or self._has_own_transfer:
+        if self.accumulation is None or self.audience.has_own_transfer:
             return super().batch_to_device(batch, device, dataloader_idx)
         splitting = self.accumulation.splitting
         if self.root_device.type == "cpu":
-            moved = None if self._is_profiled else already_on_cpu(batch)
+            moved = None if self.audience.is_profiled else already_on_cpu(batch)
             if moved is not None:
                 return moved
         elif splitting is not None and batch is not None and self.trainer().training:
@@ -399,14 +394,6 @@ class AccumulationMixin(Engine):
             self._watch = StepWatch(optimizer)
         loss = closure()
         return loss, self.accumulation.closed is not None and self.accumulation.closed.is_empty
-
-    def hears_step(self) -> bool:
-        """Whether anything listens to what Lightning calls around an optimizer step."""
-        trainer = self.trainer()
-        heard_at = (len(callbacks_of(trainer)), trainer.current_epoch)
-        if self._heard_at != heard_at:  # callbacks come and go
-            self._heard_at, self._is_step_heard, self.is_heard = heard_at, is_step_heard(trainer), None
-        return self._is_step_heard
 
     def after_optimizer_step(self) -> None:
         """Count the step, if it really happened."""
