@@ -252,6 +252,9 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             return
         if accumulation is None or accumulation.boundary.position(seen) <= 0:
             return
+        if accumulation.is_plain() and self.optimization.visited != seen:
+            accumulation.discard(seen)  # on_train_batch_start has ended the epoch; in Lightning 2.5 nothing else ends its batch
+            return
         if accumulation.policy.tail == "drop":
             self._tell_dropped(accumulation.discard(seen))
             self.strategy.drop_gradients()

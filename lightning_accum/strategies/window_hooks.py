@@ -1,0 +1,249 @@
+"""Lightning's hooks of a micro-batch and of an optimizer step, handed over to ``Accumulation``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accum import loops
+from lightning_accum.backward import backward
+from lightning_accum.batch_norm.joint_layers import statistics_of_ranks
+from lightning_accum.callback import GradientAccumulation
+from lightning_accum.listeners import Audience, already_on_cpu
+from lightning_accum.lr_schedule import StepWatch
+from lightning_accum.manual.optimization import ManualOptimization
+from lightning_accum.nonfinite import Guard
+from lightning_accum.strategies.engine import Engine
+from lightning_accum.weighing.safeguards import gradients_of_zero
+
+
+class WindowHooks(Engine):
+    """From the way of a batch to its device to the step of its window."""
+
+    manual: ManualOptimization | None = None
+    """The windows of a module that optimizes by itself; None for any other, and where a window is one micro-batch on one rank."""
+    takes_gradient = True
+    """``backward`` takes the ``gradient`` argument."""
+    _callback: GradientAccumulation | None = None
+    joins_batches = False
+    """Micro-batches of a batch run together, for BatchNorm layers to see all of it."""
+    is_weighed = False
+    """The loss that comes to :meth:`backward` is that of several micro-batches, which are in the window already, and"""
+    joint_seed: Tensor | None = None
+    """this is the ``gradient`` of its backward."""
+    audience: Audience
+    """Who hears what Lightning calls; there with :attr:`accumulation`."""
+    guard: Guard | None = None
+    """Looks whether micro-batches are finite; None where nobody does."""
+    _watch: StepWatch
+    _is_announced = False
+    _have_all_batches = False
+
+    def is_plain(self) -> bool:
+        """Whether the window is one micro-batch on one rank, so that everything is left to Lightning."""
+        return self.accumulation is None or self.accumulation.is_plain()
+
+    # --- one micro-batch --------------------------------------------------------------------------------------------
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self.accumulation is None or self.audience.has_own_transfer:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        splitting = self.accumulation.splitting
+        if self.root_device.type == "cpu":
+            moved = None if self.audience.is_profiled else already_on_cpu(batch)
+            if moved is not None:
+                return moved
+        elif splitting is not None and batch is not None and self.trainer().training:
+            splitting.planner.look_at(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.manual is not None:
+            return self.manual.backward(super().backward, closure_loss, optimizer, *args, **kwargs)
+        if self.accumulation is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss, seed = self._weigh(closure_loss)
+        if seed is not None:
+            kwargs["gradient"] = seed
+        with self._around_backward(loss):
+            return super().backward(loss, optimizer, *args, **kwargs)
+
+    def backward_without_hooks(self, loss: Tensor) -> None:
+        """As :meth:`backward`, where nobody listens."""
+        loss, seed = self._weigh(loss)
+        assert self.accumulation is not None
+        if self.accumulation.is_weightless or self.guard is not None:
+            with self._around_backward(loss):
+                backward(loss, seed)
+        else:
+            backward(loss, seed)
+
+    def _around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        assert self.accumulation is not None
+        if self.accumulation.is_weightless:
+            return gradients_of_zero(loss)
+        return nullcontext() if self.guard is None else self.guard.watching(loss, self.accumulation.weight)
+
+    def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Take in the loss of a micro-batch. Returns what to call backward on, and with which gradient (None for 1)."""
+        assert self.accumulation is not None
+        if self.is_weighed:
+            seed = self.joint_seed
+        else:
+            seed = self.accumulation.begin_backward(loss) if self._is_announced else self.weigh_micro_batch(loss)
+        self.sync.begin_backward()
+        return (loss, seed) if self.takes_gradient or seed is None else (loss * seed, None)
+
+    def weigh_micro_batch(self, loss: Tensor) -> Tensor | None:
+        """Take in the loss of a micro-batch. Returns the ``gradient`` of its backward (None for 1)."""
+        accumulation = self.accumulation
+        assert accumulation is not None
+        if self._is_announced:
+            return accumulation.begin_backward(loss)
+        self._is_announced = True
+        batch = accumulation.batch if accumulation.plan is None else accumulation.plan.batch
+        seed = accumulation.begin_backward(loss)
+        rank_zero_info(accumulation.describe(batch, self.trainer().accumulate_grad_batches))
+        return seed
+
+    def end_micro_batch(self) -> Tensor | None:
+        """Leave training_step; at a boundary, end the window.
+
+        Returns:
+            At a boundary the loss of the window; None inside a window, and where the window had no weight.
+        """
+        assert self.accumulation is not None
+        if not self.accumulation.end_micro_batch():
+            self._backward_without_loss()
+        self.sync.complete_reduction()
+        return self._end_window() if self.accumulation.is_boundary else None
+
+    @property
+    def ends_windows_apart(self) -> bool:
+        """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
+        return self.guard is not None or self.policy.micro_batch == "auto" or self.joins_batches
+
+    def end_window_apart(self) -> Tensor | None:
+        """The window has ended with the last micro-batch, which did not know: only now the gradients are reduced."""
+        assert self.accumulation is not None
+        self.accumulation.is_boundary = True
+        self._reduce_apart()
+        return self._end_window()
+
+    def _reduce_apart(self) -> None:
+        """Reduce what was accumulated, and start to sum the weights. On all ranks together."""
+        assert self.accumulation is not None
+        self.accumulation.reduce()
+
+    def _end_window(self) -> Tensor | None:
+        assert self.accumulation is not None
+        self.sync.end_window()
+        if self.guard is not None:
+            self.guard.end_window()
+        seen = loops.loader_batches_seen(self.trainer())
+        if self.accumulation.is_plain():
+            self.accumulation.close_plain(seen)
+            return None
+        closed = self.accumulation.close(seen, self.parameters())
+        if closed.is_last and self.accumulation.ranks.size == self.accumulation.ranks.world_size:
+            loops.stop(self.trainer())
+        if closed.is_empty:
+            return None
+        return torch.as_tensor(closed.loss, dtype=self.accumulation.window.dtype, device=self.root_device)
+
+    def run_without_batch(self) -> Tensor | None:
+        """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0."""
+        assert self.accumulation is not None
+        ends_window = self.accumulation.is_boundary
+        self.accumulation.is_boundary &= not self.ends_windows_apart
+        with nullcontext() if self.accumulation.is_boundary else self.blocked():
+            self._forward_without_batch()
+            window_loss = self.end_micro_batch()
+        return self.end_window_apart() if ends_window and self.ends_windows_apart else window_loss
+
+    def expect_batches_of_all_ranks(self, has_batch: bool) -> None:
+        """Ranks with statistics in common wait for each other, and one that never had a batch has none to stand in.
+
+        Called on all ranks at each loader batch. They talk at the first only, since every other has one to stand in.
+
+        Raises:
+            RuntimeError: a rank has none. On all ranks.
+        """
+        assert self.lightning_module is not None
+        if not self.joins_batches or self._have_all_batches or not statistics_of_ranks(self.lightning_module):
+            return
+        assert self.ranks is not None
+        lacking = int(self.ranks.largest(0 if has_batch else self.ranks.rank + 1)[0])
+        if lacking:
+            raise RuntimeError(
+                f"The first loader batch of rank {lacking - 1} is None, and its BatchNorm layers share their statistics with the"
+                " other ranks: these would wait for it. Begin with a batch on every rank."
+            )
+        self._have_all_batches = True
+
+    def most_micro_batches(self, own: int) -> int:
+        """The micro-batches that the rank with the most has in this loader batch. Called on all ranks."""
+        if self.ranks is None or self.ranks.world_size == 1:
+            return own
+        return int(self.ranks.largest(own)[0])
+
+    def end_window_inside_batch(self) -> None:
+        """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
+        loops.end_window_inside_batch(self.trainer())
+
+    # --- the optimizer step -----------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self.manual is not None:
+            return self.manual.optimizer_step(super().optimizer_step, optimizer, closure, model, **kwargs)
+        if self.accumulation is None or self.accumulation.is_plain():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        loss, is_empty = self._run_window(optimizer, closure)
+        if is_empty:
+            return loss
+        return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
+
+    def step_unheard(self, optimizer: Optimizer, closure: Callable[[], Any]) -> None:
+        """As :meth:`optimizer_step`, where nobody listens and nothing is clipped."""
+        loss, is_empty = self._run_window(optimizer, closure)
+        if not is_empty:
+            optimizer.step(_already_run(closure, loss))
+
+    def _run_window(self, optimizer: Optimizer, closure: Callable[[], Any]) -> tuple[Any, bool]:
+        """Run what ends the window. Returns its loss, and whether nothing had any weight: optimizer and hooks see no step then."""
+        assert self.accumulation is not None
+        if self._watch.optimizer is not optimizer:
+            self._watch.remove()
+            self._watch = StepWatch(optimizer)
+        loss = closure()
+        return loss, self.accumulation.closed is not None and self.accumulation.closed.is_empty
+
+    def after_optimizer_step(self) -> None:
+        """Count the step, if it really happened."""
+        assert self.accumulation is not None
+        self.accumulation.after_optimizer_step(self._watch.has_stepped())
+        if self._callback is not None:
+            self._callback.show_window()
+            self._callback.set_size(self.trainer())
+
+
+def _already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
+    """A closure whose first call has been made."""
+    calls = 0
+
+    def first_result_then_again() -> Any:
+        nonlocal calls
+        calls += 1
+        return result if calls == 1 else closure()
+
+    return first_result_then_again
