@@ -102,7 +102,10 @@ def test_a_loader_batch_is_to_lightning_what_it_was_when_it_was_read() -> None:
     called = re.findall(
         r'(?:_hook(?:s|)\(trainer, "|[. ]_?)(increment_\w+|on_\w+|update_\w+|convert_input|batch_to_device|run)(?:"|\()', advance
     )
-    assert [name for name in called if name not in ("increment_progress_to_evaluation_end", "increment_by")] == [
+    called = [name for name in called if name not in ("increment_progress_to_evaluation_end", "increment_by")]
+    if called.count("increment_processed") == 2:  # until 2.6 also where on_train_batch_start ends the epoch
+        called.remove("increment_processed")
+    assert called == [
         "convert_input", "on_before_batch_transfer", "batch_to_device", "increment_ready", "on_batch_start",
         "on_train_batch_start", "on_train_batch_start", "on_train_batch_start",  # of callbacks, module and strategy
         "increment_started", "run", "run",  # automatic or manual
