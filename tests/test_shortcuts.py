@@ -173,15 +173,51 @@ def test_hooks_around_the_transfer_are_called(policy: dict[str, Any]) -> None:
 # --- who measures or steps, sees all of it ---------------------------------------------------------------------------------
 
 
-def test_a_profiler_sees_every_call_of_lightnings() -> None:
+@pytest.mark.parametrize(
+    ("policy", "calls"),
+    [
+        ({"micro_batch": 2}, {"transfer_batch_to_device": 2, "optimizer_step": 2, "backward": 4, "training_step": 4}),
+        ({"window": 2}, {"transfer_batch_to_device": 2, "optimizer_step": 1, "backward": 2, "training_step": 2}),
+    ],
+    ids=str,
+)
+def test_a_profiler_sees_every_call_of_lightnings(policy: dict[str, Any], calls: dict[str, int]) -> None:
     profiler = SimpleProfiler()
-    trainer(callbacks=[GradientAccumulation(micro_batch=2)], profiler=profiler).fit(Taking(), loader([rows(), rows()]))
+    trainer(callbacks=[GradientAccumulation(**policy)], profiler=profiler).fit(Taking(), loader([rows(), rows()]))
     seen = {name.split("]")[-1].split(".", 1)[-1]: len(times) for name, times in profiler.recorded_durations.items()}
-    assert {name: seen[name] for name in ("transfer_batch_to_device", "optimizer_step", "backward")} == {
-        "transfer_batch_to_device": 2,
-        "optimizer_step": 2,
-        "backward": 4,
-    }
+    assert {name: seen[name] for name in calls} == calls
+    assert seen["run_training_batch"] == 2
+
+
+class Backwards(pl.Callback):
+    """Is called around every backward."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        module.called.append(f"before {float(loss):.6f}")
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        module.called.append("after")
+
+
+class OwnBackward(Taking):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.called.append(f"backward {float(loss):.6f}")
+        super().backward(loss, *args, **kwargs)
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}], ids=str)
+def test_hooks_around_a_backward_are_called_and_change_nothing(policy: dict[str, Any]) -> None:
+    results = []
+    for module, callbacks in ((Taking(), []), (Taking(), [Backwards()]), (OwnBackward(), [])):
+        torch.manual_seed(0)
+        module.layer.reset_parameters()
+        trainer(callbacks=[GradientAccumulation(**policy), *callbacks]).fit(module, loader([rows(), rows(2)]))
+        results.append((module.layer.weight.detach().clone(), module.called))
+    (plain, nothing), (with_hooks, hooks), (with_own, own) = results
+    torch.testing.assert_close(with_hooks, plain, rtol=1e-6, atol=0)
+    torch.testing.assert_close(with_own, plain, rtol=1e-6, atol=0)
+    number = 2 if "window" in policy else 3
+    assert (len(nothing), len(hooks), len(own)) == (0, 2 * number, number)
 
 
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}], ids=str)

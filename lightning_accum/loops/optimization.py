@@ -193,9 +193,28 @@ class WindowClosure(Closure):
             return self._run_micro_batches()
         if self._strategy.guard is not None:
             return self._run_guarded(self._strategy.guard)
-        self._result = self.closure(*args, **kwargs)
-        window_loss = self._strategy.end_micro_batch()
-        return self._result.loss if accumulation.is_plain() else window_loss
+        if accumulation.is_plain():
+            self._result = self.closure(*args, **kwargs)
+            self._strategy.end_micro_batch()
+            return self._result.loss
+        is_heard = self._strategy.audience.hears_micro_batch or self._backward_fn is None
+        self._result = self.closure(*args, **kwargs) if is_heard else self._run_unheard()
+        return self._strategy.end_micro_batch()
+
+    def _run_unheard(self) -> ClosureResult:
+        """As Lightning's closure, where nobody hears what it calls."""
+        strategy, trainer = self._strategy, self._strategy.trainer()
+        module = trainer.lightning_module
+        training_step = module.training_step if strategy.audience.is_step_bare else strategy.training_step
+        with current_hook(module, "training_step"), torch.enable_grad():
+            result = _result_of(training_step(*self._kwargs.values()))
+            if self._zero_grad_fn is not None:
+                self._zero_grad_fn()
+            if result.closure_loss is None:
+                self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning.")
+            else:
+                strategy.backward_without_hooks(result.closure_loss)
+        return result
 
     def _run_guarded(self, guard: Guard) -> Tensor | None:
         """Run a loader batch that may be left out, so it neither ends its window nor is shown before it was looked at."""
