@@ -143,9 +143,13 @@ class Pattern(NamedTuple):
     signature: tuple[Any, ...] | None
     take: Take
 
+    def fits(self, batch: Any) -> bool:
+        """Whether another batch has this layout, where it can be told at a glance."""
+        return self.signature is not None and _signature(batch) == self.signature
+
     def of(self, batch: Any) -> Layout | None:
         """The layout of another batch, where it can be told at a glance: tensors of the same shapes in a tuple, list or dict."""
-        if self.signature is None or _signature(batch) != self.signature:
+        if not self.fits(batch):
             return None
         named = batch if isinstance(batch, dict) else {f"[{index}]": value for index, value in enumerate(batch)}
         tensors, shared = ({path: named[path] for path in paths} for paths in (self.tensors, self.shared_tensors))

@@ -133,11 +133,11 @@ class Planner:
         seen, self._seen = self._seen, None
         if self._split is not None:
             return self._plan_by_function(batch, self._split)
+        if self._unpadded is not None and self._unpadded[0].fits(batch):
+            take, pieces = self._unpadded[0].take, self._unpadded[1]
+            return Plan(batch, pieces, lambda piece: take(batch, piece.cut), is_whole=len(pieces) == 1)
         layout = self._layout_of(batch)
         take = layout.pattern.take
-        tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
-        if self._unpadded is not None and self._unpadded[0] is layout.pattern:
-            return Plan(batch, self._unpadded[1], lambda piece: take(batch, piece.cut), None, len(self._unpadded[1]) == 1, tensors)
         spans: dict[int, Spans] = {}
         if self._trim and not self._fits(layout):
             spans = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
@@ -148,6 +148,7 @@ class Planner:
         is_whole = len(pieces) == 1 and not pieces[0].columns
         if self._sizes is None and not (self._trim and self._may_be_padded(layout)):
             self._unpadded = (layout.pattern, pieces)
+        tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
         return Plan(batch, pieces, lambda piece: take(batch, piece.cut), order, is_whole, tensors)
 
     def _layout_of(self, batch: Any) -> Layout:
