@@ -124,6 +124,7 @@ def _is_micro_batch_heard(trainer: pl.Trainer) -> bool:
         and _is_inherited(trainer.lightning_module, pl.LightningModule, (*hooks, "backward", "optimizer_zero_grad"))
         and _is_inherited(trainer.precision_plugin, Precision, ("pre_backward", "backward", "post_backward"))
         and _is_inherited(strategy, Strategy, ("pre_backward", "post_backward", "post_training_step"))
+        and _is_of_this_package(strategy, "backward")
     )
 
 
@@ -132,6 +133,7 @@ def _is_step_heard(trainer: pl.Trainer) -> bool:
     own = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients", "clip_gradients")
     return not (
         isinstance(trainer.strategy, SingleDeviceStrategy)  # those of several ranks may average models after a step
+        and _is_of_this_package(trainer.strategy, "optimizer_step")
         and all(_is_inherited(callback, pl.Callback, hooks[:1]) for callback in callbacks_of(trainer))
         and _is_inherited(trainer.lightning_module, pl.LightningModule, hooks)
         and _is_inherited(trainer.precision_plugin, Precision, own)
@@ -151,6 +153,11 @@ def _is_step_bare(trainer: pl.Trainer) -> bool:
         and strategy.model is trainer.lightning_module
         and _is_inherited(trainer.precision_plugin, Precision, ("train_step_context", "forward_context"))
     )
+
+
+def _is_of_this_package(strategy: Strategy, name: str) -> bool:
+    """No strategy that was derived from one of this package's has the method itself."""
+    return name not in vars(strategy) and getattr(type(strategy), name).__module__.startswith("lightning_accum.")
 
 
 def _is_inherited(instance: object, base: type, names: tuple[str, ...]) -> bool:

@@ -15,7 +15,7 @@ from support import loader, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import GradientAccumulation
+from lightning_accum import AccumulationStrategy, GradientAccumulation
 from lightning_accum.backward import backward
 from lightning_accum.loops import epochs
 
@@ -229,6 +229,35 @@ def test_optimizer_steps_are_counted_as_lightning_counts_them(policy: dict[str, 
     assert run.global_step == steps
     assert (progress.step.total.ready, progress.step.total.completed) == (steps, steps)
     assert (progress.zero_grad.total.ready, progress.zero_grad.total.completed) == (steps, steps)
+
+
+class OwnStrategy(AccumulationStrategy):
+    """Derived from this package's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.called.append("training_step")
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.called.append("backward")
+        return super().backward(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.called.append("optimizer_step")
+        return super().optimizer_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}], ids=str)
+def test_a_strategy_of_the_users_own_is_called(policy: dict[str, Any]) -> None:
+    strategy = OwnStrategy()
+    trainer(strategy, callbacks=[GradientAccumulation(**policy)]).fit(Taking(), loader([rows(), rows()]))
+    number = {name: strategy.called.count(name) for name in ("training_step", "backward", "optimizer_step")}
+    micro_batches, steps = (2, 1) if "window" in policy else (4, 2)
+    assert number == {"training_step": micro_batches, "backward": micro_batches, "optimizer_step": steps}
 
 
 # --- around a loader batch --------------------------------------------------------------------------------------------------
