@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry, XLAStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import Scalar, ddp, trainer, x
+from support import Scalar, ddp, end_profile, trainer, x
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_accum
@@ -32,7 +32,7 @@ class Profiled(Scalar):
 
     def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
         if batch_idx == 15:
-            self.profile.__exit__(None, None, None)
+            end_profile(self.profile)
             events = [event for event in self.profile.events() if event.name.startswith("gloo:")]
             sizes = [(event.name, sum(torch.Size(shape).numel() for shape in event.input_shapes)) for event in events]
             if self.global_rank == 0:

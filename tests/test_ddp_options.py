@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
-from support import Language, language_loss, loader, pad, relative_error, sentences, train_by_hand, trainer
+from support import Language, end_profile, language_loss, loader, pad, relative_error, sentences, train_by_hand, trainer
 from test_failures import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
@@ -342,7 +342,7 @@ class Profiled(Dealt):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3 * self.loader_batches - 1:
-            self.profile.__exit__(None, None, None)
+            end_profile(self.profile)
             events = sorted(self.profile.events(), key=lambda event: event.time_range.start)
             found = [(event.name, sum(math.prod(shape) for shape in event.input_shapes)) for event in events]
             if self.global_rank == 0:

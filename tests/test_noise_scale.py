@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sharded import ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
-from support import NONE_LOSS, Language, ddp, fp16_on_cpu, loader, pad, sentences, trainer
+from support import NONE_LOSS, Language, ddp, end_profile, fp16_on_cpu, loader, pad, sentences, trainer
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.profiler import ProfilerActivity, profile
@@ -398,7 +398,7 @@ def test_one_small_all_reduce_a_measured_window() -> None:
 
         def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
             if batch_idx == 15:
-                self.profile.__exit__(None, None, None)
+                end_profile(self.profile)
                 events = [event for event in self.profile.events() if event.name.startswith("gloo:all_reduce")]
                 sizes = [sum(torch.Size(shape).numel() for shape in event.input_shapes) for event in events]
                 if self.global_rank == 0:

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, fully_shard, needs_sharding_on_cpu
-from support import Language, language_loss, loader, pad, relative_error, sentences, train_by_hand, trainer
+from support import Language, end_profile, language_loss, loader, pad, relative_error, sentences, train_by_hand, trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn import functional as F
@@ -579,7 +579,7 @@ class Profiled(Dealt):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 8:
-            self.profile.__exit__(None, None, None)
+            end_profile(self.profile)
             if self.global_rank == 0:
                 torch.save(collectives_in(self.profile), "collectives.pt")
 

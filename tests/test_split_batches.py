@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import OPTIMIZERS, Language, Scalar, ddp, fp16_on_cpu, loader, pad, relative_error, sentences, trainer, x
+from support import OPTIMIZERS, Language, Scalar, ddp, end_profile, fp16_on_cpu, loader, pad, relative_error, sentences, trainer, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -29,7 +29,7 @@ class Profiled(Scalar):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3:
-            self.profile.__exit__(None, None, None)
+            end_profile(self.profile)
             events = [event for event in self.profile.events() if event.name.startswith("gloo:")]
             sizes = [(event.name, sum(torch.Size(shape).numel() for shape in event.input_shapes)) for event in events]
             if self.global_rank == 0:
