@@ -193,6 +193,7 @@ class Accumulation:
             self.weight, self.is_weightless = 0.0, True
             self.skip()
             return None
+        # a micro-batch of a split batch never is: without asking further, in every one of them
         if (self.splitting is None or self.splitting.plan is None) and self.is_plain():
             self.is_weightless = False
             self._note_plain(loss)

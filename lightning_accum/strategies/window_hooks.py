@@ -98,7 +98,7 @@ class WindowHooks(Engine):
         assert self.accumulation is not None
         if self.is_weighed:
             seed = self.joint_seed
-        else:
+        else:  # straight on after the first, in every micro-batch
             seed = self.accumulation.begin_backward(loss) if self._is_announced else self.weigh_micro_batch(loss)
         self.sync.begin_backward()
         return (loss, seed) if self.takes_gradient or seed is None else (loss * seed, None)
