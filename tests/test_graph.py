@@ -258,6 +258,23 @@ def test_what_hides_its_denominator_is_refused_and_named(loss, found: str) -> No
         read_terms(terms_of(loss(t), may_wait=True))
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda t: F.cross_entropy(t, torch.tensor([0, 1])),
+        lambda t: F.mse_loss(t, torch.zeros(2, 3)),
+        lambda t: (t.square().mean() + F.cross_entropy(t, torch.tensor([0, 1]))) / 2,
+        lambda t: t.mean() + 10 * t.square().mean(),
+        lambda t: t.sum() / torch.tensor(6.0),
+    ],
+)
+def test_a_graph_that_a_backward_has_freed_is_not_readable(loss) -> None:
+    t = loss(torch.randn(2, 4) @ torch.randn(4, 3, requires_grad=True))
+    t.backward()
+    with pytest.raises(UnreadableLossError, match="already been freed"):
+        read_loss(t)
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize(
     ("loss", "is_mean"),

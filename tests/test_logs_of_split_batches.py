@@ -137,6 +137,33 @@ def test_logs_are_those_of_the_whole_batch(make: Callable[[], Any], step: Step, 
     assert list(split[-1]) == list(whole[-1])  # in the order of logging
 
 
+class StoredLoss(pl.Callback):
+    """Logs what training_step has left, when its backward has freed the graph."""
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.log("stored", pl_module.stored)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        pl_module.log("at_end", outputs["loss"])
+
+
+class StoresLoss(Logging):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        self.stored = F.cross_entropy(logits, batch[1]) / 2 + 10 * F.mse_loss(logits, torch.zeros_like(logits))
+        return self.stored
+
+
+def test_a_stored_loss_that_a_hook_logs_after_backward_is_that_of_the_whole_batch() -> None:
+    logged = []
+    for callbacks in ([], [GradientAccumulation(micro_batch=4)]):
+        module = StoresLoss(None, value_with_graph)
+        trainer("accum" if callbacks else "auto", callbacks=[*callbacks, StoredLoss()]).fit(module, loader(batches()))
+        logged.append(module.seen[-1])
+    assert set(logged[1]) == {"stored", "at_end"}
+    assert logged[1] == pytest.approx(logged[0], rel=1e-6)
+
+
 def test_a_running_metric_keeps_what_it_holds_from_batch_to_batch() -> None:
     def step(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
         metric(target.double().mean())

@@ -384,6 +384,50 @@ def test_split_batches_step_together(kind: type[Manual], ranks: int) -> None:
             assert run.callback_metrics[name].item() == pytest.approx(value.item(), rel=1e-12)
 
 
+LOSSES: dict[str, Any] = {
+    "cross entropy": lambda scores, labels: F.cross_entropy(scores, labels),
+    "mse": lambda scores, labels: F.mse_loss(scores, torch.ones_like(scores)),
+    "bce": lambda scores, labels: F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores)),
+    "of two": lambda scores, labels: (F.softplus(scores).mean() + F.mse_loss(scores, torch.ones_like(scores))) / 2,
+    "with a penalty": lambda scores, labels: F.cross_entropy(scores, labels) + 10 * (scores.norm(dim=1) - 1).square().mean(),
+    "over a tensor": lambda scores, labels: F.softplus(scores).sum() / torch.tensor(2.0 * len(scores)) * 3,
+}
+
+
+class LogsAfterBackward(Manual):
+    """As most GANs do. What the graph of a loss has saved is freed by then."""
+
+    name = "mse"
+
+    def build(self) -> None:
+        self.generator, self.discriminator = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        labels = (real[:, 0] > 0).long()
+        for optimizer, name in zip(self.optimizers(), ("g_loss", "d_loss"), strict=True):
+            scores = self.discriminator(self.generator(noise) if name == "g_loss" else real)
+            loss = LOSSES[self.name](scores, labels)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.log_dict({name: loss})
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_are_logged_after_manual_backward_are_those_of_the_whole_batch(name: str) -> None:
+    by_rank, logged = draw(GAN, 1), []
+    for batches, run in (
+        ([full_batches(by_rank, 1)], trainer("auto")),
+        (by_rank, trainer(callbacks=[GradientAccumulation(micro_batch=2)])),
+    ):
+        module = LogsAfterBackward(batches)
+        module.name = name
+        run.fit(module)
+        logged.append({name: run.callback_metrics[name].item() for name in ("g_loss", "d_loss")})
+    assert logged[1] == pytest.approx(logged[0], rel=1e-6)  # Lightning keeps what is logged in float32
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_split_batches_in_windows_of_several(kind: type[Manual]) -> None:
     by_rank = draw(kind, 2)

@@ -79,6 +79,13 @@ def read_loss(loss: Tensor) -> Reading:
 
 def read_terms(terms: Sequence[Term]) -> Reading:
     """As :func:`read_loss`, for the terms that :func:`terms_of` found."""
+    try:
+        return _read(terms)
+    except _ERRORS_OF_TORCH as error:
+        raise UnreadableLossError(_in_words(error)) from error
+
+
+def _read(terms: Sequence[Term]) -> Reading:
     if not terms:
         raise UnreadableLossError("a loss without a graph (no `grad_fn`)")
     if len(terms) == 1:
@@ -89,7 +96,7 @@ def read_terms(terms: Sequence[Term]) -> Reading:
 
     trained = [term for term in terms if not _is_nothing(term)] or list(terms)[:1]
     if len(trained) == 1:
-        return read_terms(trained)
+        return _read(trained)
     terms = trained
     varying = [term for term in terms if not is_of_parameters_only(term.node)]
     main = _main_term(varying or terms)
@@ -120,12 +127,26 @@ def terms_of(loss: Tensor, may_wait: bool = False) -> list[Term]:
     Args:
         loss: one number, with its graph.
         may_wait: whether tensors may be looked into, which waits for their device.
+
+    Raises:
+        UnreadableLossError: torch raised an error. After a backward the graph has freed what it had saved.
     """
     root = loss.grad_fn
     if root is None:
         return []
     kind = kind_of(root)
-    return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, loss.output_nr, may_wait))
+    try:
+        return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, loss.output_nr, may_wait))
+    except _ERRORS_OF_TORCH as error:
+        raise UnreadableLossError(_in_words(error)) from error
+
+
+# saved tensors that were freed; saved attributes that another release of torch names otherwise
+_ERRORS_OF_TORCH = (RuntimeError, AttributeError)
+
+
+def _in_words(error: Exception) -> str:
+    return f"a node that cannot be read ({type(error).__name__}: {str(error).partition('. ')[0]})"
 
 
 def _walk(root: Node, output_index: int, may_wait: bool) -> Iterator[Term]:
