@@ -39,10 +39,11 @@ class GradientAccumulation(Callback):
     ``"accum_fsdp"`` and ``"accum_model_parallel"`` for sharded modules. They work without this callback too, with its defaults.
 
     It logs once an optimizer step: ``window/loss`` (what the full batch would have printed), ``window/weight`` and
-    ``window/total_weight`` (tokens, for a language model), ``window/micro_batches``, ``window/optimizer_steps``,
-    ``window/weight_per_second``, ``window/grad_norm`` where the Trainer clips by norm, ``window/micro_batch_size`` where it is
-    found by trying, ``window/skipped_micro_batches`` and ``window/total_skipped_micro_batches`` where those that are not finite are
-    skipped, and ``window/loss_epoch`` at the end of an epoch.
+    ``window/total_weight`` (tokens, for a language model; 1 a window for a loss that is a sum), ``window/micro_batches``,
+    ``window/optimizer_steps``, ``window/weight_per_second``, ``window/grad_norm`` where the Trainer clips by norm,
+    ``window/micro_batch_size`` where it is found by trying, ``window/skipped_micro_batches`` and
+    ``window/total_skipped_micro_batches`` where those that are not finite are skipped, and ``window/loss_epoch`` at the end of an
+    epoch.
 
     Args:
         window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the epoch (from 0) in which n

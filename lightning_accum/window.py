@@ -33,7 +33,7 @@ class ClosedWindow:
 
     Attributes:
         loss: the loss that the full batch would have had: the weighted mean, or the sum for a loss that is a sum.
-        weight: the sum of the weights; the number of micro-batches for a loss that is a sum.
+        weight: the sum of the weights; 1 for a loss that is a sum, however many micro-batches it was added up from.
         micro_batches: micro-batches with a loss.
         is_empty: nothing had any weight, so there is no gradient to step on.
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
@@ -271,7 +271,7 @@ class Window:
         if sums:
             if self._world_size > 1:
                 _scale(gradients, float(self._world_size))
-            return ClosedWindow(loss, micro_batches, int(micro_batches), **told)
+            return ClosedWindow(loss, 1.0, int(micro_batches), **told)
         if weight == 0:
             return ClosedWindow(math.nan, 0.0, int(micro_batches), is_empty=True, **told)
         assert self._reference is not None

@@ -111,6 +111,33 @@ def test_epoch_loss_weighs_each_window() -> None:
     assert run.callback_metrics["window/loss_epoch"].item() == pytest.approx(30 / 6)
 
 
+@pytest.mark.parametrize(("size", "micro_batch"), [(1, 1), (1, 3), (2, None), (2, 2)])
+@pytest.mark.parametrize("kind", ["automatic", "manual"])
+def test_metrics_of_a_sum_do_not_depend_on_how_its_batch_is_split(kind: str, size: int, micro_batch: int | None) -> None:
+    """Each window counts once in the mean of the epoch, as each batch does in plain Lightning with one `batch_size` for all."""
+
+    class Summed(Scalar):
+        automatic_optimization = kind != "manual"
+
+        def loss(self, x):
+            loss = ((1 + self.w) * x).sum()
+            if kind == "manual":
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+    batches = [x(1, 2, 3), x(4), x(5), x(6, 7, 8, 9)]
+    per_batch = [6.0, 4.0, 5.0, 30.0]
+    sums = [sum(per_batch[begin : begin + size]) for begin in range(0, 4, size)]
+    run = trainer(callbacks=[GradientAccumulation(size, micro_batch=micro_batch)])
+    run.fit(Summed(batches, lr=0.0))
+    found = {name.removeprefix("window/"): value.item() for name, value in run.callback_metrics.items()}
+    assert found["loss"] == sums[-1]
+    assert found["weight"] == 1
+    assert found["total_weight"] == len(sums)
+    assert found["loss_epoch"] == pytest.approx(sum(sums) / len(sums), rel=1e-6)  # Lightning keeps what is logged in float32
+
+
 def test_window_metrics_can_be_monitored(tmp_path) -> None:
     module = Ranked()
     trainer(callbacks=[GradientAccumulation(4)], precision="64-true", logger=TensorBoardLogger(tmp_path)).fit(module)

@@ -257,14 +257,15 @@ class GradientNoiseScale(Callback):
         gradient = torch.where(sums > 0, gradient / weight**2, gradient)
         variance, gradient = variance_and_gradient(squares, gradient, weight, counted)
         # a window that was resumed in its middle is known in part
-        is_whole = (taken_in - closed.weight).abs() <= 1e-5 * taken_in
+        whole = torch.where(sums > 0, closed.micro_batches, closed.weight)
+        is_whole = (taken_in - whole).abs() <= 1e-5 * taken_in
         self._noise.add(variance, gradient, weight, samples, is_whole & (counted > 1))
 
     def _totals(self, scale: float) -> Tensor:
         """What is to be summed over the ranks, float64 where the device has it.
 
         Over the micro-batches of this rank: of n_i |g_i|^2, of n_i, of those that have a weight, of the weights as the window
-        counts them, of samples, and of those whose loss is a sum.
+        counts them (1 for a sum), of samples, and of those whose loss is a sum.
         """
         assert self._accumulation is not None
         window, micro_batches = self._accumulation.window, self._micro_batches
