@@ -40,11 +40,11 @@ class StepClock:
         self.time += 1 if self.counts == "optimizer_steps" else loader_batches
 
     def hold(self) -> None:
-        """A window ended without an optimizer step: no scheduler is due."""
+        """No scheduler is due: a window ended without an optimizer step, or all have stepped after its step."""
         self._before = self.time
 
     def times_due(self, frequency: int) -> int:
-        """How often a scheduler of this frequency steps after the last window."""
+        """How often a scheduler of this frequency is to step now."""
         return self.time // frequency - self._before // frequency
 
 

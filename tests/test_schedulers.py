@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import Scalar, ddp, fp16_on_cpu, loader, trainer, x
 
-from lightning_accum import GradientAccumulation
+from lightning_accum import GradientAccumulation, Tokens
 
 
 class Counting(torch.optim.lr_scheduler.LRScheduler):
@@ -51,6 +51,19 @@ def test_frequency_counts_over_epoch_boundaries() -> None:
     module = Scheduled(BATCHES, schedulers=[{"frequency": 3}])  # 4 optimizer steps an epoch
     trainer(callbacks=[GradientAccumulation(2)], max_epochs=3).fit(module)
     assert module.stepped_at() == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize("max_steps", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("rows", [7, 25, 40])
+def test_a_scheduler_steps_as_often_as_the_optimizer_where_max_steps_ends_a_window_inside_a_loader_batch(
+    max_steps: int, rows: int
+) -> None:
+    module = Scheduled([x(*range(rows))] * 5, schedulers=[{}, {"frequency": 2}])
+    run = trainer(callbacks=[GradientAccumulation(Tokens(10), micro_batch=1)], max_steps=max_steps, max_epochs=-1)
+    run.fit(module)
+    steps = list(range(1, max_steps + 1))
+    assert run.global_step == len(module.gradients) == max_steps
+    assert [module.stepped_at(index) for index in range(2)] == [steps, steps[1::2]]
 
 
 def test_several_schedulers_each_with_its_own_frequency_and_interval() -> None:

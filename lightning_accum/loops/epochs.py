@@ -348,3 +348,5 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             super()._update_learning_rates(interval, update_plateau_schedulers)
         finally:
             strategy.lr_scheduler_configs = configs
+        if update_plateau_schedulers:  # they come last: a loader batch may end after the last of its windows
+            clock.hold()
