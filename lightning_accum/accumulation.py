@@ -68,7 +68,7 @@ class Accumulation:
         self.sums: WideSums | None = None
         """Where gradients are added up, if in a wider type than that of their parameters."""
         self.closed: ClosedWindow | None = None
-        """The last window that ended."""
+        """The last window that ended; None while the next is about to end, and where its closure was not called."""
         self.gradient_norm: Tensor | None = None
         """The norm of its gradient, where it was clipped by norm."""
         self.closed_loader_batches = 0
@@ -195,8 +195,8 @@ class Accumulation:
             return None
         # a micro-batch of a split batch never is: without asking further, in every one of them
         if (self.splitting is None or self.splitting.plan is None) and self.is_plain():
-            self.is_weightless = False
-            self._note_plain(loss)
+            self.closed = self._plain_window(loss)
+            self.is_weightless = self.closed.is_empty
             self.weigher.take_terms()
             return None
         try:
@@ -223,13 +223,16 @@ class Accumulation:
             return None
         return seed
 
-    def _note_plain(self, loss: Tensor) -> None:
+    def _plain_window(self, loss: Tensor) -> ClosedWindow:
+        """A window that is one micro-batch with this loss, and left to Lightning."""
         try:
             weight = self.weigher(loss, self.batch).weight
         except UnreadableLossError:  # whatever the loss, nothing depends on its weight here
             weight = None
-        value = loss.item() if loss.device.type == "cpu" else loss.detach()  # Lightning waits for no device here
-        self.closed = ClosedWindow(value, 1.0 if weight is None else weight, 1)
+        # a batch that is not split for once counts as those that are; Lightning steps, and waits for no device
+        is_empty = self.splitting is not None and weight is not None and float(weight) == 0
+        value = loss.item() if loss.device.type == "cpu" else loss.detach()
+        return ClosedWindow(value, 1.0 if weight is None else weight, 1, is_empty)
 
     def end_micro_batch(self) -> bool:
         """Leave training_step.
@@ -240,7 +243,9 @@ class Accumulation:
         had_loss, self.has_loss, self.batch = self.has_loss, False, None
         if not had_loss:
             self.weight, self.closed = 0.0, None
-            if not self.is_plain():
+            if self.is_plain():
+                self.closed = ClosedWindow(math.nan, 0.0, 0, is_empty=True)
+            else:
                 self.skip()
         return had_loss
 
@@ -283,6 +288,11 @@ class Accumulation:
             self.window_tokens = self.policy.window.at(float(self.total_weight))
         return self.ranks.sum(self.window.weight_so_far()) >= self.window_tokens
 
+    @property
+    def is_closed_empty(self) -> bool:
+        """The window that ended last had no weight, so there is no optimizer step for it."""
+        return self.closed is not None and self.closed.is_empty
+
     # --- the end of a window --------------------------------------------------------------------------------------
 
     def close(self, seen: int, parameters: Iterable[Tensor]) -> ClosedWindow:
@@ -296,13 +306,7 @@ class Accumulation:
             self._agree_on_sizes()
         self._end(seen)
         self.total_left_out += self.closed.left_out
-        if self.closed.is_empty:
-            self._warn_once(
-                "A window ended without any weight (all labels ignored, no loss, or nothing finite): there is no optimizer step for"
-                " it, parameters and optimizer state stay as they are."
-            )
-        else:
-            self.total_weight = self.total_weight + self.closed.weight
+        self._add_weight(self.closed)
         if self.closed.do_terms_disagree:
             self._warn_once(
                 f"The terms of the loss are means over counts that are not proportional from micro-batch to micro-batch. All of"
@@ -331,7 +335,16 @@ class Accumulation:
         """End a window that was left to Lightning."""
         self._end(seen)
         if self.closed is not None:
-            self.total_weight = self.total_weight + self.closed.weight
+            self._add_weight(self.closed)
+
+    def _add_weight(self, closed: ClosedWindow) -> None:
+        if closed.is_empty:
+            self._warn_once(
+                "A window ended without any weight (all labels ignored, no loss, or nothing finite): there is no optimizer step for"
+                " it, parameters and optimizer state stay as they are."
+            )
+        else:
+            self.total_weight = self.total_weight + closed.weight
 
     def _end(self, seen: int) -> None:
         if self.is_inside_batch:  # the rest of the loader batch begins the next window

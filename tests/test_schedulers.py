@@ -173,3 +173,48 @@ def test_loader_with_none_batches_counts_no_step_for_empty_windows() -> None:
     run = trainer(callbacks=[GradientAccumulation(2)])
     run.fit(module, loader(module.batches))
     assert module.stepped_at() == [1, 2]
+
+
+POLICIES = {
+    "whole": {"window": 1},
+    "each batch fits": {"micro_batch": 8},
+    "some are split": {"micro_batch": 2},
+    "all are split": {"micro_batch": 1},
+    "guarded": {"window": 1, "on_nonfinite": "skip"},
+}
+
+
+# where all labels are ignored, a window that is one whole batch on one rank is Lightning's own
+@pytest.mark.parametrize(
+    ("missing", "policy"),
+    [*(("loss", name) for name in POLICIES), *(("labels", name) for name, p in POLICIES.items() if "micro_batch" in p)],
+)
+def test_a_window_without_a_loss_is_no_optimizer_step_however_its_batch_runs(missing: str, policy: str) -> None:
+    class Momentum(Scheduled):
+        """Gradients that are zeros, and not None, would be steps of the momentum and the weight decay."""
+
+        def loss(self, x):
+            if missing == "loss":
+                return super().loss(x)
+            logits = torch.stack([self.w * x, -self.w * x], 1).nan_to_num()
+            return torch.nn.functional.cross_entropy(logits, torch.where(x.isnan(), -100, 0))
+
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer) -> None:
+            optimizer.zero_grad(set_to_none=False)
+
+        def configure_optimizers(self):
+            _, schedulers = super().configure_optimizers()
+            self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+            for config in schedulers:
+                config["scheduler"].optimizer = self.optimizer
+            return [self.optimizer], schedulers
+
+    nothing, batches = x(math.nan, math.nan), [x(1, 2), x(3, 4, 5), x(6)]
+    expected = Momentum(batches)
+    trainer("auto").fit(expected, loader(batches))
+    module = Momentum([])
+    run = trainer(callbacks=[GradientAccumulation(**POLICIES[policy])])
+    run.fit(module, loader([nothing, batches[0], nothing, nothing, *batches[1:], None, nothing]))
+    assert run.global_step == len(module.gradients) == 3
+    assert module.stepped_at() == expected.stepped_at() == [1, 2, 3]
+    assert module.w.item() == pytest.approx(expected.w.item(), rel=1e-12)

@@ -129,14 +129,14 @@ class WindowOptimization(_AutomaticOptimization):
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return
         strategy.audience.look_again()
+        strategy.accumulation.closed = None
         if strategy.accumulation.is_plain() or strategy.audience.hears_step or self.trainer.gradient_clip_val:
             with noting_gradient_norm(self.trainer, strategy):
                 super()._optimizer_step(batch_idx, train_step_and_backward_closure)
         else:
             self._unheard_optimizer_step(train_step_and_backward_closure)
         strategy.after_optimizer_step()
-        closed = strategy.accumulation.closed
-        if closed is not None and closed.is_empty:  # no step was taken, none is counted
+        if strategy.accumulation.is_closed_empty:  # no step was taken, none is counted
             for tracker in (self.optim_progress.optimizer.step.total, self.optim_progress.optimizer.step.current):
                 tracker.ready -= 1
                 tracker.completed -= 1

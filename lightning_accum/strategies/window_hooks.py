@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -206,8 +206,12 @@ class WindowHooks(Engine):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self.manual is not None:
             return self.manual.optimizer_step(super().optimizer_step, optimizer, closure, model, **kwargs)
-        if self.accumulation is None or self.accumulation.is_plain():
+        if self.accumulation is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.accumulation.is_plain():
+            with suppress(_EmptyWindowError):
+                return super().optimizer_step(optimizer, self._raising_where_empty(closure), model, **kwargs)
+            return None
         loss, is_empty = self._run_window(optimizer, closure)
         if is_empty:
             return loss
@@ -225,16 +229,34 @@ class WindowHooks(Engine):
         if self._watch.optimizer is not optimizer:
             self._watch.remove()
             self._watch = StepWatch(optimizer)
-        loss = closure()
-        return loss, self.accumulation.closed is not None and self.accumulation.closed.is_empty
+        return closure(), self.accumulation.is_closed_empty
+
+    def _raising_where_empty(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that Lightning calls inside of the optimizer's step, and that ends this step if the window has no weight."""
+        is_first = True
+
+        def run() -> Any:
+            nonlocal is_first
+            result = closure()
+            assert self.accumulation is not None
+            if is_first and self.accumulation.is_closed_empty:
+                raise _EmptyWindowError
+            is_first = False
+            return result
+
+        return run
 
     def after_optimizer_step(self) -> None:
         """Count the step, if it really happened."""
         assert self.accumulation is not None
-        self.accumulation.after_optimizer_step(self._watch.has_stepped())
+        self.accumulation.after_optimizer_step(self._watch.has_stepped() and not self.accumulation.is_closed_empty)
         if self._callback is not None:
             self._callback.show_window()
             self._callback.set_size(self.trainer())
+
+
+class _EmptyWindowError(Exception):
+    """Ends the step of an optimizer before it changes anything."""
 
 
 def _already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
