@@ -15,7 +15,7 @@ from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_shardi
 from support import Language, Scalar, ddp, loader, pad, relative_error, sentences, train_by_hand, trainer, x
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_accum import GradientAccumulation, Tokens
+from lightning_accum import GradientAccumulation, TokenCount, Tokens
 
 SHORT = timedelta(seconds=20)
 
@@ -284,6 +284,24 @@ def test_the_number_of_steps_is_an_estimate_that_says_so() -> None:
     with pytest.warns(UserWarning, match=r"is an estimate: a window of Tokens\(count=70\) ends when its tokens are there"):
         run.fit(module)
     assert module.estimate == pytest.approx(run.global_step, rel=0.25)
+
+
+@pytest.mark.parametrize("weight", ["auto", TokenCount(shift=False), lambda batch: len(batch["labels"])])
+def test_the_estimated_number_of_steps_counts_a_batch_that_is_none_as_nothing(weight: Any) -> None:
+    class Estimates(Scalar):
+        def loss(self, batch: Any) -> torch.Tensor:
+            return super().loss(batch["labels"])
+
+        def configure_optimizers(self) -> Any:
+            self.estimate = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    batch = {"labels": x(1, 2, 3, 4)}
+    module = Estimates([None, batch, batch, None] * 2)
+    run = trainer("accum", callbacks=[GradientAccumulation(Tokens(8), weight=weight)])
+    with pytest.warns(UserWarning, match="the first 8 loader batches have 2 on average"):
+        run.fit(module)
+    assert module.estimate == run.global_step == 2
 
 
 def test_a_loss_that_is_a_sum_has_no_tokens() -> None:

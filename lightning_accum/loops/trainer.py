@@ -95,10 +95,11 @@ class AccumulatingTrainer(pl.Trainer):
             with isolate_rng(), _generators_kept(fetcher.combined_loader.flattened):
                 first = [item[0] for item in islice(fetcher.combined_loader, 8)]
                 iter(fetcher)  # it begins anew
-            weights = [expected_weight(batch, strategy.policy.weight) for batch in first]
-            mean = sum(weights) / max(1, len(weights))
-            samples = sum(count_samples(batch) or 1 for batch in first) / max(1, len(first))
-            unit = _weight_of_micro_batch(mean, samples, strategy.policy.micro_batch)
+            batches_there = [batch for batch in first if batch is not None]
+            weight = sum(expected_weight(batch, strategy.policy.weight) for batch in batches_there)
+            samples, there = sum(count_samples(batch) or 1 for batch in batches_there), max(1, len(batches_there))
+            mean = weight / max(1, len(first))
+            unit = _weight_of_micro_batch(weight / there, samples / there, strategy.policy.micro_batch)
             if strategy.ranks is not None:
                 mean, unit = strategy.ranks.sum(mean), strategy.ranks.sum(unit)
             seen, strategy.estimated_windows = 0.0, 0
@@ -107,7 +108,7 @@ class AccumulatingTrainer(pl.Trainer):
                 strategy.estimated_windows += 1
             rank_zero_warn(
                 f"estimated_stepping_batches={strategy.estimated_windows} is an estimate: a window of {window} ends when its tokens"
-                f" are there, and the first {len(weights)} loader batches have {mean:.0f} on average, over all ranks."
+                f" are there, and the first {len(first)} loader batches have {mean:.0f} on average, over all ranks."
             )
         steps = strategy.estimated_windows
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
