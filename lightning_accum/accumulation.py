@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_accum.boundary import Boundary
+from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.lr_schedule import StepClock
 from lightning_accum.policy import Policy
@@ -23,6 +24,9 @@ from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, Weigher, count_samples
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
+
+_STATE = ("format", "epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches", "is_at_boundary")
+"""What :meth:`Accumulation.state_dict` always has."""
 
 
 class Accumulates:
@@ -82,6 +86,8 @@ class Accumulation:
         """The weight of all windows so far."""
         self.is_zero_grad_due = True
         """The gradients are those of an earlier window: they are cleared before the first backward of the next."""
+        self.epoch = 0
+        """The epoch under way, from 0."""
         self.resumed_state: Mapping[str, Any] = {}
         """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
         self.window_tokens: int | None = None
@@ -105,6 +111,17 @@ class Accumulation:
         self._warn = warn
         self._warned: set[str] = set()
 
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`state_dict` gave, to go on from it in :meth:`restart`; nothing where training begins.
+
+        Raises:
+            ValueError: another version of the package has written it.
+        """
+        if state:
+            check_format(state)
+            check_keys(state, _STATE, ("micro_batch_sizes", "epoch_loss", "window"), "GradientAccumulation")
+        self.resumed_state = state
+
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
         """Begin to train, or go on from a checkpoint.
 
@@ -119,12 +136,14 @@ class Accumulation:
             The unfinished window of the checkpoint, whose gradients are to be put back.
         """
         self.discard(seen)
-        partial = self._partial_window(size) if "window" in self.resumed_state else None
+        is_epoch_over = self.resumed_state.get("epoch", self.epoch) != self.epoch
+        is_tail_dropped = self.policy.tail == "drop" and is_epoch_over
+        partial = self._partial_window(size) if "window" in self.resumed_state and not is_tail_dropped else None
         if partial is not None:
-            self.boundary.close(seen - partial.position)
-            self.boundary.size, self.window_tokens = math.inf if partial.size is None else partial.size, partial.tokens
+            self.boundary.go_on(seen, partial.position, math.inf if partial.size is None else partial.size)
+            self.window_tokens = partial.tokens
             self.position, self.is_zero_grad_due = partial.position, False
-        elif "window" not in self.resumed_state and not self.resumed_state.get("is_at_boundary", False):
+        elif "window" not in self.resumed_state and not self.resumed_state.get("is_at_boundary", False) and not is_tail_dropped:
             self.boundary.close(seen - into_window)
             if into_window or "is_at_boundary" in self.resumed_state:
                 self._warn(
@@ -407,6 +426,8 @@ class Accumulation:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on counting."""
         state: dict[str, Any] = {
+            "format": FORMAT,
+            "epoch": self.epoch,
             "optimizer_steps": self.clock.optimizer_steps,
             "scheduler_time": self.clock.time,
             "total_weight": float(self.total_weight),

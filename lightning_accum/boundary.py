@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -18,10 +19,11 @@ class Boundary:
 
     Example:
         >>> boundary = Boundary("step")
-        >>> [boundary.is_reached(seen, size=2) for seen in (1, 2)]
+        >>> boundary.begin(size=2)
+        >>> [boundary.is_reached(seen, size=3) for seen in (1, 2)]  # it keeps the size that it began with
         [False, True]
         >>> boundary.close(2)
-        >>> boundary.is_reached(3, size=2), boundary.is_cut_by_the_end(is_end_of_training=False)
+        >>> boundary.is_reached(4, size=3), boundary.is_cut_by_the_end(is_end_of_training=False)
         (False, True)
     """
 
@@ -29,9 +31,19 @@ class Boundary:
         self.tail = tail
         self.closed_at = 0
         """The loader batch, counted from 1, that ended the last window."""
-        self.size: float | None = None
-        """Loader batches in the window that is under way; None before the first."""
+        self.size = math.inf
+        """Loader batches in the window that is under way, or in the last one; inf before the first."""
+        self._is_under_way = False
         self._cut_at: int | None = None
+
+    def begin(self, size: float) -> None:
+        """A loader batch begins: where a window begins with it, this is its size, and it keeps it.
+
+        Args:
+            size: loader batches in a window; inf where something else ends it.
+        """
+        if not self._is_under_way:
+            self.size, self._is_under_way = size, True
 
     def is_reached(self, seen: int, size: float) -> bool:
         """Whether the window ends with loader batch number ``seen``, whatever follows.
@@ -40,14 +52,12 @@ class Boundary:
 
         Args:
             seen: loader batches so far, this one included.
-            size: loader batches in a window; a window keeps the size that it began with. inf where something else ends it.
+            size: loader batches in a window that has not begun; see :meth:`begin`.
         """
         position = seen - self.closed_at
         if position == 0 or seen == self._cut_at:
             return True
-        if position == 1 or self.size is None:
-            self.size = size
-        return position >= self.size
+        return position >= (self.size if self._is_under_way else size)
 
     def is_cut_by_the_end(self, is_end_of_training: bool) -> bool:
         """Whether an unfinished window ends where the data does.
@@ -67,7 +77,12 @@ class Boundary:
 
     def close(self, seen: int) -> None:
         """End the window with loader batch ``seen``."""
-        self.closed_at = seen
+        self.closed_at, self._is_under_way = seen, False
+
+    def go_on(self, seen: int, position: int, size: float) -> None:
+        """Be inside a window of ``size`` loader batches, the last of ``position`` so far being number ``seen``."""
+        self.close(seen - position)
+        self.begin(size)
 
 
 def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], tail: Tail) -> int:

@@ -185,7 +185,8 @@ class GradientAccumulation(Callback):
         """
         self._accumulation, self._partial_window, self._may_gather = accumulation, partial_window, True
         self._metrics = None
-        accumulation.resumed_state, self._state = self._state, {}
+        accumulation.resume(self._state)
+        self._state = {}
 
     def connect_manual(self, manual: ManualOptimization) -> None:
         """As :meth:`connect`, for a module that optimizes by itself. Called by the strategy."""
@@ -196,10 +197,10 @@ class GradientAccumulation(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_epoch(trainer)  # Lightning leaves out on_train_epoch_start where training goes on inside an epoch
-        if self.policy.log and self._accumulation is not None:
-            self._metrics = WindowMetrics(trainer, pl_module, self._accumulation.resumed_state.get("epoch_loss"))
-        elif self.policy.log and self._manual is not None:
-            self._metrics = WindowMetrics(trainer, pl_module)
+        run = self._manual if self._accumulation is None else self._accumulation
+        if self.policy.log and run is not None:
+            is_same_epoch = run.resumed_state.get("epoch") == trainer.current_epoch
+            self._metrics = WindowMetrics(trainer, pl_module, run.resumed_state.get("epoch_loss") if is_same_epoch else None)
         leave_out_idle_hooks(self)
 
     @override
@@ -209,8 +210,12 @@ class GradientAccumulation(Callback):
         self._begin_epoch(trainer)
 
     def _begin_epoch(self, trainer: pl.Trainer) -> None:
-        if self._accumulation is not None and self._accumulation.splitting is not None:
-            self._accumulation.splitting.planner.prove_again()
+        if self._accumulation is not None:
+            self._accumulation.epoch = trainer.current_epoch
+            if self._accumulation.splitting is not None:
+                self._accumulation.splitting.planner.prove_again()
+        elif self._manual is not None:
+            self._manual.windows.epoch = trainer.current_epoch
         self.set_size(trainer)
 
     def set_size(self, trainer: pl.Trainer) -> None:
@@ -272,15 +277,16 @@ class GradientAccumulation(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._manual is not None:
-            return self._manual.state_dict(self._may_gather)
-        if self._accumulation is None:
+            state = self._manual.state_dict(self._may_gather)
+        elif self._accumulation is not None:
+            state = self._accumulation.state_dict()
+            partial = self._partial_window() if self._may_gather else None
+            if partial is not None:
+                state["window"] = partial.state_dict()
+        else:
             return self._state
-        state = self._accumulation.state_dict()
         if self._metrics is not None:
             state["epoch_loss"] = self._metrics.epoch_loss()
-        partial = self._partial_window() if self._may_gather else None
-        if partial is not None:
-            state["window"] = partial.state_dict()
         return state
 
     @override
@@ -290,4 +296,4 @@ class GradientAccumulation(Callback):
         elif self._accumulation is None:
             self._state = state_dict
         else:  # sharded modules are restored after the strategy has been set up
-            self._accumulation.resumed_state = state_dict
+            self._accumulation.resume(state_dict)

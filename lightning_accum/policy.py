@@ -52,6 +52,21 @@ class Policy:
             return size
         return None if isinstance(self.window, Tokens) else self.window
 
+    def smallest_from(self, epoch: int, epochs: int | None, step: int) -> int | None:
+        """Loader batches in the smallest window that begins before an optimizer step follows, in ``epoch`` or a later one.
+
+        Args:
+            epoch: from 0.
+            epochs: how many there will be; None or -1 where that is not known.
+            step: optimizer steps so far.
+
+        Returns:
+            None where the Trainer or tokens say.
+        """
+        starts = self.window if isinstance(self.window, Mapping) else ()
+        later = [start for start in starts if start > epoch and (epochs in (None, -1) or start < epochs)]
+        return min((size for start in (epoch, *later) if (size := self.size_at(start, step)) is not None), default=None)
+
     def in_words(self, size: int) -> str:
         """What ends a window, for a comparison with that of a checkpoint.
 

@@ -80,6 +80,8 @@ class Ranks:
 
     def largest(self, *numbers: float) -> list[float]:
         """The largest of the ranks' numbers; inf is one. Called on all of them."""
+        if self.world_size == 1:
+            return list(numbers)
         values = torch.tensor(numbers, dtype=torch.float32 if self._device.type == "mps" else torch.float64, device=self._device)
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._world)
         return values.tolist()

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from sharded import fsdp2, needs_sharding_on_cpu, whole_parameters
-from support import OPTIMIZERS, ddp, fp16_on_cpu, loader, relative_error, trainer
+from support import OPTIMIZERS, Scalar, ddp, fp16_on_cpu, loader, relative_error, trainer, x
 from test_resume import StatefulLoader
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -582,6 +582,86 @@ def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(ranks: int) -> None:
 
     with pytest.warns(UserWarning, match="the gradients in the checkpoint are dropped"):
         trainer("accum", callbacks=[GradientAccumulation(2)]).fit(Stateful(by_rank, "adamw"), ckpt_path="inside.ckpt")
+
+
+@pytest.mark.parametrize("resumed_on", [1, 2])
+def test_a_checkpoint_inside_the_first_window_holds_what_ranks_of_unequal_batches_have_weighed(resumed_on: int) -> None:
+    """Until the first window ends, each rank has a scale of its own."""
+
+    class Mean(Manual):
+        def build(self) -> None:
+            self.net = nn.Linear(3, 1)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+        def train_dataloader(self) -> Any:
+            return StatefulLoader(self.by_rank[self.trainer.global_rank])
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch).square().mean())
+            optimizer.step()
+
+    class SavesFirst(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                trainer.save_checkpoint("inside.ckpt")
+
+    generator = torch.Generator().manual_seed(1)
+    by_rank = [[torch.randn(rows, 3, generator=generator, dtype=F64) for rows in sizes] for sizes in ((2, 3, 2), (9, 8, 9))]
+    whole, resumed = Mean(by_rank), Mean(by_rank)
+    run = trainer(ddp(), devices=2, callbacks=[GradientAccumulation(3), SavesFirst()])
+    run.fit(whole)
+    run = trainer(ddp() if resumed_on == 2 else "accum", devices=resumed_on, callbacks=[GradientAccumulation(3)])
+    run.fit(resumed, ckpt_path="inside.ckpt")
+    if resumed_on == 2:
+        assert all(torch.equal(resumed.state_dict()[name], value) for name, value in whole.net.state_dict(prefix="net.").items())
+        return
+    reference = Mean(by_rank)  # what both ranks had before the checkpoint, and one of them after it
+    reference.net(torch.cat([by_rank[0][0], by_rank[1][0], *by_rank[0][1:]])).square().mean().backward()
+    for name, parameter in reference.net.named_parameters(prefix="net"):
+        expected = parameter - parameter.grad
+        assert relative_error([resumed.state_dict()[name]], [expected]) < 1e-14
+
+
+@pytest.mark.parametrize("after", [2, 4, 5, 6])
+def test_a_resumed_manual_training_drops_tails_and_shows_epochs_as_the_whole_one(after: int) -> None:
+    class Stepping(Scalar):
+        def __init__(self) -> None:
+            super().__init__([x(value) for value in (1, 2, 3, 4, 5)])
+            self.automatic_optimization = False
+            self.epochs: list[float] = []
+
+        def train_dataloader(self) -> Any:
+            return StatefulLoader(self.batches)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch) + batch.mean())
+            optimizer.step()
+
+        def on_train_start(self) -> None:
+            self.trainer.callbacks.append(EpochEnds())
+
+    class EpochEnds(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            pl_module.epochs.append(float(trainer.callback_metrics["window/loss_epoch"]))
+
+    class SavesAfter(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.fit_loop.epoch_loop.batch_progress.total.ready == after:
+                trainer.save_checkpoint("inside.ckpt")
+
+    whole, resumed = Stepping(), Stepping()
+    policy = {"window": 3, "tail": "drop"}
+    trainer("accum", max_epochs=3, callbacks=[GradientAccumulation(**policy), SavesAfter()]).fit(whole)
+    trainer("accum", max_epochs=3, callbacks=[GradientAccumulation(**policy)]).fit(resumed, ckpt_path="inside.ckpt")
+    assert resumed.w.item() == whole.w.item()
+    is_in_first_epoch = after < 5
+    assert resumed.epochs == whole.epochs[0 if is_in_first_epoch else 1 :]
 
 
 # --- what a review broke ----------------------------------------------------------------------------------------------

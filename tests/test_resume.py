@@ -348,3 +348,111 @@ def test_parameters_frozen_since_the_checkpoint_stay_where_they_are() -> None:
     trainer("accum", callbacks=[GradientAccumulation(3)]).fit(module, ckpt_path="inside.ckpt")
     assert module.v.item() == -2.0  # where the first window, before the checkpoint, had put it
     assert module.w.item() != -2.0
+
+
+# --- at the ends of epochs -----------------------------------------------------------------------------------------------
+
+
+class Placed(Scalar):
+    """Its loader knows its place; says at the end of each epoch what the epoch's loss was."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch_losses: dict[int, float] = {}
+
+    def train_dataloader(self) -> StatefulLoader:  # type: ignore[override]
+        return StatefulLoader(list(self.batches))
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().loss(batch) + batch.mean()  # a value that tells the windows apart
+
+    def on_train_start(self) -> None:
+        self.trainer.callbacks.append(EpochLosses())
+
+
+class EpochLosses(Callback):
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if "window/loss_epoch" in trainer.callback_metrics:
+            pl_module.epoch_losses[trainer.current_epoch] = float(trainer.callback_metrics["window/loss_epoch"])
+
+
+def stopped_and_resumed(after: int, epochs: int, values: list[int], **policy: Any) -> tuple[Placed, Placed]:
+    """Two modules: the one that took a checkpoint after a loader batch and ended, and the one that went on from it."""
+    stopped, resumed = Placed([x(value) for value in values]), Placed([x(value) for value in values])
+    callbacks = [GradientAccumulation(**policy), Save(after, ends=True)]
+    with pytest.raises(Interrupted):
+        trainer("accum", max_epochs=epochs, callbacks=callbacks).fit(stopped)
+    trainer("accum", max_epochs=epochs, callbacks=[GradientAccumulation(**policy)]).fit(resumed, ckpt_path="inside.ckpt")
+    return stopped, resumed
+
+
+@pytest.mark.parametrize("after", [4, 5, 6, 10])
+def test_a_tail_that_is_dropped_is_not_in_the_window_that_a_resumed_training_begins(after: int) -> None:
+    stopped, resumed = stopped_and_resumed(after, 3, [1, 2, 3, 4, 5], window=3, tail="drop")
+    assert stopped.gradients + resumed.gradients == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
+def test_a_resumed_window_has_the_size_that_it_began_with(after: int) -> None:
+    stopped, resumed = stopped_and_resumed(after, 3, [1, 2, 3], window={0: 2, 1: 3}, tail="carry")
+    expected = [1.5, (3 + 1) / 2, (2 + 3 + 1) / 3, (2 + 3) / 2]
+    assert stopped.gradients + resumed.gradients == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("after", [2, 3, 4])
+def test_the_loss_of_a_resumed_epoch_is_that_of_its_own_windows(after: int) -> None:
+    whole = Placed([x(1), x(2), x(4)])
+    trainer("accum", max_epochs=2, callbacks=[GradientAccumulation(2)]).fit(whole)
+    _, resumed = stopped_and_resumed(after, 2, [1, 2, 4], window=2)
+    assert resumed.epoch_losses[1] == whole.epoch_losses[1]
+
+
+# --- states that cannot be read ------------------------------------------------------------------------------------------
+
+
+def changed_state(change: Callable[[dict[str, Any]], None]) -> None:
+    """Take a checkpoint inside a window, change its state, and go on from it."""
+    with pytest.raises(Interrupted):
+        trainer("accum", callbacks=[GradientAccumulation(3), Save(5, ends=True)]).fit(Scalar([x(i) for i in range(1, 7)]))
+    checkpoint = torch.load("inside.ckpt")
+    change(checkpoint["callbacks"]["GradientAccumulation"])
+    torch.save(checkpoint, "inside.ckpt")
+    trainer("accum", callbacks=[GradientAccumulation(3)]).fit(Scalar([x(i) for i in range(1, 7)]), ckpt_path="inside.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda state: state.update(format=7),
+            r"in format 7, and this version of lightning_accum reads format 1\. Resume",
+        ),
+        (lambda state: state.pop("format"), "in format 0, and this version of lightning_accum reads format 1"),
+        (lambda state: state.pop("total_weight"), "The state of GradientAccumulation in the checkpoint lacks total_weight. Resume"),
+        (lambda state: state.update(new=1), "GradientAccumulation in the checkpoint has new, which this version does not know"),
+        (lambda state: state["window"].pop("scale"), "The state of an unfinished window in the checkpoint lacks scale"),
+        (lambda state: state["window"].update(new=1), "of an unfinished window in the checkpoint has new, which this version"),
+        (
+            lambda state: state["window"]["gradients"][0].update(w=torch.zeros(2, 3, dtype=torch.float64)),
+            r"has a gradient of shape \(2, 3\) for the parameter w, which is of shape \(\)",
+        ),
+    ],
+)
+def test_a_state_of_another_version_or_module_is_an_error_that_says_what_it_has(
+    change: Callable[[dict[str, Any]], None], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        changed_state(change)
+
+
+def test_without_the_state_a_checkpoint_goes_on_from_lightnings_counters() -> None:
+    """What the error about another format advises."""
+    with pytest.raises(Interrupted):
+        trainer("accum", callbacks=[GradientAccumulation(2), Save(4, ends=True)]).fit(Placed([x(i) for i in range(1, 7)]))
+    checkpoint = torch.load("inside.ckpt")
+    del checkpoint["callbacks"]["GradientAccumulation"]
+    torch.save(checkpoint, "inside.ckpt")
+    module, run = Placed([x(i) for i in range(1, 7)]), trainer("accum", callbacks=[GradientAccumulation(2)])
+    run.fit(module, ckpt_path="inside.ckpt")
+    assert module.gradients == [5.5]
+    assert run.global_step == run.callback_metrics["window/optimizer_steps"] == 3

@@ -252,6 +252,14 @@ def test_tail_drop_of_every_window_is_refused() -> None:
         trainer(callbacks=[GradientAccumulation(3, tail="drop")]).fit(module)
 
 
+def test_tail_drop_trains_where_only_some_epochs_are_too_short_for_their_windows() -> None:
+    module = Scalar([x(1), x(2), x(3)])
+    trainer(callbacks=[GradientAccumulation({0: 4, 1: 1}, tail="drop")], max_epochs=2).fit(module)
+    assert module.gradients == [1.0, 2.0, 3.0]
+    with pytest.raises(MisconfigurationException, match="a window of 4 would never be full"):
+        trainer(callbacks=[GradientAccumulation({0: 4, 2: 1}, tail="drop")], max_epochs=2).fit(module)
+
+
 def test_tail_carry_goes_on_in_the_next_epoch_and_steps_at_the_end_of_training() -> None:
     module = Scalar([x(i) for i in range(1, 8)])
     run = trainer(callbacks=[GradientAccumulation(4, tail="carry")], max_epochs=3)

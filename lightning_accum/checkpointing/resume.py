@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_accum.checkpointing.format import check_keys
 from lightning_accum.ranks import Ranks
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import Window
@@ -55,7 +56,12 @@ class PartialWindow:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> PartialWindow:
-        """The window of a :meth:`state_dict`."""
+        """The window of a :meth:`state_dict`.
+
+        Raises:
+            ValueError: it lacks a field, or has one that is not known.
+        """
+        check_keys(state, [field.name for field in fields(cls)], (), "an unfinished window")
         return cls(**state)
 
     def bytes(self) -> int:
@@ -136,6 +142,9 @@ def put_back(
         scale: by which a GradScaler multiplies the losses now.
         warn: takes a warning to be seen once.
         sums: where the gradients are added up, if not in ``parameter.grad``.
+
+    Raises:
+        ValueError: a gradient has another shape than its parameter.
     """
     if ranks.size == partial.ranks:
         weighed = partial.weighed[rank]
@@ -155,6 +164,12 @@ def put_back(
             gradient = _of_this_rank([own[name] for own in partial.gradients if name in own], partial, ranks, rank)
             if gradient is None:
                 continue
+            if gradient.shape != parameter.shape:
+                raise ValueError(
+                    f"The checkpoint's unfinished window has a gradient of shape {tuple(gradient.shape)} for the parameter {name},"
+                    f" which is of shape {tuple(parameter.shape)}. Resume with the module that was trained; or with another window,"
+                    " so that a new one begins."
+                )
             gradient = gradient if scale == partial.scale else gradient * (scale / partial.scale)
             if sums is None:
                 parameter.grad = _placed(gradient, parameter, parameter.dtype)
@@ -177,7 +192,7 @@ def _placed(gradient: Tensor, parameter: nn.Parameter, dtype: torch.dtype) -> Te
     gradient = gradient.to(parameter.device, dtype, copy=True)
     if isinstance(parameter, DTensor):
         return distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-    return gradient.reshape(parameter.shape)
+    return gradient
 
 
 def _whole(gradient: Tensor) -> Tensor:

@@ -165,18 +165,24 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         accumulation = self.strategy.accumulation
         if self.strategy.manual is not None:
             boundary, seen = self.strategy.manual.windows.boundary, self.batch_progress.total.ready
-            is_reached = boundary.is_reached(seen, self.trainer.accumulate_grad_batches)
-            return not (is_reached or self._is_cut_by_the_end(boundary))
+            return not (boundary.is_reached(seen, self._window_size()) or self._is_cut_by_the_end(boundary))
         if accumulation is None:
             return super()._should_accumulate()
         if accumulation.is_inside_batch:
             return False
         boundary = accumulation.boundary
-        # tokens are counted after a micro-batch, in end_full_window
-        size = math.inf if isinstance(accumulation.policy.window, Tokens) else self.trainer.accumulate_grad_batches
-        if boundary.is_reached(self.batch_progress.total.ready, size):
+        if boundary.is_reached(self.batch_progress.total.ready, self._window_size()):
             return False
         return self._counts_tokens_of_parts() or not self._is_cut_by_the_end(boundary)
+
+    def _window_size(self) -> float:
+        """Loader batches in a window that begins now; inf for tokens, which are counted after a micro-batch."""
+        return math.inf if isinstance(self.strategy.policy.window, Tokens) else self.trainer.accumulate_grad_batches
+
+    def begin_loader_batch(self, boundary: Boundary) -> bool:
+        """A loader batch begins, and a window with it, unless one is under way. Returns whether the window ends with it."""
+        boundary.begin(self._window_size())
+        return not self._should_accumulate()
 
     def _counts_tokens_of_parts(self) -> bool:
         """Several windows may end in one loader batch, so none of them may be the one that its step is wrapped around."""
@@ -307,7 +313,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if accumulation.splitting is not None:
             accumulation.splitting.plan = None
         strategy.expect_batches_of_all_ranks(has_batch=False)
-        accumulation.is_boundary = not self._should_accumulate()
+        accumulation.is_boundary = self.begin_loader_batch(accumulation.boundary)
         zero_grad = optimization._make_zero_grad_fn(self.batch_idx, self.trainer.optimizers[0])
         if zero_grad is not None:  # a reduction may be next, and stale gradients must not be in it
             zero_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.loops.optimization.manual import ManualResult, _ManualOptimization
 from typing_extensions import override
@@ -14,6 +14,7 @@ from lightning_accum.splitting.outputs import Outputs
 from lightning_accum.splitting.plan import Plan
 
 if TYPE_CHECKING:
+    from lightning_accum.loops.epochs import AccumulatingEpochLoop
     from lightning_accum.strategies.mixin import AccumulationMixin
 
 
@@ -29,8 +30,8 @@ class WindowManualOptimization(_ManualOptimization):
         manual = self.strategy.manual
         if manual is None:
             return super().run(kwargs)
-        epoch_loop, batch = self.trainer.fit_loop.epoch_loop, next(iter(kwargs.values()), None)
-        self._is_boundary, self._plan = not epoch_loop._should_accumulate(), manual.plan(batch)
+        epoch_loop, batch = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop), next(iter(kwargs.values()), None)
+        self._is_boundary, self._plan = epoch_loop.begin_loader_batch(manual.windows.boundary), manual.plan(batch)
         self.strategy.begin_manual_loader_batch()
         if self._plan is None:
             manual.windows.begin_micro_batch(batch, self._is_boundary)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +25,7 @@ from lightning_accum.splitting.batch_run import BatchRun
 from lightning_accum.splitting.trimming import difference_by_padding
 
 if TYPE_CHECKING:
+    from lightning_accum.loops.epochs import AccumulatingEpochLoop
     from lightning_accum.nonfinite import Guard
     from lightning_accum.strategies.mixin import AccumulationMixin
 
@@ -51,11 +52,11 @@ class WindowOptimization(_AutomaticOptimization):
         accumulation = self.strategy.accumulation
         if accumulation is None:
             return super()._make_closure(kwargs, optimizer, batch_idx)
-        epoch_loop = self.trainer.fit_loop.epoch_loop
+        epoch_loop = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop)
         self.visited = epoch_loop.batch_progress.total.ready
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
             accumulation.window.discard()
-        accumulation.is_boundary = not epoch_loop._should_accumulate()
+        accumulation.is_boundary = epoch_loop.begin_loader_batch(accumulation.boundary)
         accumulation.batch = next(iter(kwargs.values()), None)
         if accumulation.splitting is not None:
             accumulation.splitting.begin(accumulation.batch, partial(self._difference_by_padding, kwargs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_accum import loops
 from lightning_accum.batch_norm.policy import joins_batches
+from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow, gather_gradients, gather_weighed, put_back
 from lightning_accum.lock_step.turns import LockStep
 from lightning_accum.lock_step.views import Views
@@ -56,9 +57,10 @@ class ManualOptimization:
         self.splitting = strategy.splitting_of_manual_windows()
         self.lock_step: LockStep[Any] | None = None
         """The micro-batches of a loader batch, where they step together."""
+        self.resumed_state: Mapping[str, Any] = {}
+        """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
         self._strategy = strategy
         self._warn = warn
-        self._resumed: dict[str, Any] = {}
         self._is_stepping = False
         self._undo = ExitStack()
         self._waiting: set[int] = set()
@@ -204,7 +206,12 @@ class ManualOptimization:
     def state_dict(self, may_gather: bool) -> dict[str, Any]:
         """What a checkpoint needs to go on. Called on all ranks where it ``may_gather`` what they have."""
         windows, strategy = self.windows, self._strategy
-        state: dict[str, Any] = {"optimizer_steps": windows.windows, "total_weight": windows.total_weight}
+        state: dict[str, Any] = {
+            "format": FORMAT,
+            "epoch": windows.epoch,
+            "optimizer_steps": windows.windows,
+            "total_weight": windows.total_weight,
+        }
         position = windows.boundary.position(loops.loader_batches_seen(strategy.trainer()))
         if position <= 0:
             return state
@@ -219,6 +226,8 @@ class ManualOptimization:
     def _partial(self, call: Call, position: int) -> dict[str, Any]:
         windows, strategy, ranks = self.windows, self._strategy, self.windows.ranks
         is_reduced = strategy.reduces_every_backward_by_itself
+        if not is_reduced:
+            windows.agree_on_reference(call)
         with windows.sums_in_grad(call):
             gradients = gather_gradients(strategy.parameters_by_name(), ranks, is_reduced, strategy.is_global_zero)
         policy = windows.policy.in_words(strategy.trainer().accumulate_grad_batches)
@@ -227,9 +236,17 @@ class ManualOptimization:
         partial = PartialWindow(policy, position, size, None, ranks.size, reference, weighed, is_reduced, gradients)
         return partial.state_dict()
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave; nothing where training begins."""
-        self._resumed = state
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`state_dict` gave; nothing where training begins.
+
+        Raises:
+            ValueError: another version of the package has written it.
+        """
+        if state:
+            check_format(state)
+            optional = ("epoch_loss", "micro_batches", "calls")
+            check_keys(state, ("format", "epoch", "optimizer_steps", "total_weight"), optional, "GradientAccumulation")
+        self.resumed_state = state
         self.windows.windows = int(state.get("optimizer_steps", 0))
         self.windows.total_weight = float(state.get("total_weight", 0.0))
 
@@ -238,10 +255,11 @@ class ManualOptimization:
         windows, strategy = self.windows, self._strategy
         self._find_held()
         windows.discard(seen)
-        partials = [PartialWindow.from_state_dict(partial) for partial in self._resumed.get("calls", [])]
-        micro_batches, self._resumed = self._resumed.get("micro_batches", 0), {}
-        if not partials:
+        state, self.resumed_state = self.resumed_state, {}
+        partials = [PartialWindow.from_state_dict(partial) for partial in state.get("calls", [])]
+        if not partials or (windows.policy.tail == "drop" and state["epoch"] != windows.epoch):
             return
+        micro_batches = state["micro_batches"]
         first, policy = partials[0], windows.policy.in_words(strategy.trainer().accumulate_grad_batches)
         if first.policy != policy:
             self._warn(

@@ -96,6 +96,8 @@ class ManualWindows:
         """A loader batch is in training_step."""
         self.closed: list[ClosedWindow] = []
         """The window of each call, at the last boundary."""
+        self.epoch = 0
+        """The epoch under way, from 0."""
         self.windows = 0
         """Windows that have ended."""
         self.total_weight = 0.0
@@ -270,6 +272,12 @@ class ManualWindows:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    def agree_on_reference(self, call: Call) -> None:
+        """Have the sums of all ranks, each of which took its scale from its own first weight, on one scale. Called on all ranks."""
+        reference = self.ranks.largest(call.window.reference or 0.0)[0]
+        if reference and (factor := call.window.refer_to(reference)) != 1.0:
+            torch._foreach_mul_(list(call.sums.values()), factor)  # a power of two, which costs no rounding
+
     @contextmanager
     def sums_in_grad(self, call: Call) -> Iterator[None]:
         """In here ``.grad`` of all parameters is what a call has given so far, and what is there at the end is taken as that."""
@@ -293,8 +301,8 @@ class ManualWindows:
 
     def go_on(self, seen: int, position: int, size: float, micro_batches: int) -> None:
         """Be inside a window of ``size`` loader batches, the last of ``position`` so far being number ``seen``."""
-        self.boundary.close(seen - position)
-        self.boundary.size, self.micro_batches = size, micro_batches
+        self.boundary.go_on(seen, position, size)
+        self.micro_batches = micro_batches
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

@@ -85,8 +85,6 @@ class AccumulationMixin(WindowHooks):
         sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
         self.accumulation = Accumulation(self.policy, self.ranks, _warn, self._splitting(module))
         self.accumulation.sums = sums
-        if callback is not None:
-            callback.connect(self.accumulation, self.partial_window)
         self._callback = callback
         self._keeper = None
         self.guard = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
@@ -95,6 +93,8 @@ class AccumulationMixin(WindowHooks):
         self.takes_gradient = not is_overridden("backward", module)
         self._is_announced = False
         self.audience = Audience(trainer)
+        if callback is not None:
+            callback.connect(self.accumulation, self.partial_window)
 
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
@@ -140,7 +140,8 @@ class AccumulationMixin(WindowHooks):
             self.manual.restart(loops.loader_batches_seen(self.trainer()))
         if self.accumulation is not None:
             trainer = self.trainer()
-            size = self.policy.size_at(trainer.current_epoch, trainer.global_step) or trainer.accumulate_grad_batches
+            smallest = self.policy.smallest_from(trainer.current_epoch, trainer.max_epochs, trainer.global_step)
+            size = smallest or trainer.accumulate_grad_batches
             if self.policy.tail == "drop" and trainer.num_training_batches < size:
                 raise MisconfigurationException(
                     f"An epoch has {trainer.num_training_batches} loader batches, and a window of {size} would never be full: with"

@@ -192,9 +192,7 @@ class WindowHooks(Engine):
 
     def most_micro_batches(self, own: int) -> int:
         """The micro-batches that the rank with the most has in this loader batch. Called on all ranks."""
-        if self.ranks is None or self.ranks.world_size == 1:
-            return own
-        return int(self.ranks.largest(own)[0])
+        return own if self.ranks is None else int(self.ranks.largest(own)[0])
 
     def end_window_inside_batch(self) -> None:
         """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
