@@ -60,3 +60,4 @@ def go_on_with(
     """Put the gradients and weights of an unfinished window back where they were."""
     named, rank, scale = strategy.parameters_by_name(), strategy.rank_in_group(), strategy.loss_scale()
     put_back(partial, named, accumulation.window, accumulation.ranks, rank, scale, warn, accumulation.sums)
+    strategy.sync.note_gradients()

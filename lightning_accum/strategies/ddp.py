@@ -188,6 +188,11 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         self._ddp_sync.backward_without_loss()
 
     @override
+    def drop_gradients(self) -> None:
+        self._ddp_sync.forget()
+        super().drop_gradients()
+
+    @override
     def is_reduced_inside(self) -> bool:
         is_blocked = isinstance(self.policy.window, Tokens) and self.policy.micro_batch is not None  # as in `blocked`
         return self._sync_policy == "micro_batch" and not is_blocked

@@ -21,7 +21,7 @@ from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import ManualOptimization
 from lightning_accum.nonfinite import Guard
 from lightning_accum.strategies.engine import Engine
-from lightning_accum.weighing.safeguards import gradients_of_zero
+from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
 
 
 class WindowHooks(Engine):
@@ -89,6 +89,8 @@ class WindowHooks(Engine):
 
     def _around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
         assert self.accumulation is not None
+        if self.accumulation.is_stand_in and not self.is_waited_for_in_forward:
+            return no_gradients(loss)
         if self.accumulation.is_weightless:
             return gradients_of_zero(loss)
         return nullcontext() if self.guard is None else self.guard.watching(loss, self.accumulation.weight)
@@ -124,7 +126,7 @@ class WindowHooks(Engine):
         assert self.accumulation is not None
         if not self.accumulation.end_micro_batch():
             self._backward_without_loss()
-        self.sync.complete_reduction()
+        self.sync.complete_reduction(self.accumulation.is_stand_in)
         return self._end_window() if self.accumulation.is_boundary else None
 
     @property

@@ -57,8 +57,15 @@ class Sync:
     def begin_backward(self) -> None:
         """A micro-batch has a loss, and its backward is next."""
 
-    def complete_reduction(self) -> None:
-        """The last backward of a window is done."""
+    def complete_reduction(self, is_shadow_batch: bool = False) -> None:
+        """A backward is done, maybe the last of a window.
+
+        Args:
+            is_shadow_batch: it was that of a batch that stands in for one that this rank does not have.
+        """
+
+    def note_gradients(self) -> None:
+        """The gradients of an unfinished window were put back."""
 
     def end_window(self) -> None:
         """The gradients of a window are reduced."""

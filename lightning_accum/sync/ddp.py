@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_accum.sync.base import Sync, SyncPolicy, forward_replaced
 from lightning_accum.weighing.nodes import Node, nodes_below
-from lightning_accum.weighing.safeguards import zero_loss_of
+from lightning_accum.weighing.safeguards import zero_without_gradients
 
 
 class DDPSync(Sync):
@@ -32,7 +32,6 @@ class DDPSync(Sync):
         self._policy = policy
         self._trainable = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         self._used: list[nn.Parameter] = []
-        self._never_used: list[nn.Parameter] | None = None
         self._stand_in: Tensor | None = None
         self._last_node: Node | None = None
 
@@ -58,13 +57,13 @@ class DDPSync(Sync):
         """Run ``step`` inside the wrapper's forward, where it prepares its reduction.
 
         Where ``step`` returns None, this rank still has to take part in the reduction of the others: a loss of 0 that depends on
-        the parameters stands in for the missing one, and waits for :meth:`backward_without_loss`.
+        the parameters, and gives them no gradient, stands in for the missing one and waits for :meth:`backward_without_loss`.
         """
 
         def or_stand_in(*args: Any, **kwargs: Any) -> Any:
             output = step(*args, **kwargs)
             if output is None and self._ddp.require_backward_grad_sync:
-                self._stand_in = self._zero_loss()
+                self._stand_in = self._stand_in_loss()
                 return self._stand_in
             return output
 
@@ -80,7 +79,7 @@ class DDPSync(Sync):
         return output
 
     @override
-    def complete_reduction(self) -> None:
+    def complete_reduction(self, is_shadow_batch: bool = False) -> None:
         """Reduce what earlier micro-batches gave gradients to, and the last one did not reach.
 
         DistributedDataParallel waits for every parameter in the backward of the last, and would leave all unreduced.
@@ -95,10 +94,12 @@ class DDPSync(Sync):
             self._ddp.reducer._check_reducer_finalized()
         except RuntimeError:
             reached = {below.variable for below in nodes_below(node) if below.name().endswith("AccumulateGrad")}
-            left = [parameter for parameter in self._trainable if parameter.grad is not None and parameter not in reached]
+            left = [parameter for parameter in self._trainable if parameter not in reached]
+            if not is_shadow_batch:  # what this rank's own batches use is not what the other ranks' do
+                left = [parameter for parameter in left if parameter.grad is not None]
             if not left:
                 raise
-            torch.autograd.backward(zero_loss_of(left))
+            torch.autograd.backward(zero_without_gradients(left))
             self._ddp.reducer._check_reducer_finalized()
 
     def forward_without_batch(self) -> None:
@@ -106,7 +107,7 @@ class DDPSync(Sync):
         self.forward(lambda: None)
 
     def backward_without_loss(self) -> None:
-        """Take part in the other ranks' backward, adding zeros."""
+        """Take part in the other ranks' backward, adding nothing."""
         if self._stand_in is not None:
             torch.autograd.backward(self._stand_in)
             self._stand_in = None
@@ -114,25 +115,41 @@ class DDPSync(Sync):
     def reduce_without_loss(self) -> None:
         """Reduce, in a backward of its own, what was accumulated without reduction.
 
-        It gives zeros to all parameters. One that no rank has ever used gets its None back: weight decay would move it.
+        It leaves zeros where no rank has a gradient: there the None comes back, since weight decay would move the parameter.
         """
         if self._stand_in is None:
             return
-        if self._never_used is None:
-            self._never_used = self._trainable
-        if not self._never_used or self._ddp.find_unused_parameters:
-            self.backward_without_loss()
-            self._settle()
-            return
-        # for a module without such parameters only once
-        device = self._never_used[0].device
-        is_used = torch.tensor([parameter.grad is not None for parameter in self._never_used], dtype=torch.uint8, device=device)
+        lacking = [parameter for parameter in self._trainable if parameter.grad is None]
+        if self._ddp.find_unused_parameters:
+            # torch remembers a parameter that was used since the last reduction, and raises an error if the gradient of it is gone,
+            # as that of a micro-batch that was skipped
+            for parameter in lacking:
+                parameter.grad = torch.zeros_like(parameter)
+        absent = set(lacking)
+        is_used = torch.tensor([p not in absent for p in self._trainable], dtype=torch.uint8, device=self._trainable[0].device)
+        told = dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._ddp.process_group, async_op=True)
         self.backward_without_loss()
-        dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._ddp.process_group)
-        self._never_used = [p for p, is_one in zip(self._never_used, is_used.tolist(), strict=True) if not is_one]
-        for parameter in self._never_used:
-            parameter.grad = None
+        told.wait()
+        for parameter, is_one in zip(self._trainable, is_used.tolist(), strict=True):
+            if not is_one:
+                parameter.grad = None
         self._settle()
+
+    def forget(self) -> None:
+        """The gradients of a window are about to be dropped. Called on all ranks.
+
+        With ``find_unused_parameters``, torch remembers until the next reduction which parameters were used.
+        """
+        if self._ddp.find_unused_parameters:
+            self.forward_without_batch()
+            self.reduce_without_loss()
+
+    @override
+    def note_gradients(self) -> None:
+        """The gradients of an unfinished window were put back: torch has to know that these parameters were used."""
+        if self._ddp.find_unused_parameters:
+            with self._ddp.no_sync():
+                torch.autograd.backward(zero_without_gradients(self._trainable))
 
     def _settle(self) -> None:
         # In the forward after a reduction DistributedDataParallel sends buffers to all ranks, and after the first also the order in
@@ -145,13 +162,12 @@ class DDPSync(Sync):
 
     @override
     def end_window(self) -> None:
-        """Remember which parameters a window gave gradients to."""
-        if not self._used and (self._ddp.find_unused_parameters or self._ddp.static_graph):
+        """Remember which parameters a static graph uses."""
+        if not self._used and self._ddp.static_graph:
             self._used = [parameter for parameter in self._trainable if parameter.grad is not None]
 
-    def _zero_loss(self) -> Tensor:
+    def _stand_in_loss(self) -> Tensor:
         parameters = self._trainable
-        if self._ddp.find_unused_parameters or self._ddp.static_graph:
-            # a parameter that no rank uses must stay without a gradient, or weight decay and momentum would move it
+        if self._ddp.static_graph:  # it is an error to reach others than were recorded
             parameters = [parameter for parameter in self._trainable if parameter.grad is not None] or self._used or parameters
-        return zero_loss_of(parameters)
+        return zero_without_gradients(parameters)

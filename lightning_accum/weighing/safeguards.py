@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +49,38 @@ def gradients_of_zero(loss: Tensor) -> Iterator[None]:
             handle.remove()
 
 
-def zero_loss_of(parameters: Iterable[Tensor]) -> Tensor:
-    """A loss of 0 that gives each of ``parameters`` a gradient of zeros, whatever their values."""
-    with torch.autocast("cpu", enabled=False):
-        return torch.stack([parameter.flatten()[:1].sum().float() for parameter in parameters]).sum() * 0.0
+@contextmanager
+def no_gradients(loss: Tensor) -> Iterator[None]:
+    """A backward of ``loss`` in here runs as always, but gives its parameters no gradient, not even zeros.
+
+    For a loss that is in no window. An optimizer moves a parameter by a gradient of zeros: by its momentum and weight decay.
+    """
+    nodes = () if loss.grad_fn is None else nodes_below(loss.grad_fn)
+    leaves = [node for node in nodes if node.name().endswith("AccumulateGrad")]
+    handles = [leaf.register_prehook(lambda gradients: (None,) * len(gradients)) for leaf in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _ZeroWithoutGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.number = len(parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        number: int = ctx.number
+        return (None,) * number
+
+
+def zero_without_gradients(parameters: Sequence[Tensor]) -> Tensor:
+    """A loss of 0 whose backward reaches each of ``parameters``, and gives it no gradient."""
+    zero: Tensor = _ZeroWithoutGradients.apply(*parameters)  # type: ignore[no-untyped-call]
+    return zero
 
 
 def is_contrastive(terms: Iterable[Term]) -> bool | None:
