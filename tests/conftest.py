@@ -21,6 +21,29 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 os.register_at_fork(after_in_child=lambda: faulthandler.enable(2))  # a process that crashes tells where, with what is captured
 
 
+def pytest_report_header(config: Any) -> str:
+    """How long it will take, for those who run everything."""
+    return "lightning_accum: all of the tests take about 5 minutes on 2 quiet cores; failures are shown as they come (-n 0 runs one at a time)"
+
+
+def pytest_configure(config: Any) -> None:
+    """Show failures as they come."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None:
+        config.pluginmanager.register(_Failures(reporter))
+
+
+class _Failures:
+    def __init__(self, reporter: Any) -> None:
+        self._reporter = reporter
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Print what a failed test has to say, which pytest does at the end."""
+        if report.failed:
+            self._reporter.write_sep("_", report.nodeid, red=True)
+            self._reporter.write_line(report.longreprtext)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Show what was seen of tests that had to run again."""
     for report in terminalreporter.getreports("rerun"):
