@@ -23,9 +23,10 @@ os.register_at_fork(after_in_child=lambda: faulthandler.enable(2))  # a process 
 
 def pytest_report_header(config: Any) -> str:
     """How long it will take, for those who run everything."""
-    return "lightning_accum: all of the tests take about 5 minutes on 2 quiet cores; failures are shown as they come (-n 0 runs one at a time)"
+    return "lightning_accum: all of the tests take about 5 minutes on 2 quiet cores, and failures are shown as they come"
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: Any) -> None:
     """Show failures as they come."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
