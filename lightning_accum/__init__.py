@@ -10,6 +10,7 @@ from lightning_accum.strategies import (
     FSDPAccumulationStrategy,
     ModelParallelAccumulationStrategy,
 )
+from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification import verify
 from lightning_accum.weighing.weight import SampleCount, TokenCount
 
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccumulationStrategy",
+    "AccumulationWarning",
     "DDPAccumulationStrategy",
     "FSDPAccumulationStrategy",
     "GradientAccumulation",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_accum.splitting.snapshot import Keeper, Snapshot
 from lightning_accum.sync.base import GradientPlace
+from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.denominator import Denominator
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
@@ -117,7 +117,7 @@ class Guard:
             return
         self._has_warned = True
         told = f"{self._where()} is left out, as it is not finite: {fault}."
-        warnings.warn(f"{told} Others may follow; `window/skipped_micro_batches` counts them.", stacklevel=2)
+        warn(f"{told} Others may follow; `window/skipped_micro_batches` counts them.")
 
     def end_micro_batch(self) -> bool:
         """Its backward is done. Returns whether it was left out.

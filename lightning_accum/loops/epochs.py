@@ -15,7 +15,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
@@ -23,6 +23,7 @@ from lightning_accum.failures import telling_the_first_failure
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.uneven import EvenFetcher, Lengths, is_agreeing
 from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.user_warnings import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning_accum.manual.windows import ManualWindows

@@ -13,7 +13,6 @@ import torch
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from typing_extensions import override
@@ -21,6 +20,7 @@ from typing_extensions import override
 from lightning_accum.boundary import count_windows
 from lightning_accum.listeners import callbacks_of
 from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.weight import count_samples, expected_weight
 
 if TYPE_CHECKING:

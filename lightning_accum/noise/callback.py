@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
@@ -26,6 +26,7 @@ from lightning_accum.noise.scale import NoiseScale, SmoothedNoise, variance_and_
 from lightning_accum.noise.watch import GradientWatch, squared_norm_of_gradients, sum_of_squares
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.sync import ShardedSync
+from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.weight import TokenCount, count_samples
 
@@ -346,7 +347,7 @@ class GradientNoiseScale(Callback):
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            rank_zero_warn(message, category=UserWarning)
+            rank_zero_warn(message)
 
 
 _ONE_MICRO_BATCH = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 from torchmetrics.wrappers import MinMaxMetric, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
+from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.graph import read_loss
 
@@ -185,7 +185,7 @@ class BatchLog:
             if (is_of_step or isinstance(metric, _COUNTS_UPDATES)) and id(metric) not in self.shown:
                 self.shown.add(id(metric))
                 if not _can_merge(metric):
-                    warnings.warn(_CANNOT_MERGE.format(key, type(metric).__name__), stacklevel=2)
+                    warn(_CANNOT_MERGE.format(key, type(metric).__name__))
             if is_of_step and id(metric) in self._of_batch:
                 self._of_batch[id(metric)].compute(self.micro_batch + 1)
         for of_batch in self._of_batch.values():

@@ -10,7 +10,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import (
     FSDPStrategy,
 )
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
@@ -19,6 +18,7 @@ from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
 from lightning_accum.sync import FSDP1Sync, SyncPolicy, forward_replaced
+from lightning_accum.user_warnings import rank_zero_warn
 
 
 class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):

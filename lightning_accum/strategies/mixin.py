@@ -10,7 +10,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_accum import loops
@@ -29,6 +28,7 @@ from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.strategies.preparation import check_optimizers, guard
 from lightning_accum.strategies.window_hooks import WindowHooks
 from lightning_accum.sync import Sync
+from lightning_accum.user_warnings import rank_zero_warn
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
@@ -80,10 +80,10 @@ class AccumulationMixin(WindowHooks):
             return
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         check_optimizers(self.optimizers, self.policy, is_long)
-        self.joins_batches, self._have_all_batches = joins_batches(self.policy, module, is_long, _warn), False
+        self.joins_batches, self._have_all_batches = joins_batches(self.policy, module, is_long, rank_zero_warn), False
         assert self.ranks is not None
         sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
-        self.accumulation = Accumulation(self.policy, self.ranks, _warn, self._splitting(module))
+        self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(module))
         self.accumulation.sums = sums
         self._callback = callback
         self._keeper = None
@@ -100,7 +100,7 @@ class AccumulationMixin(WindowHooks):
         module = self.lightning_module
         assert module is not None
         self.takes_gradient = not is_overridden("backward", module)
-        self.manual = begin_manual(self, trainer.accumulate_grad_batches, _warn)
+        self.manual = begin_manual(self, trainer.accumulate_grad_batches, rank_zero_warn)
         if self.manual is None:
             return
         self._callback = callback
@@ -131,7 +131,7 @@ class AccumulationMixin(WindowHooks):
         # and BatchNorm takes padding for a part of the batch, which has to be the same for all rows
         trim = False if self.is_waited_for_in_forward or self.joins_batches else policy.trim_padding
         device, has_ranks = self.root_device, self.world_size > 1
-        return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, _warn, _log.info)
+        return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, rank_zero_warn, _log.info)
 
     @override
     def on_train_start(self) -> None:
@@ -151,7 +151,7 @@ class AccumulationMixin(WindowHooks):
             batches, now = seen - into_window, trainer.accumulate_grad_batches
             partial = self.accumulation.restart(seen, into_window, trainer.global_step, batches, now)
             if partial is not None:
-                go_on_with(partial, self, self.accumulation, _warn)
+                go_on_with(partial, self, self.accumulation, rank_zero_warn)
                 self.accumulation.end_loader_batch(seen)
             self.accumulation.resumed_state = {}
             if self._callback is not None:
@@ -186,7 +186,7 @@ class AccumulationMixin(WindowHooks):
 
     def partial_window(self) -> PartialWindow | None:
         """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""
-        return unfinished_window(self, _warn)
+        return unfinished_window(self, rank_zero_warn)
 
 
 def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:
@@ -194,7 +194,3 @@ def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:
     if len(callbacks) > 1:
         raise MisconfigurationException(f"There are {len(callbacks)} GradientAccumulation callbacks in the Trainer; keep one.")
     return callbacks[0] if callbacks else None
-
-
-def _warn(message: str) -> None:
-    rank_zero_warn(message, category=UserWarning)

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.loops.copies import forget_training
+from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.randomness import SameForEveryRow, seed_everything
 from lightning_accum.verification.watch import Step, StepTakenError, Watches, WatchesPieces, WatchesReference
 
@@ -123,9 +124,13 @@ class Bench:
                 f"{type(module).__name__} took no optimizer step on {len(batches)} batch{'es' * (len(batches) > 1)}: training_step"
                 " returned no loss, the loss had no weight, or its gradient was not finite."
             )
-        step.warnings = list(dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning))
+        step.warnings = list(dict.fromkeys(str(warning.message) for warning in caught if warning.category in _REPORTED))
         step.noise = noise.found
         return step
+
+
+# of this package and of the module; Lightning's hints have categories of their own
+_REPORTED = (AccumulationWarning, UserWarning)
 
 
 def copy_of(module: pl.LightningModule) -> pl.LightningModule:

@@ -105,10 +105,12 @@ def count_samples(batch: Any) -> int | None:
 
 def _look_up(batch: Any, key: str | int) -> Any:
     try:
-        return batch[key]
+        if not (isinstance(batch, Tensor) and isinstance(key, str)):  # of which torch warns
+            return batch[key]
     except (KeyError, IndexError, TypeError):
-        if isinstance(key, str) and hasattr(batch, key):
-            return getattr(batch, key)
+        pass
+    if isinstance(key, str) and hasattr(batch, key):
+        return getattr(batch, key)
     if hasattr(batch, "keys"):
         has: str = f"it has the keys {list(batch.keys())}"
     elif isinstance(batch, (list, tuple)):

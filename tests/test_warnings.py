@@ -1,0 +1,117 @@
+"""Warnings of the package have a category of their own and point at the user's line."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from support import NONE_LOSS, Scalar, ddp, trainer, x
+from torchmetrics.aggregation import RunningMean
+
+import lightning_accum
+from lightning_accum import AccumulationWarning, GradientAccumulation, GradientNoiseScale, Tokens
+
+
+def line_of(function: Callable[..., Any], text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return first + next(number for number, line in enumerate(lines) if text in line)
+
+
+class Estimates(Scalar):
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches  # the line
+        return super().configure_optimizers()
+
+
+class Shows(Scalar):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.metric(batch.mean())
+        self.log("metric", self.metric)
+        return super().training_step(batch, batch_idx)
+
+
+class Alternates(Scalar):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        self.manual_backward(self.loss(batch))  # the line
+
+
+def shows() -> Scalar:
+    module = Shows([x(1, 2), x(3, 4)])
+    module.metric = RunningMean(window=2)
+    return module
+
+
+# what warns, and whose line it is
+SOURCES: dict[str, tuple[Callable[[], Scalar], list[Callback], Any]] = {
+    "empty window": (lambda: Scalar([NONE_LOSS, x(1)]), [GradientAccumulation(1)], None),
+    "estimate": (lambda: Estimates([x(1), x(2)]), [GradientAccumulation(Tokens(1))], Estimates.configure_optimizers),
+    "non-finite": (lambda: Scalar([x(torch.inf), x(1)]), [GradientAccumulation(1, on_nonfinite="skip")], None),
+    "metric": (shows, [GradientAccumulation(micro_batch=1)], None),
+    "noise": (lambda: Scalar([x(1), x(2)]), [GradientAccumulation(1), GradientNoiseScale()], None),
+    "manual": (lambda: Alternates([x(1), x(2)]), [GradientAccumulation(2)], Alternates.training_step),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_warning_has_the_category_of_the_package_and_points_at_the_users_line(name: str) -> None:
+    make, callbacks, of_user = SOURCES[name]
+
+    def fit() -> None:
+        trainer("accum", callbacks=callbacks).fit(make())  # the line
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit()
+    own = [warning for warning in caught if issubclass(warning.category, AccumulationWarning)]
+    assert own
+    where = {(warning.filename, warning.lineno) for warning in own}
+    assert where == {(__file__, line_of(of_user or fit, "# the line"))}
+
+
+def test_a_warning_in_a_process_that_was_forked_points_at_the_call_of_fit() -> None:
+    def fit() -> None:
+        trainer(ddp(), devices=2).fit(Scalar([NONE_LOSS, x(1)]))  # the line
+
+    def show(message: Any, category: type, filename: str, lineno: int, *_: Any) -> None:
+        with Path("shown").open("a") as shown:
+            print(category.__name__, filename, lineno, file=shown)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", category=AccumulationWarning)
+        warnings.showwarning = show
+        fit()
+    shown = [line for line in Path("shown").read_text().splitlines() if line.startswith("AccumulationWarning")]
+    assert shown == [f"AccumulationWarning {__file__} {line_of(fit, '# the line')}"]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_warnings_of_the_package_can_be_ignored_by_their_category(name: str) -> None:
+    make, callbacks, _ = SOURCES[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", category=AccumulationWarning)
+        trainer("accum", callbacks=callbacks).fit(make())
+    places = [warning.filename for warning in caught]
+    assert not [place for place in places if place == __file__ or Path(lightning_accum.__file__).parent in Path(place).parents]
+
+
+def test_nothing_in_the_package_warns_but_by_its_category() -> None:
+    root = Path(lightning_accum.__file__).parent
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and path.name != "user_warnings.py":
+                names = {alias.name for alias in node.names}
+                assert not (names & {"rank_zero_warn", "warn"} and node.module != "lightning_accum.user_warnings"), path
+            if isinstance(node, ast.Attribute) and node.attr == "warn" and path.name != "user_warnings.py":
+                assert ast.unparse(node.value) != "warnings", path
