@@ -21,7 +21,7 @@ from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
-from lightning_accum.weighing.weight import Contribution, Weigher, count_samples
+from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
 
@@ -405,7 +405,7 @@ class Accumulation:
         samples = count_samples(batch)
         if isinstance(self.policy.window, Tokens):
             tokens = self.policy.window.at(float(self.total_weight))
-            parts = [f"a window is as many loader batches as come to a weight of {tokens} over all ranks"]
+            parts = [f"a window is as many loader batches as come to {tokens} {self._unit()} over all ranks"]
             samples = None
         else:
             parts = [f"a window is {loader_batches} loader batch{'es' if loader_batches != 1 else ''}"]
@@ -422,6 +422,39 @@ class Accumulation:
         if self.weigher.unweighed_terms:
             parts.append(f"the same weight for: {', '.join(self.weigher.unweighed_terms)}")
         return f"GradientAccumulation: {'; '.join(parts)}."
+
+    def _unit(self) -> str:
+        """What the weight of the micro-batch in hand counts, in words."""
+        weight = self.policy.weight
+        if weight == "auto":
+            if self.weight is not None and float(self.weight) == count_samples(self.batch):
+                return "samples (the loss has no tokens)"
+            is_of_tokens = self.weigher.criterion is not None and self.weigher.criterion.startswith("cross entropy")
+            return "tokens" if is_of_tokens else "of what the loss is divided by"
+        if isinstance(weight, (TokenCount, SampleCount)):
+            return "tokens" if isinstance(weight, TokenCount) else "samples"
+        return 'micro-batches (weight="equal")' if weight == "equal" else f"of weight={self.weigher.criterion}"
+
+    def warn_of_windows_never_full(self, batch: Any, loader_batches: float) -> None:
+        """Called at the first micro-batch.
+
+        Args:
+            batch: the loader batch that it is part of.
+            loader_batches: in an epoch, on each rank.
+        """
+        if not isinstance(self.policy.window, Tokens) or self.policy.tail == "carry" or not self.weight:
+            return
+        part, whole = count_samples(self.batch), count_samples(batch)
+        in_batch = float(self.weight) * (whole / part if part and whole else 1)
+        in_epoch, tokens = in_batch * loader_batches * self.world_size, self.policy.window.at(float(self.total_weight))
+        if in_epoch < tokens:
+            outcome = (
+                "nothing is trained" if self.policy.tail == "drop" else "there is one optimizer step an epoch, on what is there"
+            )
+            self._warn_once(
+                f"A window of {tokens} {self._unit()} is never full: by the first loader batch an epoch has about {in_epoch:.0f} of"
+                f' them, and with tail="{self.policy.tail}" {outcome}. Use a smaller window, or tail="carry".'
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on counting."""

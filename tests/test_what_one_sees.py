@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from support import Language, Scalar, ddp, language_loss, loader, pad, sentences, train_by_hand, trainer, x
 from torch import nn
 
-from lightning_accum import GradientAccumulation, SampleCount
+from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
 
 ROWS = sentences(32)
 MICRO = [pad(ROWS[i : i + 2]) for i in range(0, len(ROWS), 2)]
@@ -210,6 +211,53 @@ def test_one_line_says_what_was_understood(caplog) -> None:
     (line,) = start_lines(caplog, Ranked(), GradientAccumulation(4), precision="64-true", max_epochs=2)
     assert "a window is 4 loader batches, 8 samples with loader batches like the first (2)" in line
     assert "weight: cross entropy, each micro-batch weighed by what its loss was divided by" in line
+
+
+class Classifies(Scalar):
+    def loss(self, x):
+        return nn.functional.cross_entropy(torch.stack([self.w * x, -self.w * x], 1), torch.zeros(len(x), dtype=torch.long))
+
+
+class Regresses(Scalar):
+    def loss(self, x):
+        return nn.functional.mse_loss(self.w * torch.stack([x, x], 1), torch.zeros(len(x), 2, dtype=x.dtype))
+
+
+def of_rows(batch) -> int:
+    return len(batch)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "unit"),
+    [
+        (lambda: Ranked(), {}, "tokens"),
+        (lambda: Ranked(), {"micro_batch": 1}, "tokens"),
+        (lambda: Ranked(), {"weight": TokenCount()}, "tokens"),
+        (lambda: Classifies([x(1, 2, 3)] * 4), {}, "samples (the loss has no tokens)"),
+        (lambda: Classifies([x(1, 2, 3)] * 4), {"micro_batch": 2}, "samples (the loss has no tokens)"),
+        (lambda: Classifies([x(1, 2, 3)] * 4), {"weight": SampleCount()}, "samples"),
+        (lambda: Classifies([x(1, 2, 3)] * 4), {"weight": "equal"}, 'micro-batches (weight="equal")'),
+        (lambda: Classifies([x(1, 2, 3)] * 4), {"weight": of_rows}, "of weight=of_rows"),
+        (lambda: Regresses([x(1, 2, 3)] * 4), {}, "of what the loss is divided by"),
+    ],
+)
+def test_line_says_what_a_window_of_tokens_counts(caplog, module, options: dict, unit: str) -> None:
+    (line,) = start_lines(caplog, module(), GradientAccumulation(Tokens(4), **options))
+    assert f"a window is as many loader batches as come to 4 {unit} over all ranks;" in line
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tail", "is_warned_of"), [(13, "step", True), (13, "drop", True), (13, "carry", False), (12, "step", False)]
+)
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_a_window_of_tokens_that_no_epoch_can_fill_is_warned_of(tokens: int, tail: str, is_warned_of: bool, micro_batch) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        policy = GradientAccumulation(Tokens(tokens), tail=tail, micro_batch=micro_batch)
+        trainer(callbacks=[policy]).fit(Classifies([x(1, 2, 3)] * 4))
+    told = [str(warning.message) for warning in caught if "is never full" in str(warning.message)]
+    assert bool(told) == is_warned_of
+    assert all("an epoch has about 12 of them" in message and 'tail="carry"' in message for message in told)
 
 
 def test_line_names_an_explicit_weight(caplog) -> None:

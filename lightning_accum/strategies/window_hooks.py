@@ -115,6 +115,7 @@ class WindowHooks(Engine):
         batch = accumulation.batch if accumulation.plan is None else accumulation.plan.batch
         seed = accumulation.begin_backward(loss)
         rank_zero_info(accumulation.describe(batch, self.trainer().accumulate_grad_batches))
+        accumulation.warn_of_windows_never_full(batch, self.trainer().num_training_batches)
         return seed
 
     def end_micro_batch(self) -> Tensor | None:
