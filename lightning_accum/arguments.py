@@ -29,6 +29,8 @@ def checked(policy: Policy) -> Policy:
     Raises:
         MisconfigurationException: an argument is out of its range.
     """
+    for argument, example in (("window", "Tokens(8_192)"), ("micro_batch", "Tokens(8_192)"), ("weight", "TokenCount()")):
+        _check_is_no_class(argument, getattr(policy, argument), example)
     _check_window(policy.window)
     _check_micro_batch(policy.micro_batch, policy.trim_padding, policy.split)
     weight = _checked_weight(policy.weight, policy.window, policy.micro_batch)
@@ -41,6 +43,8 @@ def checked(policy: Policy) -> Policy:
         )
     _check_is_one_of("on_nonfinite", policy.on_nonfinite, "propagate", "skip", "raise")
     _check_is_one_of("batch_norm", policy.batch_norm, "warn", "exact")
+    if not isinstance(policy.log, bool):
+        raise MisconfigurationException(f"log={policy.log!r}: expected True or False")
     return replace(policy, weight=weight)
 
 
@@ -48,6 +52,12 @@ def _check_is_one_of(argument: str, found: Any, *expected: str) -> None:
     if found not in expected:
         *first, last = (f'"{word}"' for word in expected)
         raise MisconfigurationException(f"{argument}={found!r}: expected {', '.join(first)} or {last}")
+
+
+def _check_is_no_class(argument: str, found: Any, example: str) -> None:
+    for one in found if isinstance(found, (list, tuple)) else [found]:
+        if isinstance(one, type):
+            raise MisconfigurationException(f"{argument}={one.__name__} is a class: pass an instance of it, such as {example}")
 
 
 def what_to_use_instead_of(strategy: Strategy) -> str:
@@ -125,6 +135,11 @@ def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
     if not isinstance(trim_padding, (bool, str)):
         raise MisconfigurationException(
             f"trim_padding={trim_padding!r}: expected True, False, or the key of a mask or of lengths in the batch"
+        )
+    if isinstance(trim_padding, str) and micro_batch is None:
+        raise MisconfigurationException(
+            f"trim_padding={trim_padding!r} is the key of a mask or of lengths, by which the micro-batches of a split batch are"
+            " trimmed, but no batch is split: set micro_batch= too"
         )
     if split is not None and not callable(split):
         raise MisconfigurationException(f"split={split!r}: expected a function of a batch and a size")

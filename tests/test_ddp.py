@@ -17,7 +17,7 @@ from support import Scalar, ddp, end_profile, trainer, x
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_accum
-from lightning_accum import AccumulationStrategy, DDPAccumulationStrategy, GradientAccumulation
+from lightning_accum import AccumulationStrategy, DDPAccumulationStrategy, GradientAccumulation, SampleCount, TokenCount, Tokens
 
 # --- collectives ------------------------------------------------------------------------------------------------------
 
@@ -194,6 +194,12 @@ def test_callback_of_the_module_is_found() -> None:
         ({"weight": "tokens"}, 'expected "auto", "equal" or a callable'),
         ({"tail": "keep"}, 'expected "step", "drop" or "carry"'),
         ({"scheduler_counts": "steps"}, 'expected "optimizer_steps" or "micro_batches"'),
+        ({"trim_padding": "yes"}, "trim_padding='yes' is the key of .* set micro_batch= too"),
+        ({"log": "all"}, "log='all': expected True or False"),
+        ({"window": Tokens}, r"window=Tokens is a class: pass an instance of it, such as Tokens\(8_192\)"),
+        ({"micro_batch": Tokens}, "micro_batch=Tokens is a class"),
+        ({"weight": TokenCount}, r"weight=TokenCount is a class: pass an instance of it, such as TokenCount\(\)"),
+        ({"micro_batch": 4, "weight": [TokenCount(), SampleCount]}, "weight=SampleCount is a class"),
     ],
 )
 def test_arguments_out_of_range(arguments: dict, match: str) -> None:

@@ -6,7 +6,10 @@ import math
 import weakref
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from support import Scalar, ddp, loader, trainer, x
@@ -103,6 +106,13 @@ def test_equal_is_the_classic_mean_of_means() -> None:
     assert module.gradients == pytest.approx([3.0], rel=1e-15)
 
 
+@pytest.mark.parametrize("kind", [Decimal, Fraction, np.float32, np.int64, float, int])
+def test_any_number_is_a_weight(kind) -> None:
+    module = Scalar([x(1), x(2, 3, 4)])
+    trainer(callbacks=[GradientAccumulation(2, weight=lambda batch: kind(len(batch)))]).fit(module)
+    assert module.gradients == [2.5]
+
+
 def test_equal_does_not_count_what_returned_none() -> None:
     module = Scalar([x(1), x(math.nan), None, x(5)])
     fit(module, "equal", window=4)
@@ -132,6 +142,7 @@ def test_compiled_training_step_is_named() -> None:
         (lambda batch: batch, ValueError, r"one number per batch, but returned a tensor of \(9,\)"),
         (lambda batch: None, TypeError, "returned NoneType"),
         (lambda batch: True, TypeError, "returned bool"),
+        (lambda batch: 1j, TypeError, "returned complex"),
         (TokenCount(key="label"), KeyError, "no entry 'label'"),
     ],
 )

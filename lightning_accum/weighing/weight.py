@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
+from numbers import Number
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -321,11 +322,12 @@ def _checked(weight: Any, source: Any) -> Denominator:
         if weight.device.type != "cpu":
             return weight.detach().reshape(())  # elsewhere its value is checked at the end of the window
         weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+    if isinstance(weight, (bool, complex)) or not isinstance(weight, Number):
         raise TypeError(f"weight={source} must return a scalar tensor or a number, but returned {type(weight).__name__}")
-    if not (weight >= 0 and math.isfinite(weight)):
+    number = float(weight)  # type: ignore[arg-type]  # of a Fraction, a Decimal, a number of numpy
+    if not (number >= 0 and math.isfinite(number)):
         raise ValueError(f"weight={source} must be a count, finite and not negative, but returned {weight}")
-    return float(weight)
+    return number
 
 
 def _how_to_mend(found: str) -> str:
