@@ -13,7 +13,7 @@ from lightning_accum.boundary import Boundary
 from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.lr_schedule import StepClock
-from lightning_accum.policy import Policy
+from lightning_accum.policy import Policy, window_in_words
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
@@ -402,18 +402,11 @@ class Accumulation:
 
     def describe(self, batch: Any, loader_batches: int) -> str:
         """One line: what was understood."""
-        samples = count_samples(batch)
         if isinstance(self.policy.window, Tokens):
             tokens = self.policy.window.at(float(self.total_weight))
             parts = [f"a window is as many loader batches as come to {tokens} {self._unit()} over all ranks"]
-            samples = None
         else:
-            parts = [f"a window is {loader_batches} loader batch{'es' if loader_batches != 1 else ''}"]
-            if self.world_size > 1:
-                parts[0] += f" on each of {self.world_size} ranks"
-        if samples is not None:
-            total = samples * loader_batches * self.world_size
-            parts[0] += f", {total} samples with loader batches like the first ({samples})"
+            parts = [window_in_words(loader_batches, self.world_size, count_samples(batch))]
         if self.splitting is not None:
             parts.append(f"each runs {self.splitting.describe()}")
         parts.append(f"weight: {self.weigher.criterion}")

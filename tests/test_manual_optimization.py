@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import warnings
 from typing import Any
 
@@ -302,6 +304,23 @@ def test_callback_logs_each_loss_once_a_window() -> None:
     assert run.callback_metrics["window/optimizer_steps"] == 3
     assert run.callback_metrics["window/total_weight"] == sum(SIZES[0])
     assert run.accumulate_grad_batches == 1  # given back
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_one_line_says_which_backward_is_which_loss(caplog, capfd, micro_batch: int | None, ranks: int) -> None:
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        fitted(GAN(draw(GAN, ranks)), ranks=ranks, callbacks=[GradientAccumulation(3, micro_batch=micro_batch)])
+    (line,) = [record.message for record in caplog.records if record.message.startswith("GradientAccumulation: ")] or [
+        line for line in capfd.readouterr().err.splitlines() if line.startswith("GradientAccumulation: ")
+    ]
+    lines, first = inspect.getsourcelines(GAN.training_step)
+    backwards = [first + number for number, line in enumerate(lines) if "manual_backward" in line]
+    assert f"a window is 3 loader batches{' on each of 2 ranks' if ranks == 2 else ''}, " in line
+    assert ("each runs in micro-batches of 2" in line) == (micro_batch == 2)
+    assert "; the module optimizes by itself; " in line
+    for name, lineno in zip(("window/loss", "window/loss_2", "window/loss_3"), backwards, strict=True):
+        assert f"{name} is that of manual_backward in test_manual_optimization.py:{lineno}, weight: mean, each micro-batch" in line
 
 
 class Dependent(Manual):

@@ -37,6 +37,7 @@ class WindowManualOptimization(_ManualOptimization):
             manual.windows.begin_micro_batch(batch, self._is_boundary)
         outputs = super().run(kwargs)
         manual.windows.end_loader_batch(epoch_loop.batch_progress.total.ready)
+        manual.announce(batch, self.trainer.accumulate_grad_batches)
         if self._is_boundary:
             self.strategy.end_manual_window()
         return outputs

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -21,11 +22,12 @@ from lightning_accum.lock_step.turns import LockStep
 from lightning_accum.lock_step.views import Views
 from lightning_accum.manual.waiting import intercept_steps, make_scheduler_wait
 from lightning_accum.manual.windows import Call, ManualWindows
-from lightning_accum.policy import Policy
+from lightning_accum.policy import Policy, window_in_words
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.safeguards import gradients_of_zero
+from lightning_accum.weighing.weight import count_samples
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
@@ -61,7 +63,7 @@ class ManualOptimization:
         """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
         self._strategy = strategy
         self._warn = warn
-        self._is_stepping = False
+        self._is_stepping = self._is_announced = False
         self._undo = ExitStack()
         self._waiting: set[int] = set()
         self._have_wait(strategy.optimizers, [config.scheduler for config in strategy.lr_scheduler_configs])
@@ -201,6 +203,28 @@ class ManualOptimization:
         finally:
             self.lock_step = None
 
+    # --- what one sees ----------------------------------------------------------------------------------------------
+
+    def announce(self, batch: Any, loader_batches: int) -> None:
+        """Say in one line what was understood, once a ``training_step`` has called backward.
+
+        Args:
+            batch: the loader batch that it ran on.
+            loader_batches: in a window.
+        """
+        windows = self.windows
+        if self._is_announced or not windows.calls:
+            return
+        self._is_announced = True
+        parts = [window_in_words(loader_batches, windows.ranks.size, count_samples(batch))]
+        if self.splitting is not None:
+            parts.append(f"each runs {self.splitting.describe()}")
+        parts.append("the module optimizes by itself")
+        for number, call in enumerate(windows.calls, 1):
+            name = "window/loss" if number == 1 else f"window/loss_{number}"
+            parts.append(f"{name} is that of manual_backward in {call.line}, weight: {call.weigher.criterion}")
+        rank_zero_info(f"GradientAccumulation: {'; '.join(parts)}.")
+
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self, may_gather: bool) -> dict[str, Any]:
@@ -328,6 +352,9 @@ def begin_manual(strategy: AccumulationMixin, batches: int, warn: Callable[[str]
     assert module is not None
     is_long = policy.may_be_longer_than_one(batches)
     if ranks.size == 1 and not is_long and policy.micro_batch is None:
+        rank_zero_info(
+            "GradientAccumulation: a window is 1 loader batch; the module optimizes by itself, and is left to Lightning."
+        )
         return None
     if policy.micro_batch is not None and strategy.is_waited_for_in_forward:
         raise MisconfigurationException(

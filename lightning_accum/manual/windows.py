@@ -21,6 +21,7 @@ from lightning_accum.average import average
 from lightning_accum.boundary import Boundary
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
+from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.weight import Weigher
 from lightning_accum.window import ClosedWindow, Window
@@ -33,12 +34,14 @@ class Call:
     Attributes:
         window: the losses and weights of this call.
         weigher: finds those weights.
+        line: of the user's code that makes the call; empty before the first.
         sums: what it has given to the gradients in the window so far.
         micro_batches: how many micro-batches of the window have made this call.
     """
 
     window: Window
     weigher: Weigher
+    line: str = ""
     sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     micro_batches: int = 0
 
@@ -156,6 +159,7 @@ class ManualWindows:
             )
         call = self.call(hand.next_call)
         call.micro_batches += 1
+        call.line = call.line or users_line()
         contribution = call.weigher(loss, hand.batch)
         if hand.next_call == 0:
             hand.weight = contribution.weight
