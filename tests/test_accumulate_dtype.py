@@ -480,16 +480,15 @@ def test_fully_shard_adds_up_by_itself_where_it_is_told_to(sync: str) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     class Sharded(Linear):
-        def __init__(self, by_rank: list[Tensor], reduce_dtype: torch.dtype | None) -> None:
+        def __init__(self, by_rank: list[Tensor], types: MixedPrecisionPolicy) -> None:
             super().__init__(by_rank)
             del self.w
             self.layer = nn.Linear(1000, 1, bias=False)
             nn.init.zeros_(self.layer.weight)
-            self.reduce_dtype = reduce_dtype
+            self.types = types
 
         def configure_model(self) -> None:
-            policy = MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype)
-            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
+            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"], mp_policy=self.types)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return self.layer(batch).sum() / 1.0
@@ -500,20 +499,25 @@ def test_fully_shard_adds_up_by_itself_where_it_is_told_to(sync: str) -> None:
     by_rank = [numbers(128, seed) for seed in range(2)]
     expected = torch.cat(by_rank).double().mean(0)
 
-    def fitted(reduce_dtype: torch.dtype | None, dtype: torch.dtype | None) -> float:
-        callback = GradientAccumulation(128, weight="equal", accumulate_dtype=dtype)
+    def fitted(precision: str = "bf16-true", **types: torch.dtype) -> float:
+        callback = GradientAccumulation(128, weight="equal", accumulate_dtype=torch.float32)
         strategy = fsdp2(sync=sync)
-        run = trainer(strategy, devices=2, precision="bf16-true", callbacks=[callback])
-        run.fit(Sharded(by_rank, reduce_dtype))
+        run = trainer(strategy, devices=2, precision=precision, callbacks=[callback])
+        run.fit(Sharded(by_rank, MixedPrecisionPolicy(**types)))
         return relative_error([-run.whole["layer.weight"][0]], [expected])
 
     with pytest.raises(Exception, match=r"in torch.bfloat16. .* mp_policy=MixedPrecisionPolicy\(reduce_dtype=torch.float32\)"):
-        fitted(None, torch.float32)
+        fitted()
     if sync == "window":
-        assert fitted(torch.float32, torch.float32) < BFLOAT16_ROUNDING
+        assert fitted(reduce_dtype=torch.float32) < BFLOAT16_ROUNDING
     else:
         with pytest.raises(Exception, match=r'adds up shards of gradients in torch.bfloat16, .* use sync="window"'):
-            fitted(torch.float32, torch.float32)
+            fitted(reduce_dtype=torch.float32)
+    if torch.__version__ >= "2.15":  # which has the type of the parameters for that of the reduction
+        assert fitted("32-true", param_dtype=torch.bfloat16) < BFLOAT16_ROUNDING
+    else:
+        with pytest.raises(Exception, match="in torch.bfloat16. "):
+            fitted("32-true", param_dtype=torch.bfloat16)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------------

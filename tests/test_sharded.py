@@ -569,6 +569,14 @@ def test_module_whose_gradients_would_not_be_averaged_is_refused(module: type[De
         fit(module(dealt(2)), strategy_of("fsdp2"))
 
 
+def test_torch_that_keeps_the_gradients_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    monkeypatch.delitem(FSDPParam.__annotations__, "_unsharded_param")
+    with pytest.raises(Exception, match="torch 2.* keeps elsewhere than torch 2.5 .*'_unsharded_param'"):
+        fit(Dealt(dealt(2)), strategy_of("fsdp2"))
+
+
 @ENGINES
 def test_unknown_sync_is_refused(engine: str) -> None:
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match='sync=\'nonsense\': expected "window" or "mic'):

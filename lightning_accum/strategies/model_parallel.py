@@ -91,6 +91,11 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         assert self.lightning_module is not None
         if self.policy.on_nonfinite != "propagate":
             check_reduces_once_a_window(self, self._sync_policy)
+        if missing := FSDP2Sync.missing_internal(self.lightning_module):
+            raise MisconfigurationException(
+                f"{type(self).__name__} reads what fully_shard accumulates, which torch {torch.__version__} keeps elsewhere than"
+                f' torch 2.5 to 2.15 do ({missing}). Install one of these, or use Trainer(strategy="accum_fsdp").'
+            )
         sync = FSDP2Sync(self.lightning_module, self._sync_policy)
         size = self.device_mesh["data_parallel"].size()
         sharded = sync.parameters()

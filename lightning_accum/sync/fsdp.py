@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -34,10 +34,14 @@ class ShardedSync(Sync):
     def __init__(self, units: list[nn.Module], policy: SyncPolicy) -> None:
         self.units = units
         self.policy = policy
+        below = {child for unit in units for child in unit.modules() if child is not unit}
+        self._roots = [unit for unit in units if unit not in below]
+        self._unused_roots = set(self._roots)
         self._outputs: list[Tensor] = []
         self._handles = [unit.register_forward_hook(self._note_output) for unit in units]
 
     def _note_output(self, unit: nn.Module, arguments: Any, output: Any) -> None:
+        self._unused_roots.discard(unit)
         if torch.is_grad_enabled():
             tensors = [output] if isinstance(output, Tensor) else torch.utils._pytree.tree_leaves(output)
             self._outputs += [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
@@ -78,7 +82,17 @@ class FSDP2Sync(ShardedSync):
 
     def __init__(self, module: nn.Module, policy: SyncPolicy = "window") -> None:
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy)
-        self._kept: list[FSDPModule] | None = None
+        self._kept: list[nn.Module] | None = None
+
+    @staticmethod
+    def missing_internal(module: nn.Module) -> str | None:
+        """What torch has no longer that is needed to see what a module has accumulated, in its own words; None for nothing."""
+        try:
+            for sharded in (sharded for unit in module.modules() if isinstance(unit, FSDPModule) for sharded in _sharded_of(unit)):
+                _ = sharded.sharded_param, sharded.unsharded_accumulated_grad, type(sharded).__annotations__["_unsharded_param"]
+        except (AttributeError, KeyError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
     @override
     @contextmanager
@@ -99,51 +113,37 @@ class FSDP2Sync(ShardedSync):
         for unit in kept:
             unit.set_reshard_after_backward(not is_blocked, recurse=False)
 
-    def _units_kept_whole(self) -> list[FSDPModule]:
+    def _units_kept_whole(self) -> list[nn.Module]:
         """Those whose parameters stay gathered between forward and backward: so they may until the window ends.
 
         Torch advises it for accumulation, as it saves gathering them again. At the end of the second forward they are all there
         anyway, beside the whole gradients, so it costs no memory at the peak. The others are gathered again, as they were made to.
         """
         if self._kept is None:
-            if any(group is None for unit in self.units for group in groups_of(unit)) or not self._is_initialised():
+            if self._unused_roots:  # in its first forward a root finds out that it is one, and stays gathered
                 return []
-            self._kept = [
-                unit  # type: ignore[misc]
-                for unit in self.units
-                if groups_of(unit)
-                and all(group.post_forward_mesh_info is None and group.reshard_after_backward for group in groups_of(unit))
-            ]
+            self._kept = [unit for unit in self.units if _stays_gathered(unit)]
         return self._kept
-
-    def _is_initialised(self) -> bool:
-        # the first forward finds the root, which is never resharded between forward and backward
-        return all(unit._get_fsdp_state()._is_root is not None for unit in self.units)  # type: ignore[operator]
 
     @override
     def reduce(self) -> bool:
-        # what torch runs at the end of a backward (read in 2.13): it reduces what no backward of a module has
-        roots: list[Any] = [unit for unit in self.units if unit._get_fsdp_state()._is_root]  # type: ignore[operator]
-        for root in roots:
-            root._get_fsdp_state()._root_post_backward_final_callback()
-        return True
+        return _reduce_accumulated([root for root in self._roots if root not in self._unused_roots])
 
     def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:
         """A type that gradients are added up in without reduction, if it is narrower; None for no such."""
         for group in (group for unit in self.units for group in groups_of(unit)):
-            for parameter in (sharded.sharded_param for sharded in group.fsdp_params):
-                policy = group.mp_policy
-                summed: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
-                if parameter.requires_grad and is_narrower(summed, dtype):
+            for sharded in group.fsdp_params:
+                summed = _type_of_sum(group, sharded)
+                if sharded.sharded_param.requires_grad and is_narrower(summed, dtype):
                     return summed
         return None
 
     @override
     def gradient_places(self, named: Mapping[str, nn.Parameter]) -> list[GradientPlace]:
-        sharded = [parameter for unit in self.units for group in groups_of(unit) for parameter in group.fsdp_params]
+        sharded = [parameter for unit in self.units for parameter in _sharded_of(unit)]
         by_parameter = {parameter.sharded_param: parameter for parameter in sharded}
         # between forward and backward a module has whole ones, and its optimizer shards
-        by_parameter.update({p._unsharded_param: p for p in sharded if hasattr(p, "_unsharded_param")})
+        by_parameter.update({whole: parameter for parameter in sharded if (whole := _whole(parameter)) is not None})
         places: dict[Any, GradientPlace] = {}
         for place in super().gradient_places(named):
             sharding = by_parameter.get(named[place.name])
@@ -160,31 +160,105 @@ class FSDP2Sync(ShardedSync):
 
     def parameters(self) -> set[nn.Parameter]:
         """The sharded parameters, whose gradients are reduced."""
-        return {parameter.sharded_param for unit in self.units for group in groups_of(unit) for parameter in group.fsdp_params}
+        return {parameter.sharded_param for unit in self.units for parameter in _sharded_of(unit)}
+
+
+# --- what fully_shard keeps to itself -------------------------------------------------------------------------------------
+#
+# There is no public way to what it has accumulated and not reduced. All private names of torch that are used for FSDP2, as read in
+# torch 2.5.0, 2.13.0 and 2.15.0. Where one of the first six is missing, training is refused.
+#
+# FSDPModule._get_fsdp_state                 leads to all others
+# FSDPState._fsdp_param_groups               the parameters of a module; in 2.5 it has one such group, _fsdp_param_group
+# FSDPParamGroup.fsdp_params                 the same
+# FSDPParam.sharded_param                    which parameters are sharded, and so reduced over the ranks
+# FSDPParam.unsharded_accumulated_grad       what was accumulated, in the type of the reduction; in 2.15 it is the following
+# FSDPParam._unsharded_param                 its ``grad`` is what was accumulated; there from the first forward on
+# FSDPParam.mp_policy                        the type that gradients are added up in; in 2.5 of its FSDPParamGroup
+# FSDPParamGroup.gradient_divide_factor      whether somebody divides gradients by a number of their own; cannot be seen in 2.5
+# FSDPParamGroup.post_forward_mesh_info      whether a module stays gathered from its forward to its backward, and so until the
+# FSDPParamGroup.reshard_after_backward      window ends; without them, none stays gathered longer than it was made to
+# FSDPState._register_root_post_backward_final_callback
+#                                            reduces what was accumulated; without it, another forward and backward does
+
+
+def groups_of(unit: nn.Module) -> list[Any]:
+    """The parameter groups of a module that fully_shard was applied to."""
+    state = unit._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _sharded_of(unit: nn.Module) -> list[Any]:
+    return [sharded for group in groups_of(unit) for sharded in group.fsdp_params]
+
+
+def _whole(sharded: Any) -> nn.Parameter | None:
+    whole: nn.Parameter | None = getattr(sharded, "_unsharded_param", None)
+    return whole
+
+
+def _has_other_sum(sharded: Any) -> bool:
+    """Whether fully_shard adds up gradients elsewhere than in a parameter's ``grad`` where it reduces in another type."""
+    return "unsharded_accumulated_grad" in vars(sharded)
+
+
+def _type_of_sum(group: Any, sharded: Any) -> torch.dtype:
+    policy, parameter = getattr(sharded, "mp_policy", None) or group.mp_policy, sharded.sharded_param
+    asked_for = policy.param_dtype if _has_other_sum(sharded) else parameter.grad_dtype
+    dtype: torch.dtype = policy.reduce_dtype or asked_for or parameter.dtype
+    return dtype
+
+
+def _stays_gathered(unit: nn.Module) -> bool:
+    groups = groups_of(unit)
+    return bool(groups) and all(
+        getattr(group, "post_forward_mesh_info", group) is None and getattr(group, "reshard_after_backward", False)
+        for group in groups
+    )
+
+
+def _reduce_accumulated(roots: Iterable[nn.Module]) -> bool:
+    """Have these modules reduce what no backward has, as they do at the end of each. Returns whether torch has what it takes."""
+    states: list[Any] = [root._get_fsdp_state() for root in roots]  # type: ignore[operator]
+    queue_ends = [getattr(state, "_register_root_post_backward_final_callback", None) for state in states]
+    if None in queue_ends or torch.__version__ < "2.9":  # 2.5 leaves out modules that are not gathered
+        return False
+
+    def end_of_backward(gradient: Tensor) -> None:
+        for queue_end in queue_ends:
+            queue_end()  # type: ignore[misc]
+
+    with torch.enable_grad():
+        start = torch.zeros((), device="cpu", requires_grad=True).clone()
+    start.register_hook(end_of_backward)  # type: ignore[no-untyped-call]
+    start.backward()  # type: ignore[no-untyped-call]
+    return True
 
 
 class _Unsharded(GradientPlace):
-    """Of a sharded parameter: whole, in one of the two places where fully_shard has it until it reduces it (read in torch 2.13)."""
+    """Of a sharded parameter: whole, in one of the two places where fully_shard may have it until it reduces it."""
 
-    def __init__(self, place: GradientPlace, parameter: Any) -> None:
-        super().__init__(place.name, parameter.sharded_param)
-        self._sharding = parameter
+    def __init__(self, place: GradientPlace, sharded: Any) -> None:
+        super().__init__(place.name, sharded.sharded_param)
+        self._sharded = sharded
 
     @override
     def get(self) -> Tensor | None:
-        gradient: Tensor | None = self._sharding.unsharded_accumulated_grad
-        if gradient is not None:
-            return gradient
-        whole = getattr(self._sharding, "_unsharded_param", None)  # from the first forward on
-        return None if whole is None else whole.grad
+        whole = _whole(self._sharded)
+        gradient: Tensor | None = self._sharded.unsharded_accumulated_grad
+        return whole.grad if gradient is None and whole is not None else gradient
 
     @override
     def put(self, gradient: Tensor | None) -> None:
-        whole = getattr(self._sharding, "_unsharded_param", None)
-        is_converted = gradient is not None and whole is not None and gradient.dtype != whole.dtype  # to that of the reduction
-        self._sharding.unsharded_accumulated_grad = gradient if is_converted else None
+        whole = _whole(self._sharded)
+        is_other = _has_other_sum(self._sharded) and gradient is not None and whole is not None and gradient.dtype != whole.dtype
+        if _has_other_sum(self._sharded):
+            self._sharded.unsharded_accumulated_grad = gradient if is_other else None
         if whole is not None:
-            whole.grad = None if is_converted else gradient
+            whole.grad = None if is_other else gradient
 
     @override
     def put_back(self, gradient: Tensor | None) -> None:
@@ -193,13 +267,7 @@ class _Unsharded(GradientPlace):
         self.put(gradient if gradient is not None or now is None else torch.zeros_like(now))
 
 
-def groups_of(unit: nn.Module) -> list[Any]:
-    """The parameter groups of a module that fully_shard was applied to. There is no public way to them in torch 2.13."""
-    state = unit._get_fsdp_state()  # type: ignore[operator]
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.5 to 2.9
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+# --- FSDP1 ----------------------------------------------------------------------------------------------------------------
 
 
 class FSDP1Sync(ShardedSync):
@@ -213,8 +281,6 @@ class FSDP1Sync(ShardedSync):
     def __init__(self, module: nn.Module, policy: SyncPolicy = "window") -> None:
         units = [unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel)]
         super().__init__(list(units), policy)
-        below = {child for unit in units for child in unit.modules() if child is not unit}
-        self._roots = [unit for unit in units if unit not in below]
 
     @override
     def blocked(self, is_last_of_batch: bool = True) -> AbstractContextManager[Any]:
@@ -222,5 +288,5 @@ class FSDP1Sync(ShardedSync):
             return nullcontext()
         stack = ExitStack()
         for root in self._roots:
-            stack.enter_context(root.no_sync())
+            stack.enter_context(root.no_sync())  # type: ignore[operator]
         return stack
