@@ -219,7 +219,7 @@ class Accumulation:
             self.weigher.take_terms()
             return None
         try:
-            contribution = self.weigher(loss, self.batch)
+            contribution = self.weigher(loss, self.batch, None if self.splitting is None else self.splitting.rows)
         except UnreadableLossError:
             if not self._is_one_micro_batch():
                 raise
@@ -245,7 +245,7 @@ class Accumulation:
     def _plain_window(self, loss: Tensor) -> ClosedWindow:
         """A window that is one micro-batch with this loss, and left to Lightning."""
         try:
-            weight = self.weigher(loss, self.batch).weight
+            weight = self.weigher(loss, self.batch, None if self.splitting is None else self.splitting.rows).weight
         except UnreadableLossError:  # whatever the loss, nothing depends on its weight here
             weight = None
         # a batch that is not split for once counts as those that are; Lightning steps, and waits for no device

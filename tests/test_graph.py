@@ -338,6 +338,19 @@ def test_terms_of_different_counts_are_found_to_disagree() -> None:
     assert window.close([]).do_terms_disagree
 
 
+@pytest.mark.parametrize(
+    "mean", [lambda t: t.mean(), lambda t: t.sum() / 16, lambda t: t.values().mean(), lambda t: t.values().sum() / t.offsets()[-1]]
+)
+def test_a_mean_over_a_jagged_tensor_is_weighed_by_its_entries(mean) -> None:
+    w = torch.ones((), dtype=D, requires_grad=True)
+    jagged = torch.nested.nested_tensor([torch.rand(3, 2, dtype=D), torch.rand(5, 2, dtype=D)], layout=torch.jagged)
+    loss = mean(w * jagged)
+    weight = read_loss(loss).weight
+    (gradient,) = torch.autograd.grad(loss * weight, w)
+    expected = jagged.values().sum()
+    assert gradient.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.07])
 def test_clip_is_found_contrastive(scale: float) -> None:
     images, texts = torch.randn(6, 8, requires_grad=True), torch.randn(6, 8)

@@ -6,7 +6,7 @@ import collections
 import copy
 import enum
 import types
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, UserList, defaultdict, namedtuple
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ def same(left: Any, right: Any) -> bool:
         return bool(np.array_equal(left, right))
     if isinstance(left, collections.abc.Mapping):
         return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
+    if isinstance(left, (list, tuple, UserList)):
         return len(left) == len(right) and all(map(same, left, right))
     if hasattr(left, "__dataclass_fields__"):
         return all(same(getattr(left, f.name), getattr(right, f.name)) for f in fields(left))
@@ -136,6 +136,7 @@ BATCHES = {
     "texts": ({"x": X, "t": NAMES, "u": tuple(NAMES)}, lambda s: {"x": X[s], "t": NAMES[s], "u": tuple(NAMES)[s]}),
     "rows of lists": ((X, [[1] * n for n in range(8)]), lambda s: (X[s], [[1] * n for n in range(8)][s])),
     "rows with gaps": ((X, [None, {"a": 1}] * 4), lambda s: (X[s], ([None, {"a": 1}] * 4)[s])),
+    "a sequence of a class of its own": ((X, UserList(NAMES)), lambda s: (X[s], UserList(NAMES[s]))),
     "nested": ({"in": {"x": [X, (Y,)]}, "y": Y}, lambda s: {"in": {"x": [X[s], (Y[s],)]}, "y": Y[s]}),
     "small things": ((X, *SMALL), lambda s: (X[s], *SMALL)),
     "shared tensors": ({"x": X, "y": Y, "table": rows(5, 2)}, lambda s: {"x": X[s], "y": Y[s], "table": rows(5, 2)}),
@@ -193,6 +194,8 @@ def joined(pieces: list[Any], empty: Any) -> Any:
             entries = [joined([piece[i] for piece in pieces], empty[i]) for i in range(len(first))]
             return type(first)._make(entries) if hasattr(first, "_make") else type(first)(entries)
         return type(first)(entry for piece in pieces for entry in piece)
+    if isinstance(first, UserList):
+        return UserList(entry for piece in pieces for entry in piece)
     if hasattr(first, "__dataclass_fields__"):
         names = [f.name for f in fields(first) if f.init]
         return type(first)(**{n: joined([getattr(p, n) for p in pieces], getattr(empty, n)) for n in names})
@@ -426,6 +429,29 @@ def test_strings_are_no_tensors_but_objects_without_tensors_are_shared() -> None
     assert Layout.read((X, note, {1, 2})).take(slice(0, 1))[1:] == (note, {1, 2})
 
 
+def test_a_list_of_as_many_images_as_the_loader_puts_samples_into_a_batch_has_one_a_sample() -> None:
+    for pictures in (images([5] * 8), images([5, 6, 7, 8] * 2)):
+        for batch in (pictures, tuple(pictures), {"image": pictures}, {"image": pictures, "name": NAMES}):
+            layout = Layout.read(batch, samples={8})
+            assert layout.size == 8
+            taken = layout.take(slice(6, 8))
+            assert same(taken["image"] if isinstance(taken, dict) else list(taken), pictures[6:8])
+            assert Layout.read(layout.take([0]), layout.kinds, samples={8}).size == 1
+    pairs = [(picture, picture[:3]) for picture in images([5] * 8)]
+    assert same(Layout.read(pairs, samples={8}).take([3, 1]), [pairs[3], pairs[1]])
+    assert Layout.read((X, X), samples={8}).size == 8
+    assert Layout.read([rows(2, 3)] * 2, samples={2}).size == 2
+
+
+@pytest.mark.parametrize("samples", [(), (3,)])
+@pytest.mark.parametrize(
+    "batch", [images([5] * 3), images([5, 6, 7]), {"image": images([5] * 3)}, (images([5] * 3), rows(3)), [rows(9)] * 8]
+)
+def test_a_list_of_tensors_that_may_be_samples_is_ambiguous_where_the_loader_cannot_say(batch: Any, samples: Any) -> None:
+    with pytest.raises(UnsplittableBatchError, match=r"is a list of \d tensors, and their dimension 0 is .: either could be"):
+        Layout.read(batch, samples=samples)
+
+
 # --- what earlier batches showed --------------------------------------------------------------------------------------
 
 
@@ -533,6 +559,29 @@ class Opaque:
         self.value = value
 
 
+class OpaqueSlots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Matrix:
+    """An array of another library."""
+
+    def __init__(self, rows: int) -> None:
+        self.shape = (rows, 2)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+    def __array__(self, *_: Any) -> np.ndarray:
+        return np.zeros(self.shape)
+
+
 class Movable:
     def to(self, device: Any) -> Movable:
         return self
@@ -564,6 +613,9 @@ def ragged() -> Tensor:
         ((X, [ragged()]), r"\[1\]\[0\] is a NestedTensor, nested"),
         ({"x": X, "s": torch.eye(8).to_sparse()}, r"s is a Tensor of shape \(8, 8\), of the layout torch.sparse_coo"),
         ({"x": X, "o": Opaque({"deep": [X]})}, "o is a Opaque, of a class that is not known here"),
+        ({"x": X, "o": OpaqueSlots(X)}, "o is a OpaqueSlots, of a class that is not known here"),
+        ({"x": X, "o": collections.deque(NAMES)}, "o is a deque of 8 entries, and its rows cannot be taken"),
+        ({"x": X, "o": Matrix(8)}, r"o is a Matrix of shape \(8, 2\), an array of a class that is not known here"),
         ({"x": X, "o": Movable()}, "o is a Movable, of a class"),
         ({"x": X, "o": {X, Y}}, "o is a set, of a class"),
         ({"x": X, "o": collections.deque([X])}, "o is a deque, of a class"),
@@ -586,6 +638,27 @@ def test_a_batch_that_cannot_be_split_is_named_with_the_way_out(batch, found: st
 def test_what_cannot_be_split_may_be_a_row() -> None:
     things = [Opaque(X) for _ in range(8)]
     assert Layout.read((X, things)).take([3])[1] == [things[3]]
+
+
+def test_arrays_and_sequences_of_other_sizes_are_shared() -> None:
+    names, matrix = collections.deque("ab"), Matrix(5)
+    taken = Layout.read((X, Y, names, matrix)).take([1])
+    assert taken[2] is names
+    assert taken[3] is matrix
+
+
+def test_rows_of_pandas_objects_are_those_of_the_tensors_beside_them() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": range(8), "b": NAMES}, index=range(20, 28))
+    batch = {"x": X, "frame": frame, "series": frame["b"], "index": pandas.Index(NAMES), "classes": pandas.Index(["cat", "dog"])}
+    for part in (slice(2, 5), [5, 0, 7]):
+        taken = Layout.read(batch).take(part)
+        assert torch.equal(taken["x"], X[part])
+        assert taken["frame"].equals(frame.iloc[part])
+        assert taken["series"].equals(frame["b"].iloc[part])
+        assert list(taken["index"]) == list(np.array(NAMES)[part])
+        assert list(taken["classes"]) == ["cat", "dog"]
+    assert Layout.read(frame).size == 8
 
 
 # --- sizes in tokens --------------------------------------------------------------------------------------------------

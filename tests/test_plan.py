@@ -547,14 +547,100 @@ def test_what_was_understood_of_the_first_batch_is_said_in_words() -> None:
     assert silent.description == ""
 
 
-def test_shared_whole_numbers_are_told_once_since_they_may_belong_to_samples() -> None:
+def test_shared_whole_numbers_are_told_once_where_the_loader_confirms_the_samples() -> None:
     warnings: list[str] = []
-    planned = planner(5, warn=warnings.append)
-    for nodes in (12, 14, 10):
-        planned.plan({"x": torch.rand(nodes, 3), "batch": torch.arange(nodes) % 4, "y": torch.arange(4)}, Proofs())
+    planned = planner(5, warn=warnings.append, samples=lambda: {12})
+    for rows in (12, 12, 7):
+        edges = torch.tensor([[0, 1, 5], [1, 2, 0]])
+        planned.plan({"x": torch.rand(rows, 6, 3), "y": torch.rand(rows), "edge_index": edges}, Proofs())
     (warning,) = warnings
-    assert "y (4,): taken as shared by all micro-batches" in warning
+    assert "edge_index (2, 3): taken as shared by all micro-batches" in warning
     assert "split=" in warning
+
+
+# --- samples that are packed end to end -------------------------------------------------------------------------------
+
+
+def graphs(*nodes: int) -> Batch:
+    """Graphs packed end to end, as graph libraries collate them: nodes, their pairs, and one label a graph."""
+    sizes, total = torch.tensor(nodes), sum(nodes)
+    return {
+        "position": torch.rand(total, 3),
+        "atom": torch.randint(1, 9, (total,)),
+        "pairs": torch.randint(0, total, (2, 3 * total)),
+        "batch": torch.arange(len(nodes)).repeat_interleave(sizes),
+        "ptr": torch.cat((torch.zeros(1, dtype=torch.long), sizes.cumsum(0))),
+        "nodes": sizes,
+        "energy": torch.rand(len(nodes)),
+    }
+
+
+def texts(*lengths: int, rows: int) -> Batch:
+    """Texts packed end to end without padding, with the offsets that variable-length attention takes."""
+    ids = torch.randint(1, 9, (sum(lengths),))
+    ids = ids if rows == 0 else ids[None]
+    return {"input_ids": ids, "labels": ids.clone(), "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int()}
+
+
+PARTS_OF_GRAPHS = [
+    ("position", "atom", "pairs", "batch", "ptr", "nodes", "energy"),
+    ("position", "atom", "pairs", "batch", "energy"),
+    ("position", "batch", "energy"),
+    ("position", "nodes", "energy"),
+    ("position", "ptr", "energy"),
+    ("position", "pairs", "energy"),
+    ("position", "energy"),
+    ("atom", "pairs", "ptr"),
+]
+
+
+@pytest.mark.parametrize("samples", [(), (4,), (1,)])
+@pytest.mark.parametrize("parts", PARTS_OF_GRAPHS)
+def test_graphs_that_are_packed_end_to_end_are_refused_at_the_first_batch(parts: tuple[str, ...], samples: Sequence[int]) -> None:
+    batch = graphs(5, 9, 4, 7)
+    with pytest.raises(UnsplittableBatchError, match=r"GradientAccumulation\(split=...\)"):
+        planner(2, samples=lambda: samples).plan({part: batch[part] for part in parts}, Proofs())
+
+
+@pytest.mark.parametrize("samples", [(), (3,)])
+@pytest.mark.parametrize("rows", [0, 1])
+def test_texts_that_are_packed_end_to_end_are_refused_at_the_first_batch(rows: int, samples: Sequence[int]) -> None:
+    with pytest.raises(UnsplittableBatchError, match="cu_seqlens counts up to where samples end|the loader puts 3 into a batch"):
+        planner(2, samples=lambda: samples).plan(texts(5, 9, 4, rows=rows), Proofs())
+
+
+def test_more_rows_than_the_loader_puts_samples_into_a_batch_are_refused_and_fewer_are_a_last_batch() -> None:
+    with pytest.raises(UnsplittableBatchError, match=r"ids of shape \(11, 12\) would be 11 samples, but the loader puts 8 into"):
+        planner(2, samples=lambda: {8}).plan(full(11), Proofs())
+    with pytest.raises(UnsplittableBatchError, match=r"batch_size=None\) says that the dataset makes whole batches"):
+        planner(2, samples=lambda: {1}).plan(full(11), Proofs())
+    planned = planner(2, samples=lambda: {8})
+    assert [len(planned.plan(full(rows), Proofs()).pieces) for rows in (8, 3)] == [4, 2]
+
+
+def test_a_tensor_with_as_many_entries_as_the_loader_puts_samples_into_a_batch_is_no_table() -> None:
+    batch = {"class": torch.rand(5, 2), "prior": torch.rand(5), "x": torch.rand(8, 3)}
+    with pytest.raises(UnsplittableBatchError, match=r"into a batch, and x of shape \(8, 3\) has as many"):
+        planner(2, samples=lambda: {8}).plan(batch, Proofs())
+
+
+def test_a_tensor_whose_size_changes_with_the_batch_is_no_table() -> None:
+    planned = planner(2)
+    planned.plan({**full(4), "point": torch.rand(9, 3)}, Proofs())
+    with pytest.raises(UnsplittableBatchError, match=r"point of shape \(7, 3\) has no entry for each of the 4 rows, and had 9"):
+        planned.plan({**full(4), "point": torch.rand(7, 3)}, Proofs())
+    planned = planner(2)
+    planned.plan({**full(9), "point": torch.rand(9, 3)}, Proofs())
+    with pytest.raises(UnsplittableBatchError, match=r"point of shape \(7, 3\) .* had one in an earlier batch"):
+        planned.plan({**full(9), "point": torch.rand(7, 3)}, Proofs())
+
+
+def test_what_has_one_entry_a_column_may_change_with_the_batch() -> None:
+    planned = planner(2, warn=lambda _: None)
+    for length in (10, 12):
+        bias, positions = torch.rand(length, length), torch.arange(length)
+        (first, *_) = planned.plan({**full(5, length), "bias": bias, "positions": positions}, Proofs())
+        assert first["bias"] is bias
 
 
 def test_a_shared_table_of_numbers_is_no_reason_to_warn() -> None:

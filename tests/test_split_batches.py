@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +14,10 @@ from support import OPTIMIZERS, Language, Scalar, ddp, end_profile, fp16_on_cpu,
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
 
-from lightning_accum import GradientAccumulation, TokenCount, Tokens
+from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
+from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 
 # --- over ranks -------------------------------------------------------------------------------------------------------
 
@@ -369,3 +372,101 @@ def test_schedulers_and_counts_mean_optimizer_steps() -> None:
     assert run.global_step == run.estimated_stepping_batches == 6
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**6)
     assert run.callback_metrics["window/micro_batches"] == 4
+
+
+# --- what a loader puts into a batch ----------------------------------------------------------------------------------
+
+
+class Molecules(pl.LightningModule):
+    """The energy of a graph is the sum of those of its nodes; graphs are packed end to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.energy = nn.Linear(3, 1, dtype=torch.float64)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        found = torch.zeros_like(batch["energy"]).index_add(0, batch["batch"], self.energy(batch["position"])[:, 0])
+        return F.mse_loss(found, batch["energy"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def graph(nodes: int) -> dict[str, Tensor]:
+    position = torch.arange(3.0 * nodes).double().reshape(nodes, 3) / 10
+    return {"position": position, "energy": position.cos().sum()}
+
+
+def collate_graphs(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    sizes = torch.tensor([len(sample["position"]) for sample in samples])
+    return {
+        "position": torch.cat([sample["position"] for sample in samples]),
+        "batch": torch.arange(len(samples)).repeat_interleave(sizes),
+        "energy": torch.stack([sample["energy"] for sample in samples]),
+    }
+
+
+def test_graphs_are_refused_before_the_first_step_and_a_function_splits_them_exactly() -> None:
+    def graphs() -> DataLoader:
+        return DataLoader([graph(nodes) for nodes in (2, 5, 3, 4, 6, 1)], batch_size=4, collate_fn=collate_graphs)
+
+    def by_graph(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+        owner = batch["batch"]
+        singles = [{"position": batch["position"][owner == g], "energy": e} for g, e in enumerate(batch["energy"])]
+        return [collate_graphs(singles[i : i + size]) for i in range(0, len(singles), size)]
+
+    refused, split, whole = Molecules(), Molecules(), Molecules()
+    with pytest.raises(UnsplittableBatchError, match=r"would be 14 samples, but the loader puts 4 into a batch.*split="):
+        trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(refused, graphs())
+    assert relative_error(refused.parameters(), Molecules().parameters()) == 0
+    trainer("auto").fit(whole, graphs())
+    trainer(callbacks=[GradientAccumulation(micro_batch=2, split=by_graph)]).fit(split, graphs())
+    assert relative_error(split.parameters(), whole.parameters()) < 1e-12
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 4, 4, 4), (4, 5, 6, 4, 5, 6)])
+@pytest.mark.parametrize("weight", [len, SampleCount()])
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+def test_a_list_of_images_is_split_by_images_and_weighed_by_them(micro_batch: int, weight: Any, sizes: tuple[int, ...]) -> None:
+    class Pictures(Scalar):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return sum(((self.w * image).mean() - 1).square() for image in batch) / len(batch)
+
+    generator = torch.Generator().manual_seed(3)
+    images = [torch.rand(3, size, size, generator=generator, dtype=torch.float64) for size in sizes]
+
+    def batches() -> DataLoader:
+        return DataLoader(images, batch_size=4, collate_fn=list)
+
+    whole, split = Pictures(lr=0.1), Pictures(lr=0.1)
+    trainer("auto").fit(whole, batches())
+    trainer(callbacks=[GradientAccumulation(micro_batch=micro_batch, weight=weight)]).fit(split, batches())
+    assert split.total == pytest.approx(whole.total, rel=1e-12)
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Tensor
+
+
+def test_a_dataclass_with_slots_and_a_nested_batch_are_announced(caplog: pytest.LogCaptureFixture) -> None:
+    class OfAttribute(Scalar):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (self.w * (batch.x if isinstance(batch, Slotted) else batch)).mean()
+
+    def by_rows(batch: Tensor, size: int) -> list[Tensor]:
+        rows = batch.unbind()
+        parts = [list(rows[i : i + size]) for i in range(0, len(rows), size)]
+        return [torch.nested.nested_tensor(part, layout=torch.jagged) for part in parts]
+
+    jagged = torch.nested.nested_tensor([x(1, 2), x(3), x(4, 5, 6)], layout=torch.jagged)
+    for batch, split in ((Slotted(x(1, 2, 3, 4, 5, 6)), None), (jagged, by_rows)):
+        caplog.clear()
+        module = OfAttribute([batch])
+        with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+            trainer(callbacks=[GradientAccumulation(micro_batch=2, split=split)]).fit(module)
+        assert f"{6 if split is None else 3} samples with loader batches like the first" in caplog.text
+        assert module.total == pytest.approx(21 / 6, rel=1e-12)
+    with pytest.raises(UnsplittableBatchError, match="batch is a NestedTensor, nested"):
+        trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(OfAttribute([jagged]))

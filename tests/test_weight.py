@@ -22,8 +22,17 @@ from lightning_accum.weighing.denominator import UnreadableLossError
 LABELS = torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])
 
 
+IMAGES = [torch.zeros(3, size, size + 1) for size in (4, 5, 6)]
+TARGETS = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 0, 5)]
+
+
 @dataclass
 class Batch:
+    labels: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
     labels: torch.Tensor
 
 
@@ -41,6 +50,17 @@ class Batch:
         (SampleCount(), {"id": ["a", "b"], "x": torch.zeros(5)}, 5),
         (SampleCount(), [3, (torch.zeros(4, 1),)], 4),
         (SampleCount(), Batch(LABELS), 2),
+        (SampleCount(), IMAGES, 3),
+        (SampleCount(), [torch.zeros(3, 4, 4)] * 3, 3),
+        (SampleCount(), TARGETS, 3),
+        (SampleCount(), TARGETS[:1], 1),
+        (SampleCount(), (IMAGES, TARGETS), 3),
+        (SampleCount(), (tuple(TARGETS), tuple(IMAGES)), 3),
+        (SampleCount(), [target["boxes"] for target in TARGETS], 3),
+        (SampleCount(), [(torch.zeros(3, 4, 4), 1), (torch.zeros(3, 4, 4), 0)], 2),
+        (SampleCount(), ([{"ids": torch.zeros(8, 5)}, {"ids": torch.zeros(8, 6)}], torch.zeros(8)), 8),
+        (SampleCount(), Slotted(LABELS), 2),
+        (SampleCount(), torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=torch.jagged), 2),
         (SampleCount(key="y"), {"x": torch.zeros(1, 9), "y": torch.zeros(9)}, 9),
     ],
 )
@@ -57,6 +77,7 @@ def test_counts(count, batch, expected: int) -> None:
         (TokenCount(), {"labels": "words"}, TypeError, "found str"),
         (TokenCount(), {"labels": LABELS[0]}, ValueError, "pass shift=False"),
         (SampleCount(), {"x": "words"}, ValueError, "no tensor"),
+        (SampleCount(), IMAGES[:2], ValueError, "two samples, or an input and its target: pass the `key` of one, or len"),
     ],
 )
 def test_wrong_batches_are_named(count, batch, error, match: str) -> None:

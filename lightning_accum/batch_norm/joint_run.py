@@ -77,7 +77,7 @@ class JointRun(BatchRun):
         def forward() -> Tensor | None:
             found = steps.run(run)
             layers.close()
-            losses, seeds = self._weigh(found, micro_batches, outputs)
+            losses, seeds = self._weigh(found, plan, micro_batches, outputs)
             return self._joined(losses, seeds, any(weight is None for weight in outputs.weights), layers.shared_token)
 
         with self._collecting() as log:
@@ -93,7 +93,7 @@ class JointRun(BatchRun):
         return outputs, plan.order, log, None
 
     def _weigh(
-        self, found: Sequence[tuple[Tensor | None, dict[str, Any]]], micro_batches: list[Any], outputs: Outputs
+        self, found: Sequence[tuple[Tensor | None, dict[str, Any]]], plan: Plan, micro_batches: list[Any], outputs: Outputs
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Take all micro-batches into the window. Returns the losses that count, and the ``gradient`` of each for its backward.
 
@@ -102,6 +102,7 @@ class JointRun(BatchRun):
         accumulation = self._accumulation
         losses, seeds, weightless = [], [], []
         for index, (loss, extra) in enumerate(found):
+            plan.current = index
             accumulation.begin_micro_batch(micro_batches[index])
             micro_batches[index] = None
             if loss is not None:

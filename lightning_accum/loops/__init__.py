@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
 from lightning_accum.loops.manual import WindowManualOptimization
@@ -35,6 +36,7 @@ __all__ = [
     "loader_batches_seen",
     "log_metrics",
     "loss_unlogged",
+    "samples_of_loader",
     "show_metrics",
     "stop",
 ]
@@ -84,6 +86,21 @@ def loader_batches_into_window(trainer: pl.Trainer) -> int:
     if not epoch_loop.restarting or ready >= trainer.num_training_batches:
         return 0
     return ready % trainer.accumulate_grad_batches
+
+
+def samples_of_loader(trainer: pl.Trainer) -> frozenset[int]:
+    """How many samples the loaders put into a batch; empty where one of them does not say so."""
+    combined = trainer.fit_loop._combined_loader
+    sizes = [_batch_size(loader) for loader in ([] if combined is None else combined.flattened)]
+    return frozenset() if None in sizes else frozenset(size for size in sizes if size is not None)
+
+
+def _batch_size(loader: Any) -> int | None:
+    if not isinstance(loader, DataLoader):
+        return None
+    sampler = loader.batch_sampler
+    size = sampler.batch_size if type(sampler) is BatchSampler else loader.batch_size
+    return size if isinstance(size, int) else None
 
 
 def end_window_inside_batch(trainer: pl.Trainer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ class Splitting:
             not split it has to be at their end too.
         warn: takes a warning that should be seen once.
         say: takes a line for the log of this rank.
+        samples: returns how many samples the loader puts into a batch; empty where it does not say so.
     """
 
     def __init__(
@@ -42,14 +43,16 @@ class Splitting:
         has_ranks: bool,
         warn: Callable[[str], None],
         say: Callable[[str], None],
+        samples: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self.size = size
         self.is_retried = size == "auto"
         """An attempt at a batch may fail, so nothing of it may be irrevocable."""
         self.sizes = MicroBatchSizes(may_grow=lambda _: has_room_to_double(device)) if self.is_retried else None
-        self.planner = Planner(size, self.sizes, trim, split, warn)
+        self.planner = Planner(size, self.sizes, trim, split, warn, samples)
         self.plan: Plan | None = None
         """The batch in hand; None where it runs as it is."""
+        self._rows_of_whole: int | None = None
         self.largest: int | None = None
         """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
         self.keeper = Keeper(module, device)
@@ -63,6 +66,12 @@ class Splitting:
         self._proof = proof
         plan = self._planned(batch)
         self.plan = None if plan.is_whole and self._may_be_whole else plan
+        self._rows_of_whole = plan.rows
+
+    @property
+    def rows(self) -> int | None:
+        """The samples of the current micro-batch, where it is known to be made of them."""
+        return self._rows_of_whole if self.plan is None else self.plan.rows
 
     def run(self, attempt: Callable[[Plan], T], discard: Callable[[], None], accumulated: Iterable[nn.Parameter] | None) -> T:
         """Run the batch in hand, as often as it takes.

@@ -1,7 +1,7 @@
 """What a batch is made of, and how many rows it has.
 
 The batch becomes a tree of parts. Every size that could be the number of rows is tried: the one that leaves the fewest tensors
-unsplit is taken, and two that do equally well are an error, never a guess.
+unsplit is taken, and two that do equally well are an error, never a guess, unless the loader says which of them it is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Part:
         size: of dimension 0, or how many entries a list has that may be rows, for its entries are alike.
         is_of_records: a list of mappings that have keys in common, or of dataclass objects; or the batch is a list of tuples with
             a tensor and a number each: ``[(image, 3), (image, 5)]``.
-        problem: why it cannot be split.
+        problem: why it cannot be split. With a size, only where that is the number of rows.
         kind: what it is if the batch has the rows that were found: a tensor, rows, a container, or shared.
         leaves: the tensors, arrays and unsplittable objects inside.
     """
@@ -68,12 +68,13 @@ class Part:
         return f"{name} of shape {tuple(self.value.shape)}" if has_shape else name
 
 
-def read_parts(batch: Any, known: Mapping[str, str]) -> tuple[Part, int, list[Part]]:
+def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = ()) -> tuple[Part, int, list[Part]]:
     """Find out what a batch is made of.
 
     Args:
-        batch: tensors and NumPy arrays in mappings, lists, tuples and dataclasses, nested in any way.
+        batch: tensors and arrays in mappings, lists, tuples and dataclasses, nested in any way.
         known: what parts of earlier batches were, by path. It holds where this batch could be read in two ways.
+        samples: how many of them the loader puts into a batch, where it says so. It decides between two readings.
 
     Returns:
         The batch as a part, the number of rows, and the parts outside rows, all with their kind.
@@ -82,13 +83,20 @@ def read_parts(batch: Any, known: Mapping[str, str]) -> tuple[Part, int, list[Pa
         UnsplittableBatchError: no size, or more than one, fits.
     """
     root = _parse(batch)
-    size = _find_size(root, known)
+    if isinstance(batch, (list, tuple)) and (known.get(root.path) == "rows" or _is_uncollated(root, samples)):
+        root.is_list = root.is_of_records = True
+        root.size = len(batch)
+    size = _find_size(root, known, samples)
     reached = list(_reach(root, size, known))
     if any(part.is_of_records and kind == "rows" for part, kind in reached):  # then other lists are one a sample too
         reached = list(_reach(root, size, {**_tensor_lists(root, size), **known}))
     for part, kind in reached:
         part.kind = kind
-        if part is root and kind == "rows" and _may_be_batches(part):
+        is_doubted = part.path not in known and may_be_samples(part.value)
+        if kind == "container" and is_doubted and (size not in samples or len(part.value) == size):
+            found = f"{part.path} is a {type(part.value).__name__} of {len(part.value)} tensors, and their dimension 0 is {size}"
+            raise UnsplittableBatchError.because(f"{found}: either could be the samples")
+        if part is root and kind == "rows" and size not in samples and _may_be_batches(part):
             found = f"{part} with a number each, and its tensors all have {part.leaves[0].size} rows: either could be the samples"
             raise UnsplittableBatchError.because(found)
         if kind == "container" and part.is_of_records and part.size == size > 1 and part.path not in known:
@@ -118,12 +126,18 @@ def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = Fal
             part.is_list, part.size = True, len(value)
     elif _is_record(value):
         part.parts = _parse_all(_attributes(value), path, are_attributes=True)
-    elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
+    elif _is_numpy(value):
         part.size = value.shape[0] if value.ndim else None
     elif isinstance(value, Iterator):
         part.problem = "an iterator, which can be read only once"
+    elif is_array_like(value):
+        part.size = len(value) if value.shape else None
+        if len(value.shape) > 1 and not hasattr(value, "iloc"):
+            part.problem = "an array of a class that is not known here"
     elif not isinstance(value, type) and (hasattr(value, "to") or _holds_tensors(value, depth=4)):
         part.problem = "of a class that is not known here, and holds tensors"
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
+        part.is_list, part.size = True, len(value)
     is_leaf = part.problem or (part.size is not None and not part.is_list)
     part.leaves = [part] if is_leaf else [leaf for inner in part.parts for leaf in inner.leaves]
     return part
@@ -165,34 +179,55 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     """The attributes of a dataclass object, and those of a mapping that are not its entries by another name."""
     found = dict(getattr(value, "__dict__", {}))
     if not isinstance(value, Mapping):
-        names = (name.name for name in dataclasses.fields(value))  # slots too
-        return list({**{name: getattr(value, name) for name in names if hasattr(value, name)}, **found}.items())
+        return list(attributes_of(value).items())
     if not isinstance(value, (dict, UserDict)):  # nothing is known of where such a mapping keeps its entries
         return []
     storage = "data" if isinstance(value, UserDict) else None
     return [(name, attribute) for name, attribute in found.items() if name not in value and name != storage]
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object holds by name, in slots too."""
+    slots = (name for of in reversed(type(value).__mro__) for name in _as_tuple(vars(of).get("__slots__", ())))
+    of_slots = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
+    return {**of_slots, **getattr(value, "__dict__", {})}
+
+
+def _as_tuple(names: str | Iterable[str]) -> Iterable[str]:
+    return (names,) if isinstance(names, str) else names
+
+
+def is_array_like(value: Any) -> bool:
+    """A pandas object, an array of another library: neither a tensor nor NumPy's."""
+    if isinstance(value, (type, Tensor)) or _is_numpy(value):
+        return False
+    return hasattr(value, "__array__") and isinstance(getattr(value, "shape", None), tuple)
+
+
+def _is_numpy(value: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+
+
 def _holds_tensors(value: Any, depth: int) -> bool:
     if isinstance(value, Tensor) or depth == 0 or isinstance(value, (str, bytes, range)):
         return isinstance(value, Tensor)
-    inside = list(getattr(value, "__dict__", {}).values())
+    inside = list(attributes_of(value).values())
     if isinstance(value, Collection):
-        inside += value.values() if isinstance(value, Mapping) else value
+        inside.extend(value.values() if isinstance(value, Mapping) else value)
     return any(_holds_tensors(entry, depth - 1) for entry in inside if type(entry) not in _PLAIN)
 
 
 # --- how many rows it has, and what each part is ----------------------------------------------------------------------
 
 
-def _find_size(root: Part, known: Mapping[str, str]) -> int:
-    """The size that leaves the fewest tensors unsplit."""
+def _find_size(root: Part, known: Mapping[str, str], samples: Collection[int]) -> int:
+    """The size that leaves the fewest tensors unsplit; of several that leave none, the one that the loader says."""
     witnesses: dict[int, Part] = {}
     is_shown = False
     for part in _walk(root, known):
         earlier = known.get(part.path)
         if part.size is not None and earlier not in ("container", "shared"):
-            shows_rows = not part.is_list or part.is_of_records or earlier == "rows"
+            shows_rows = not part.is_list or part.is_of_records or earlier == "rows" or part.size in samples
             is_shown |= shows_rows
             if shows_rows or not part.parts:  # a list of texts shows no rows, but casts doubt on sizes other than its own
                 witnesses.setdefault(part.size, part)
@@ -205,6 +240,8 @@ def _find_size(root: Part, known: Mapping[str, str]) -> int:
         unsplit = {size: _count_unsplit(root, size, known) for size in witnesses}
         fewest = min(unsplit.values())
         witnesses = {size: part for size, part in witnesses.items() if unsplit[size] == fewest}
+        agreed = [size for size in witnesses if size in samples and not unsplit[size][0]]
+        witnesses = {size: witnesses[size] for size in agreed} or witnesses
     if len(witnesses) > 1:
         sizes = " and ".join(f"{size} in {part.path}" for size, part in witnesses.items())
         raise UnsplittableBatchError.because(f"dimension 0 is {sizes} ({_listed(witnesses.values())})")
@@ -216,6 +253,64 @@ def _walk(part: Part, known: Mapping[str, str]) -> Iterator[Part]:
     if known.get(part.path) != "rows":
         for inner in part.parts:
             yield from _walk(inner, known)
+
+
+def _is_uncollated(root: Part, samples: Collection[int]) -> bool:
+    """Whether a list has as many entries as the loader puts samples into a batch, and no tensor in it has as many rows."""
+    if root.is_list or hasattr(root.value, "_fields") or len(root.value) not in samples or not root.leaves:
+        return False
+    return len(set(map(type, root.value))) == 1 and all(leaf.size not in samples for leaf in root.leaves)
+
+
+def may_be_samples(value: Any) -> bool:
+    """Whether a list of tensors of equal dimension 0 may be of samples nevertheless, and so this no number of rows.
+
+    They look like images of one to four channels; or they are more of one shape than a batch has tensors as a rule.
+    """
+    if not isinstance(value, (list, tuple)) or len(value) < 2 or hasattr(value, "_fields") or hasattr(value, "n_fields"):
+        return False
+    first = value[0]
+    if len(value) < 5 and not (isinstance(first, Tensor) and first.dim() == 3):
+        return False
+    if not all(isinstance(entry, Tensor) and not entry.is_nested and entry.dtype == first.dtype for entry in value):
+        return False
+    if len(value) > 4 and first.dim() and all(entry.shape == first.shape for entry in value):
+        return True
+    return first.dim() == 3 and all(entry.dim() == 3 and entry.shape[0] == first.shape[0] in (1, 3, 4) for entry in value)
+
+
+def may_be_list_of_samples(value: Sequence[Any]) -> bool:
+    """Whether a list may have one entry a sample, by its entries alone: records, labelled tuples, tensors that are no one batch."""
+    if hasattr(value, "_fields") or hasattr(value, "n_fields"):
+        return False
+    entries = [entry for entry in value if entry is not None]
+    if len({type(entry) for entry in entries}) != 1 or type(entries[0]) in _PLAIN:
+        return False
+    if not isinstance(entries[0], Tensor):
+        return _are_records(entries) or _are_labelled(entries)
+    dim = entries[0].dim()
+    if not dim or any(entry.dim() != dim for entry in entries):
+        return False
+    is_even = len({entry.size(0) for entry in entries}) == 1
+    return may_be_samples(entries) if is_even else len({entry.dtype for entry in entries}) == 1
+
+
+def first_tensor_or_list(batch: Any) -> Tensor | Sequence[Any] | None:
+    """The first tensor with a dimension 0, or the first list that may have one entry a sample, whichever comes first."""
+    if isinstance(batch, Tensor):
+        return batch if batch.dim() else None
+    children: Iterable[Any] = ()
+    if type(batch) in _PLAIN or isinstance(batch, Iterator) or is_array_like(batch):  # a step may draw its batches by itself
+        return None
+    if isinstance(batch, Mapping) or callable(getattr(batch, "values", None)):
+        children = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        if may_be_list_of_samples(batch):
+            return batch
+        children = batch
+    else:
+        children = attributes_of(batch).values()
+    return next((found for child in children if (found := first_tensor_or_list(child)) is not None), None)
 
 
 def _may_be_batches(root: Part) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.splitting.batch_parts import Part, UnsplittableBatchError, read_parts
+from lightning_accum.splitting.batch_parts import Part, UnsplittableBatchError, is_array_like, read_parts
 
 
 @dataclass(frozen=True)
@@ -94,19 +94,20 @@ class Layout:
     pattern: Pattern = field(repr=False)
 
     @classmethod
-    def read(cls, batch: Any, known: Mapping[str, str] | None = None) -> Layout:
+    def read(cls, batch: Any, known: Mapping[str, str] | None = None, samples: Collection[int] = ()) -> Layout:
         """Find out how ``batch`` is made of rows.
 
         Args:
-            batch: tensors and NumPy arrays in mappings, lists, tuples and dataclasses, nested in any way.
+            batch: tensors and arrays in mappings, lists, tuples and dataclasses, nested in any way.
             known: the ``kinds`` of an earlier batch of the same loader. They hold where this batch could be read in two ways: a
                 table of 5 entries stays shared in a last batch of 5 rows.
+            samples: how many of them the loader puts into a batch, where it says so.
 
         Raises:
             UnsplittableBatchError: no size, or more than one, fits; or there is a part that cannot be split.
         """
         known = known or {}
-        root, size, parts = read_parts(batch, known)
+        root, size, parts = read_parts(batch, known, samples)
         tensors: dict[str, dict[str, Tensor]] = {"tensor": {}, "shared": {}}
         for part in parts:
             if isinstance(part.value, Tensor) and part.size is not None:
@@ -177,13 +178,16 @@ class Cut:
         self._columns = columns or {}
         self.entries: Callable[[Any], Any]
         self.tensor: Callable[[Any], Any]
+        self.array: Callable[[Any], Any]
         if isinstance(rows, slice):
             self.entries = itemgetter(rows)
+            self.array = lambda value: getattr(value, "iloc", value)[rows]
             self.tensor = (lambda value: value[(rows, *self._kept(value))]) if columns else self.entries
         else:
             self._rows = rows
             self._indices: dict[torch.device, Tensor] = {}
             self.entries = lambda value: [value[number] for number in self._numbers()]
+            self.array = lambda value: getattr(value, "iloc", value)[self._numbers()]
             self.tensor = self._select
 
     def shared(self, value: Tensor) -> Tensor:
@@ -222,8 +226,10 @@ class Cut:
 def _compile(part: Part) -> Take | None:
     """What a micro-batch takes of one part; None if it takes the part as it is."""
     value = part.value
-    if part.problem:
+    if part.problem and (part.size is None or part.kind != "shared"):
         raise UnsplittableBatchError.because(f"{part}, {part.problem}")
+    if part.kind != "shared" and not isinstance(value, (list, tuple)) and (part.is_list or is_array_like(value)):
+        return _of_unknown_class(part)
     if part.kind == "rows":
         return lambda value, cut: _maker_of(value)(cut.entries(value))
     if part.kind == "tensor":
@@ -242,6 +248,26 @@ def _compile(part: Part) -> Take | None:
         return _rebuild(value, takes) if takes else None
     except Exception as error:
         raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
+
+
+def _of_unknown_class(part: Part) -> Take:
+    """What takes the rows of a sequence or an array that is no list, tensor or NumPy array, found out by trying."""
+
+    def of_array(value: Any, cut: Cut) -> Any:
+        return cut.array(value)
+
+    def of_sequence(value: Any, cut: Cut) -> Any:
+        return _maker_of(value)(cut.entries(value))
+
+    take: Take = of_sequence if part.is_list else of_array
+    try:
+        tried = [take(part.value, Cut(rows, None)) for rows in (slice(0, 0), [0] if part.size else [])]
+        if [len(taken) for taken in tried] == [0, min(1, part.size or 0)] and all(type(t) is type(part.value) for t in tried):
+            return take
+        found = f"its rows are of the class {type(tried[1]).__name__}"
+    except Exception as error:
+        found = f"its rows cannot be taken ({error})"
+    raise UnsplittableBatchError.because(f"{part}, and {found}")
 
 
 def _rebuild(value: Any, takes: list[tuple[Part, Take]]) -> Take:

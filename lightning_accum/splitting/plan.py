@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.memory import MicroBatchSizes
 from lightning_accum.splitting.micro_batch import Cut, Layout, Pattern, Tokens
+from lightning_accum.splitting.packed import PackedBatches
 from lightning_accum.splitting.padding import Coincidences, Spans, read_spans
 from lightning_accum.splitting.proofs import Proof, Proofs, kept_columns
 from lightning_accum.weighing.weight import count_samples
@@ -54,6 +55,7 @@ class Plan:
         order: the rows of the batch in the order of the micro-batches; None where they keep theirs.
         is_whole: the batch is one micro-batch, as it came.
         tensors: those of the batch.
+        is_read: what a micro-batch is made of are rows of the batch.
         current: the micro-batch that was asked for last.
     """
 
@@ -63,7 +65,13 @@ class Plan:
     order: list[int] | None = None
     is_whole: bool = False
     tensors: Sequence[Tensor] = ()
+    is_read: bool = True
     current: int = 0
+
+    @property
+    def rows(self) -> int | None:
+        """The samples of the current micro-batch, where it is known to be made of them."""
+        return self.pieces[self.current].count if self.is_read else None
 
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches, one at a time."""
@@ -81,6 +89,7 @@ class Planner:
         trim: whether to trim padding; or a key of the batch that tells lengths, see :func:`read_spans`.
         split: cuts batches that :class:`Layout` cannot.
         warn: takes a warning that should be seen once.
+        samples: returns how many samples the loader puts into a batch; empty where it does not say so.
     """
 
     def __init__(
@@ -90,6 +99,7 @@ class Planner:
         trim: bool | str = True,
         split: Split | None = None,
         warn: Callable[[str], None] = print,
+        samples: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self._size = size
         self._sizes = sizes
@@ -101,7 +111,8 @@ class Planner:
         self._pattern: Pattern | None = None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._warned_of_long_rows = False
-        self._warned_of_shared = False
+        self._samples = samples
+        self._packed = PackedBatches(samples, warn)
         self._even_pieces: tuple[tuple[int, int, int], list[Piece]] | None = None
         self._unpadded: tuple[Pattern, Sequence[Piece]] | None = None
         """What shows by its types alone that no row is padded, and how batches of it are cut."""
@@ -155,22 +166,10 @@ class Planner:
         known = self._pattern
         layout = None if known is None else known.of(batch)
         if layout is None:
-            layout = Layout.read(batch, None if known is None else known.kinds)
+            layout = Layout.read(batch, None if known is None else known.kinds, self._samples())
+            self._packed.check(layout, is_first=known is None)
             self._pattern = layout.pattern
-            self._warn_of_shared(layout)
         return layout
-
-    def _warn_of_shared(self, layout: Layout) -> None:
-        """Whole numbers are tokens, labels or indices, and hardly ever a table: a flat batch has more of them than samples."""
-        whole = {path: t for path, t in layout.shared_tensors.items() if not (t.is_floating_point() or t.is_complex())}
-        if whole and not self._warned_of_shared:
-            self._warned_of_shared = True
-            shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in whole.items())
-            self._warn(
-                f"{shared}: taken as shared by all micro-batches, since the batch was found to have {layout.size} samples. If they"
-                " belong to samples, pass GradientAccumulation(split=...), a function split(batch, size) that returns the"
-                " micro-batches as a list."
-            )
 
     def _fits(self, layout: Layout) -> bool:
         """The whole batch is no larger than a micro-batch may be, padding included."""
@@ -270,7 +269,7 @@ class Planner:
             assert isinstance(piece.rows, list)
             return micro_batches[piece.rows[0]]
 
-        return Plan(batch, pieces, make, is_whole=len(micro_batches) == 1 and micro_batches[0] is batch)
+        return Plan(batch, pieces, make, is_whole=len(micro_batches) == 1 and micro_batches[0] is batch, is_read=False)
 
     def _describe(self, layout: Layout, is_sorted: bool) -> str:
         parts = ["longest rows first, trimmed to the longest of each"] if is_sorted else []

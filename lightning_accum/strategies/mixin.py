@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import lightning.pytorch as pl
 import torch
@@ -131,7 +132,8 @@ class AccumulationMixin(WindowHooks):
         # and BatchNorm takes padding for a part of the batch, which has to be the same for all rows
         trim = False if self.is_waited_for_in_forward or self.joins_batches else policy.trim_padding
         device, has_ranks = self.root_device, self.world_size > 1
-        return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, rank_zero_warn, _log.info)
+        samples = partial(loops.samples_of_loader, self.trainer())
+        return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, rank_zero_warn, _log.info, samples)
 
     @override
     def on_train_start(self) -> None:

@@ -84,7 +84,7 @@ class _Joined(Cut):
     def __init__(self) -> None:
         super().__init__(slice(None), None)
         self._values: dict[int, tuple[str, Any]] = {}
-        self.entries = self.tensor = lambda value: self._values[id(value)][1]
+        self.entries = self.tensor = self.array = lambda value: self._values[id(value)][1]
 
     def put(self, part: Part, value: Any) -> None:
         path, other = self._values.setdefault(id(part.value), (part.path, value))
@@ -123,6 +123,8 @@ class _Columns:
             if path in self._longest:
                 raise JoiningError(f"the array {path} differs in its number of columns")
             return numpy.concatenate(values)
+        if not isinstance(values[0], Tensor):
+            raise JoiningError(f"{path} is a {type(values[0]).__name__}")
         if path in self._longest:
             values = [self._padded(path, value) for value in values]
         elif len({value.shape[1:] for value in values}) > 1:

@@ -160,7 +160,7 @@ def _divided_sum(summed: Node, scale: Sequence[Operation]) -> Denominator | None
     """What a sum is divided by; None if by nothing."""
     sizes = tuple(getattr(summed, "_saved_self_sym_sizes", ()))
     if not sizes and isinstance(saved := getattr(summed, "_saved_self", None), Tensor):
-        sizes = tuple(saved.shape)
+        sizes = (saved.numel(),) if saved.is_nested else tuple(saved.shape)  # a nested one has symbols among its sizes
     outer: float = math.prod(step.operand for step in scale if step.kind == "count")
     if any(step.kind == "mean of losses" for step in scale):
         raise UnreadableLossError("a mean of sums")

@@ -72,7 +72,9 @@ def reduced_dims(node: Node) -> tuple[int, ...]:
 
 def reduced_numel(node: Node) -> int:
     """The elements that go into one result of a sum or a mean."""
-    sizes = node._saved_self_sym_sizes
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    if sizes is None:  # a nested tensor goes into a mean as a whole, and is not saved by its sizes
+        return int(node._saved_self_sym_numel)
     return int(math.prod(sizes[dim] for dim in reduced_dims(node)))
 
 

@@ -7,15 +7,16 @@ the batch, for losses whose graph hides it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_accum.splitting.batch_parts import UnsplittableBatchError, first_tensor_or_list, read_parts
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, Term, UnreadableLossError, plain_mean
 from lightning_accum.weighing.graph import Reading, read_loss, read_terms, terms_of
 from lightning_accum.weighing.nodes import Node, kind_of
@@ -65,17 +66,22 @@ class TokenCount:
 
 @dataclass(frozen=True)
 class SampleCount:
-    """Weigh a micro-batch by its samples: the size of dimension 0 of its first tensor.
+    """Weigh a micro-batch by its samples: the entries of a list that has one a sample, else the size of dimension 0 of its first
+    tensor.
 
     Args:
         key: look at this entry of the batch instead (a key of a mapping, an attribute, or the index in a tuple).
 
     Raises:
-        ValueError: (when called) there is no tensor with a dimension 0 in the batch.
+        ValueError: (when called) there is no tensor with a dimension 0 in the batch, or it is a list of two tensors that may be
+            two samples, or an input and its target.
 
     Example:
         >>> SampleCount()([torch.zeros(4, 3), torch.zeros(4)])
         tensor(4)
+        >>> images, targets = [torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)], [{"boxes": torch.zeros(n, 4)} for n in (5, 1)]
+        >>> SampleCount()((images, targets))
+        tensor(2)
     """
 
     key: str | int | None = None
@@ -84,24 +90,28 @@ class SampleCount:
         """Count the samples of ``batch``."""
         samples = count_samples(batch if self.key is None else _look_up(batch, self.key))
         if samples is None:
-            raise ValueError(f"{self}: found no tensor with a dimension 0 in a batch of type {type(batch).__name__}")
+            found = f"found no tensor with a dimension 0 in a batch of type {type(batch).__name__}"
+            if isinstance(batch, (list, tuple)) and len(batch) == 2:
+                found = (
+                    f"a {type(batch).__name__} of 2 may be two samples, or an input and its target: pass the `key` of one, or len"
+                )
+            raise ValueError(f"{self}: {found}")
         return torch.tensor(samples)
 
 
 def count_samples(batch: Any) -> int | None:
-    """The size of dimension 0 of the first tensor in ``batch``; None if there is none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else None
-    children: Iterable[Any] = ()
-    if isinstance(batch, Iterator):  # a training_step that draws its own batches
-        return None
-    if isinstance(batch, Mapping) or callable(getattr(batch, "values", None)):
-        children = batch.values()
-    elif isinstance(batch, (list, tuple)):
-        children = batch
-    elif is_dataclass(batch) or hasattr(batch, "__dict__"):
-        children = vars(batch).values()
-    return next((n for child in children if (n := count_samples(child)) is not None), None)
+    """The samples of a batch; None where they cannot be told.
+
+    The size of dimension 0 of its first tensor. Where a list comes first that may have one entry a sample, the batch is read as
+    one that is split, and the list counts its entries where that says nothing.
+    """
+    first = first_tensor_or_list(batch)
+    if first is None or isinstance(first, Tensor):
+        return None if first is None else first.size(0)
+    try:
+        return read_parts(batch, {})[1]
+    except UnsplittableBatchError:
+        return None if first is batch and len(first) == 2 else len(first)  # an input and its target, or two samples
 
 
 def _look_up(batch: Any, key: str | int) -> Any:
@@ -168,12 +178,13 @@ class Weigher:
         self.unweighed_terms: tuple[str, ...] = ()
         """Terms of the loss that take the main term's weight although they are no mean over the same count."""
 
-    def __call__(self, loss: Tensor, batch: Any) -> Contribution:
+    def __call__(self, loss: Tensor, batch: Any, rows: int | None = None) -> Contribution:
         """Weigh one micro-batch.
 
         Args:
             loss: the scalar loss of the micro-batch, with its graph.
             batch: the micro-batch, as ``training_step`` got it.
+            rows: its samples, where it is a part of a batch that was read as rows.
 
         Raises:
             UnreadableLossError: with ``"auto"``, where the graph shows no denominator.
@@ -211,7 +222,7 @@ class Weigher:
         with suppress(UnreadableLossError):
             terms = terms_of(loss)
         if self._lister is not None:
-            counts = [_checked(weight(batch), weight) for weight in self._lister.weights]
+            counts = [_checked(_count(weight, batch, rows), weight) for weight in self._lister.weights]
             self._terms = self._lister.read(terms, counts)
             guard_against_zero(terms)
             self.criterion = self._lister.description
@@ -227,7 +238,7 @@ class Weigher:
                 f"weight={self._weight} counts in the batch, but training_step draws its batches by itself (`dataloader_iter`)."
                 ' Use weight="auto".'
             )
-        weight = _checked(self._weight(batch), self._weight)
+        weight = _checked(_count(self._weight, batch, rows), self._weight)
         if is_first:
             self.criterion = f"{getattr(self._weight, '__name__', self._weight)}"
             self._compare_with_graph(loss, weight)
@@ -290,6 +301,13 @@ class Weigher:
                 f' divided by {float(reading.weight):g}. A window equals its full batch only with the latter: weight="auto"'
                 " reads it from the loss."
             )
+
+
+def _count(weight: Weight, batch: Any, rows: int | None) -> Any:
+    """What a weight counts; the samples of a part of a batch are known, where its list of two images could be an input and its
+    target too.
+    """
+    return rows if rows is not None and weight == SampleCount() else weight(batch)
 
 
 def expected_weight(batch: Any, weight: Weight | str | tuple[Weight, ...]) -> float:
