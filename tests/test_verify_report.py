@@ -151,10 +151,21 @@ def test_batches_that_do_not_join_are_an_error_that_says_how(batches: list[Any],
 # --- bad input -----------------------------------------------------------------------------------------------------------
 
 
-class Locked(BoringModel):
+class Streaming(BoringModel):
     def __init__(self) -> None:
         super().__init__()
-        self.stream = sys.stdout
+        self.streams = {"train": iter([1, 2, 3])}
+
+
+class Lazy(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(2)
+
+
+class Untrained(BoringModel):
+    def training_step(self, batch, batch_idx):
+        return (self.layer(batch) * 0).mean()
 
 
 class Single(BoringModel):
@@ -177,12 +188,19 @@ WRONG: dict[str, Any] = {
     "a batch that is too small": (BoringModel, BATCH[:2], {"window": 3}, "it has 2 rows"),
     "too few batches": (BoringModel, [[BATCH]] and iter([BATCH]), {"window": 3}, "needs 3 batches, but there is 1"),
     "manual optimization": (ManualOptimBoringModel, BATCH, {"micro_batch": 2}, "automatic_optimization=False"),
-    "a module that cannot be copied": (Locked, BATCH, {"micro_batch": 2}, r"cannot be copied by copy\.deepcopy"),
+    "a module with an iterator": (Streaming, BATCH, {"micro_batch": 2}, r"streams\['train'\] is an iterator \(list_iterator\)"),
+    "a module without shapes": (Lazy, BATCH, {"micro_batch": 2}, "^layer.(weight|bias) has no shape yet"),
+    "a loss that depends on nothing": (
+        Untrained,
+        BATCH,
+        {"micro_batch": 2},
+        "The full batch has no gradient: training_step",
+    ),
     "a module of one type": (Single, BATCH, {"micro_batch": 2}, 'precision="32-true"'),
     "no module": (lambda: nn.Linear(2, 2), BATCH, {"micro_batch": 2}, "takes a LightningModule"),
     "no data": (pl.LightningModule, None, {"window": 2}, "Pass a batch, a loader or a"),
     "an argument of the policy": (BoringModel, BATCH, {"micro_batch": 2, "weight": "auo"}, "weight='auo'"),
-    "no loss": (NoLoss, BATCH, {"micro_batch": 2}, "took no optimizer step"),
+    "no loss": (NoLoss, BATCH, {"micro_batch": 2}, "training_step returned no loss"),
 }
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.verification.joining import join as join_batches
-from lightning_accum.verification.step import copy_of
+from lightning_accum.verification.state import ModuleState
 
 Join = Callable[[Sequence[Any]], Any]
 """Makes one batch of several."""
@@ -66,11 +66,12 @@ class Trial:
         return parts
 
 
-def read_data(module: pl.LightningModule, data: Any, window: int, join: Join | None) -> Trial:
+def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window: int, join: Join | None) -> Trial:
     """Take what is compared from what the user gave.
 
     Args:
         module: whose ``train_dataloader`` is used where there is no data.
+        state: the module's, to be put back.
         data: see :func:`~lightning_accum.verify`.
         window: loader batches in a window.
         join: makes one batch of several.
@@ -93,7 +94,8 @@ def read_data(module: pl.LightningModule, data: Any, window: int, join: Join | N
         sizes = [len(part) for part in torch.arange(layout.size).tensor_split(window)]
         starts = [sum(sizes[:index]) for index in range(window)]
         return Trial(data, [layout.take(slice(s, s + n)) for s, n in zip(starts, sizes, strict=True)], layout=layout)
-    batches = [copy.deepcopy(batch) for batch in _first(_loader(module, data), window)]
+    with state.restored_afterwards():
+        batches = [copy.deepcopy(batch) for batch in _first(_loader(module, data), window)]
     if len(batches) < window:
         raise MisconfigurationException(
             f"verify(window={window}) needs {window} batches, but there {'is' if len(batches) == 1 else 'are'} {len(batches)}."
@@ -135,7 +137,7 @@ def _layout(batch: Any) -> Layout | None:
 def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
     owner: Any = data
     if data is None:
-        owner = copy_of(module)
+        owner = module
         if not is_overridden("train_dataloader", owner):
             raise MisconfigurationException(
                 f"verify needs data: {type(module).__name__} has no train_dataloader. Pass a batch, a loader or a"

@@ -40,6 +40,11 @@ class Examination:
         self.full = bench.full(trial.full)
         if not self.full.is_finite:
             raise NoStepError("The gradient of the full batch is not finite: there is nothing to compare. Pass other data.")
+        if not any(bool(gradient.any()) for gradient in self.full.gradients.values()):
+            raise NoStepError(
+                "The full batch has no gradient: training_step returned no loss, or a loss that changes with none of the parameters"
+                " that the Trainer's optimizers step on. Pass other data, or look for optimizers that step elsewhere."
+            )
         self.tolerance = tolerance(self.full.dtype, self._measure_noise())
         self.window: Step | None = None
         """None where it could not be run, since its weight cannot be read."""
@@ -143,6 +148,9 @@ class Examination:
 
     def _look_into_the_rest(self, full: Step, batches: Sequence[Any], left: float, warnings: Sequence[str]) -> Break:
         """What cannot be taken out."""
+        crooked = self._nonlinearity(full)
+        if not crooked <= self.tolerance:
+            return breaks.backward(full.gradient_hooks, crooked)
         if full.is_contrastive or any("contrastive" in warning for warning in warnings):
             return breaks.contrastive(left)
         carried = self._state_carried(full)
@@ -155,6 +163,18 @@ class Examination:
         if about_terms:
             return breaks.terms(about_terms[-1], left)
         return breaks.coupled_rows(nearest, self._order, left)
+
+    def _nonlinearity(self, full: Step) -> float:
+        """How far the gradient of a multiple of the loss is from that multiple of its gradient."""
+        if full.dtype == torch.float16:  # which would overflow
+            return 0.0
+        batch, change, apart = self._trial.full, self._change, [0.0]
+        once = self._bench.gradients(batch, change)
+        for factor in (2.0**-10, 2.0**10):  # powers of two do not round
+            scaled = self._bench.gradients(batch, replace(change, factor=factor))
+            multiple = {name: gradient * factor for name, gradient in once.items()}
+            apart.append(Difference.between(scaled, multiple).largest)
+        return max(apart, key=lambda value: math.inf if math.isnan(value) else value)
 
     def _state_carried(self, full: Step) -> float:
         """A window of the same batch twice has the batch's own mean: what differs was carried from one to the other."""
