@@ -440,6 +440,39 @@ def test_explicit_weights_are_tried() -> None:
     assert "weigh 1, 1, 1; with 1.25, 1.25, 0.5 " in report.breaks[0].found  # 5, 5 and 2 rows
 
 
+def chosen_rows(batch: Any) -> Tensor:
+    return (batch[0][:, 0] > 0.5).sum()
+
+
+def chosen_first(rows: int = 12) -> tuple[Tensor, Tensor]:
+    """Every micro-batch of 4 has a chosen row."""
+    inputs, labels = points(rows)
+    inputs[::4, 0] = 1.0
+    return inputs, labels
+
+
+def test_a_weight_for_each_term_is_verified_and_a_break_beside_it_reported() -> None:
+    class Carrying(TwoMeans):
+        seen = 0
+
+        def loss(self, logits, batch, batch_idx):
+            self.seen += 1
+            return super().loss(logits * self.seen, batch, batch_idx)
+
+    class Together(TwoMeans):
+        def loss(self, logits, batch, batch_idx):
+            return super().loss(logits - logits.detach().mean(0), batch, batch_idx)
+
+    weights = [SampleCount(), chosen_rows]
+    assert verify(TwoMeans(), chosen_first(), micro_batch=4, weight=weights)
+    assert names(verify(Carrying(), chosen_first(), micro_batch=4, weight=weights)) == ["state"]
+    assert names(verify(Together(), chosen_first(), micro_batch=4, weight=weights)) == ["rows that depend on each other"]
+    report = verify(TwoMeans(), chosen_first(), micro_batch=5, weight=weights[::-1])
+    assert names(report) == ["weight of a term"]
+    assert "chosen_rows counts" in report.breaks[0].found
+    assert not any("chosen_rows counts" in note for note in report.notes)
+
+
 def test_what_is_not_finite_is_named_or_refused() -> None:
     class Spread(Classifier):
         def loss(self, logits, batch, batch_idx):

@@ -121,6 +121,12 @@ def weight(given: Any, fits: Sequence[float], used: Sequence[float | None], diff
     return Break("weight", found, difference, without, mend)
 
 
+def weight_of_term(warning: str, difference: float) -> Break:
+    """One of several weights counts something else than its term is divided by."""
+    mend = "weight=[...] has the weights in the order of the terms: count in each what its term is divided by."
+    return Break("weight of a term", warning, difference, None, mend)
+
+
 def terms(warning: str, difference: float) -> Break:
     """No one weight is right for all terms."""
     return Break("terms of the loss", warning, difference, None, "Return one mean, or terms that are means over the same count.")

@@ -59,7 +59,8 @@ def verify(
         accelerator: the Trainer's; ``"gpu"`` for modules whose kernels need one.
         gradient_clip_val: the Trainer's.
         gradient_clip_algorithm: the Trainer's.
-        join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors.
+        join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors. Without
+            it, those of a DataLoader are collated from the samples of all of them, as the loader does it.
         policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ``batch_norm``, ...
 
     Returns:
@@ -91,8 +92,8 @@ def verify(
         trial = read_data(module, state, data, size, join)
         try:
             examination = Examination(Bench(given, state, arguments, trainer, trial.hooks), trial)
-        except RuntimeError as error:
-            if not re.search(r"dtype|scalar type|Double|Float", str(error)):
+        except (RuntimeError, TypeError, ValueError) as error:  # those of nn.RNNBase are ValueErrors
+            if not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
                 raise
             raise MisconfigurationException(
                 f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters and batches are converted to"
@@ -210,5 +211,10 @@ def _notes(module: pl.LightningModule, trial: Trial, seen: Examination) -> Itera
 
 def _is_told(warning: str, seen: Examination) -> bool:
     names = {found.name for found in seen.breaks}
-    told = {"BatchNorm": "BatchNorm (", "contrastive loss": "The loss is contrastive", "terms of the loss": "terms"}
+    told = {
+        "weight of a term": "the term of the loss that it weighs",
+        "BatchNorm": "BatchNorm (",
+        "contrastive loss": "The loss is contrastive",
+        "terms of the loss": "terms",
+    }
     return any(text in warning for name, text in told.items() if name in names)

@@ -84,6 +84,15 @@ class Bench:
             trainer["gradient_clip_val"] = None
         return self._run([batch], change, watcher, [], strategy="auto", **trainer)
 
+    def twice(self, batch: Any, change: Change = Change()) -> Step:
+        """The step of plain Lightning on the mean of one batch with itself.
+
+        Args:
+            batch: the batch.
+            change: what is taken out of the module.
+        """
+        return self._run([batch] * 2, change, Watches(), [], strategy="auto", accumulate_grad_batches=2, **self.trainer)
+
     def gradients(self, batch: Any, change: Change = Change()) -> dict[str, Tensor]:
         """What the backward of plain Lightning leaves on one batch, before anything else sees it.
 
