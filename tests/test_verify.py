@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accum import SampleCount, Tokens, verify
+from lightning_accum import GradientAccumulation, GradientNoiseScale, SampleCount, Tokens, verify
 from lightning_accum.verification import Report
 
 EXACT = 1e-12
@@ -237,11 +240,12 @@ def test_differences_are_those_of_the_known_answer() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_full_batch_is_the_hand_written_one(optimizer: str) -> None:
+    from lightning_accum.verification.state import ModuleState
     from lightning_accum.verification.step import Bench
 
     batch = (points()[0].double(), points()[1])
     module = Classifier(optimizer=optimizer)
-    bench = Bench(module, {"micro_batch": 5}, {"precision": "64-true"})
+    bench = Bench(module, ModuleState(module), {"micro_batch": 5}, {"precision": "64-true"})
     by_hand = Classifier(optimizer=optimizer).double()
     loss = F.cross_entropy(by_hand.net(batch[0]), batch[1])
     loss.backward()
@@ -436,6 +440,39 @@ def test_explicit_weights_are_tried() -> None:
     assert "weigh 1, 1, 1; with 1.25, 1.25, 0.5 " in report.breaks[0].found  # 5, 5 and 2 rows
 
 
+def chosen_rows(batch: Any) -> Tensor:
+    return (batch[0][:, 0] > 0.5).sum()
+
+
+def chosen_first(rows: int = 12) -> tuple[Tensor, Tensor]:
+    """Every micro-batch of 4 has a chosen row."""
+    inputs, labels = points(rows)
+    inputs[::4, 0] = 1.0
+    return inputs, labels
+
+
+def test_a_weight_for_each_term_is_verified_and_a_break_beside_it_reported() -> None:
+    class Carrying(TwoMeans):
+        seen = 0
+
+        def loss(self, logits, batch, batch_idx):
+            self.seen += 1
+            return super().loss(logits * self.seen, batch, batch_idx)
+
+    class Together(TwoMeans):
+        def loss(self, logits, batch, batch_idx):
+            return super().loss(logits - logits.detach().mean(0), batch, batch_idx)
+
+    weights = [SampleCount(), chosen_rows]
+    assert verify(TwoMeans(), chosen_first(), micro_batch=4, weight=weights)
+    assert names(verify(Carrying(), chosen_first(), micro_batch=4, weight=weights)) == ["state"]
+    assert names(verify(Together(), chosen_first(), micro_batch=4, weight=weights)) == ["rows that depend on each other"]
+    report = verify(TwoMeans(), chosen_first(), micro_batch=5, weight=weights[::-1])
+    assert names(report) == ["weight of a term"]
+    assert "chosen_rows counts" in report.breaks[0].found
+    assert not any("chosen_rows counts" in note for note in report.notes)
+
+
 def test_what_is_not_finite_is_named_or_refused() -> None:
     class Spread(Classifier):
         def loss(self, logits, batch, batch_idx):
@@ -453,6 +490,180 @@ def test_optimizer_that_steps_elsewhere_is_named() -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1 / self.trainer.accumulate_grad_batches)
 
     assert names(verify(ByBatches(), points(), window=3)) == ["optimizer step"]
+
+
+# --- the module itself is examined ----------------------------------------------------------------------------------------
+
+
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.01, 0.01)
+
+
+def clamp_accumulated(parameter: Tensor) -> None:
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+HOOKS: dict[str, Any] = {
+    "on a parameter": lambda net, do: net[0].weight.register_hook(clamped if do else lambda gradient: gradient * 2),
+    "after accumulation": lambda net, do: net[0].weight.register_post_accumulate_grad_hook(
+        clamp_accumulated if do else lambda parameter: None
+    ),
+    "on a layer": lambda net, do: net[1].register_full_backward_hook(
+        lambda m, ins, outs: ((clamped(ins[0]) if do else ins[0] * 2),)
+    ),
+}
+
+
+@pytest.mark.parametrize("where", HOOKS)
+def test_hooks_on_gradients_take_part_and_those_that_are_not_linear_are_named(where: str) -> None:
+    module, harmless = Classifier(optimizer="sgd"), Classifier(optimizer="sgd")
+    HOOKS[where](module.net, True)
+    HOOKS[where](harmless.net, False)
+    report = verify(module, points(), micro_batch=5)
+    assert names(report) == ["backward that is not linear"]
+    assert ("net.0.weight" in report.breaks[0].found) == (where != "on a layer")
+    assert verify(harmless, points(), micro_batch=5)
+
+
+def test_the_full_batch_has_what_hooks_make_of_its_gradient() -> None:
+    from lightning_accum.verification.state import ModuleState
+    from lightning_accum.verification.step import Bench
+
+    batch = (points()[0].double(), points()[1])
+    module, by_hand = Classifier(), Classifier().double()
+    module.net[0].weight.register_hook(lambda gradient: gradient * 3)
+    F.cross_entropy(by_hand.net(batch[0]), batch[1]).backward()
+    bench = Bench(module, ModuleState(module), {"micro_batch": 5}, {"precision": "64-true"})
+    expected = 3 * by_hand.net[0].weight.grad
+    for step in (bench.full(batch), bench.accumulated([batch])):
+        assert (step.gradients["net.0.weight"] - expected).norm() <= EXACT * expected.norm()
+
+
+def test_a_module_whose_functions_have_captured_it_is_the_one_that_is_trained() -> None:
+    """A copy's function would go on to use the original's parameter, and leave a gradient there."""
+
+    class Capturing(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((3,), 2.0))
+            self.act, self.first = lambda logits: logits * self.scale, weakref.ref(self.net[0])
+            self.lock, self.stream = threading.Lock(), sys.stdout
+            self.no_decay = {self.scale}
+
+        def loss(self, logits, batch, batch_idx):
+            calls.append(len(calls))
+            return F.cross_entropy(self.act(logits) + self.first().bias[:3], batch[1])
+
+    calls: list[int] = []
+    module = Capturing()
+    report = verify(module, points(), micro_batch=5)
+    assert report, str(report)
+    assert {row.name for row in report.parameters} >= {"scale"}
+    assert all(parameter.grad is None for parameter in module.parameters())
+    reference = Capturing().double()
+    batch = (points()[0].double(), points()[1])
+    assert report.losses[0] == pytest.approx(reference.loss(reference.net(batch[0]), batch, 0).item(), rel=1e-7)
+
+
+def test_parameters_that_only_an_optimizer_knows_are_compared_and_put_back() -> None:
+    class Outside(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = [nn.Linear(3, 3, dtype=torch.float64)]
+
+        def loss(self, logits, batch, batch_idx):
+            return F.cross_entropy(self.heads[0](logits) * (1 + batch_idx), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([{"params": self.net.parameters()}, {"params": self.heads[0].parameters()}], lr=0.1)
+
+    module = Outside()
+    before = module.heads[0].weight.clone()
+    report = verify(module, points(), window=3)
+    assert names(report) == ["batch_idx"]
+    assert any(row.name.startswith("parameter 0 outside of the module") for row in report.parameters)
+    assert torch.equal(module.heads[0].weight, before)
+
+
+def test_an_optimizer_of_the_module_stays_as_it_was() -> None:
+    class Own(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizers_made = [torch.optim.AdamW(self.parameters(), lr=1e-2)]
+
+        def configure_optimizers(self):
+            return self.optimizers_made[0]
+
+    module, twin = Own(), Own()
+    for each in (module, twin):
+        each.net(points()[0]).sum().backward()
+        each.optimizers_made[0].step()
+    assert verify(module, points(), micro_batch=5, precision="32-true")
+    for each in (module, twin):  # takes the step of one that was never verified
+        each.optimizers_made[0].step()
+    for found, expected in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(found, expected)
+        assert found.dtype == torch.float32
+
+
+MADE: dict[str, Any] = {
+    "parametrized": lambda: Classifier(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+    "weight norm by hooks": lambda: Classifier(nn.utils.weight_norm(nn.Linear(8, 8))),
+    "scripted": lambda: Classifier(torch.jit.script(nn.Linear(8, 8))),
+    "tied": lambda: tied(Classifier(nn.Linear(8, 8), nn.Linear(8, 8))),
+}
+
+
+def tied(module: Classifier) -> Classifier:
+    module.net[2].weight = module.net[1].weight
+    return module
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated", "ignore:.*torch.jit.script")
+def test_modules_of_a_special_make_are_equal_and_stay_as_they_were(name: str) -> None:
+    module = MADE[name]()
+    before = {path: value.clone() for path, value in module.state_dict().items()}
+    identities = [id(parameter) for parameter in module.parameters()]
+    storages = [parameter.data_ptr() for parameter in module.parameters()]
+    assert verify(module, points(), micro_batch=5)
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
+    assert [id(parameter) for parameter in module.parameters()] == identities
+    assert [parameter.data_ptr() for parameter in module.parameters()] == storages
+
+
+def test_a_compiled_training_step_is_examined_as_it_is_and_hides_its_weight() -> None:
+    class Plain(Classifier):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    compiled = torch.compile(Plain(), backend="eager")
+    report = verify(compiled, points(), micro_batch=6)
+    assert report or names(report) == ["weight"]
+    hidden = verify(torch.compile(Plain(), backend="aot_eager"), points(), micro_batch=6)
+    assert names(hidden) == ["weight"]
+    assert verify(torch.compile(Plain(), backend="aot_eager"), points(), micro_batch=6, weight=SampleCount())
+
+
+def test_hooks_of_the_training_around_it_do_not_see_what_verify_does() -> None:
+    """Gradients are kept in float32 by hooks of this package, and measured by others."""
+
+    class Looking(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                assert verify(pl_module, points(), micro_batch=4)
+
+    def fitted(*callbacks: pl.Callback) -> list[Tensor]:
+        module, noise = Classifier(), GradientNoiseScale()
+        torch.manual_seed(3)
+        policy = GradientAccumulation(3, accumulate_dtype=torch.float32)
+        batches = [(inputs.bfloat16(), labels) for inputs, labels in [points()] * 6]
+        run = trainer(precision="bf16-true", callbacks=[policy, noise, *callbacks])
+        run.fit(module, loader(batches))
+        return [*module.parameters(), torch.tensor(noise.estimate.variance)]
+
+    for found, expected in zip(fitted(Looking()), fitted(), strict=True):
+        assert torch.equal(found, expected)
 
 
 # --- nothing of the user's changes ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBorin
 from rich.console import Console
 from support import Language, Scalar, loader, pad, sentences, x
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_accum.verification.report as report_module
 from lightning_accum import Tokens, verify
@@ -79,21 +79,65 @@ def test_windows_of_split_batches() -> None:
     assert verify(Language(), [pad(rows[:6]), pad(rows[6:])], window=2, micro_batch=Tokens(24))
 
 
+class Bags:
+    """Sets of numbers of different sizes, which are collated end to end in an object of their own."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class BagDataset(Dataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.arange(index + 1, dtype=torch.float64) + index + 0.5
+
+
+class BagStream(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([BagDataset()[index] for index in range(6)])
+
+
+def collate_bags(bags: list[Tensor]) -> Bags:
+    return Bags(torch.cat(bags))
+
+
+def collate_noisy_bags(bags: list[Tensor]) -> Bags:
+    return Bags(torch.cat(bags) * torch.rand(()))
+
+
+class OfBags(Scalar):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w.data.fill_(2.0)
+
+    def training_step(self, batch, batch_idx):
+        return (self.w * batch.values).mean()
+
+
+@pytest.mark.parametrize("dataset", [BagDataset, BagStream])
+def test_batches_that_do_not_show_their_rows_are_collated_together_by_their_loader(dataset: Any) -> None:
+    report = verify(OfBags(), DataLoader(dataset(), batch_size=2, collate_fn=collate_bags), window=3)
+    assert report, str(report)
+    everything = collate_bags(list(BagStream())).values
+    assert report.losses[0] == pytest.approx(2 * everything.mean().item(), rel=1e-14)
+    shuffled = DataLoader(BagDataset(), batch_size=2, shuffle=True, collate_fn=collate_bags)
+    assert verify(OfBags(), shuffled, window=3)
+
+
+def test_what_a_loader_collates_at_random_is_not_taken_for_one_batch() -> None:
+    with pytest.raises(JoiningError, match="collate_fn draws random numbers"):
+        verify(OfBags(), DataLoader(BagDataset(), batch_size=2, collate_fn=collate_noisy_bags), window=3)
+
+
 def test_batches_of_a_class_of_their_own_are_joined_and_split_by_functions() -> None:
-    class Bag:
-        def __init__(self, values: Tensor) -> None:
-            self.values = values
-
-    class OfBags(Scalar):
-        def training_step(self, batch, batch_idx):
-            return (self.w * batch.values).mean()
-
-    bags = [Bag(x(1)), Bag(x(2, 3))]
+    bags = [Bags(x(1)), Bags(x(2, 3))]
     with pytest.raises(JoiningError, match=r"join=\.\.\."):
         verify(OfBags(), iter(bags), window=2)
-    assert verify(OfBags(), iter(bags), window=2, join=lambda bags: Bag(torch.cat([bag.values for bag in bags])))
-    split = {"split": lambda bag, size: [Bag(values) for values in bag.values.split(size)]}
-    assert verify(OfBags(), Bag(x(1, 2, 3)), micro_batch=2, **split)
+    assert verify(OfBags(), iter(bags), window=2, join=lambda bags: Bags(torch.cat([bag.values for bag in bags])))
+    split = {"split": lambda bag, size: [Bags(values) for values in bag.values.split(size)]}
+    assert verify(OfBags(), Bags(x(1, 2, 3)), micro_batch=2, **split)
 
 
 def test_what_is_a_batch() -> None:
@@ -151,15 +195,35 @@ def test_batches_that_do_not_join_are_an_error_that_says_how(batches: list[Any],
 # --- bad input -----------------------------------------------------------------------------------------------------------
 
 
-class Locked(BoringModel):
+class Streaming(BoringModel):
     def __init__(self) -> None:
         super().__init__()
-        self.stream = sys.stdout
+        self.streams = {"train": iter([1, 2, 3])}
+
+
+class Lazy(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(2)
+
+
+class Untrained(BoringModel):
+    def training_step(self, batch, batch_idx):
+        return (self.layer(batch) * 0).mean()
 
 
 class Single(BoringModel):
     def training_step(self, batch, batch_idx):
         return (self.layer(batch).double() @ torch.ones(2, 1, dtype=torch.float32)).mean()
+
+
+class Recurrent(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(32, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch.float())[0].mean()
 
 
 class NoLoss(BoringModel):
@@ -177,12 +241,20 @@ WRONG: dict[str, Any] = {
     "a batch that is too small": (BoringModel, BATCH[:2], {"window": 3}, "it has 2 rows"),
     "too few batches": (BoringModel, [[BATCH]] and iter([BATCH]), {"window": 3}, "needs 3 batches, but there is 1"),
     "manual optimization": (ManualOptimBoringModel, BATCH, {"micro_batch": 2}, "automatic_optimization=False"),
-    "a module that cannot be copied": (Locked, BATCH, {"micro_batch": 2}, r"cannot be copied by copy\.deepcopy"),
+    "a module with an iterator": (Streaming, BATCH, {"micro_batch": 2}, r"streams\['train'\] is an iterator \(list_iterator\)"),
+    "a module without shapes": (Lazy, BATCH, {"micro_batch": 2}, "^layer.(weight|bias) has no shape yet"),
+    "a loss that depends on nothing": (
+        Untrained,
+        BATCH,
+        {"micro_batch": 2},
+        "The full batch has no gradient: training_step",
+    ),
     "a module of one type": (Single, BATCH, {"micro_batch": 2}, 'precision="32-true"'),
+    "a recurrent module of one type": (Recurrent, BATCH, {"micro_batch": 2}, 'precision="32-true"'),
     "no module": (lambda: nn.Linear(2, 2), BATCH, {"micro_batch": 2}, "takes a LightningModule"),
     "no data": (pl.LightningModule, None, {"window": 2}, "Pass a batch, a loader or a"),
     "an argument of the policy": (BoringModel, BATCH, {"micro_batch": 2, "weight": "auo"}, "weight='auo'"),
-    "no loss": (NoLoss, BATCH, {"micro_batch": 2}, "took no optimizer step"),
+    "no loss": (NoLoss, BATCH, {"micro_batch": 2}, "training_step returned no loss"),
 }
 
 

@@ -84,6 +84,22 @@ def contrastive(difference: float) -> Break:
     return Break("contrastive loss", found, difference, None, mend)
 
 
+def backward(hooked: Sequence[str], difference: float) -> Break:
+    """Something in the backward does not do to a multiple of a gradient what it does to the gradient."""
+    found = (
+        "A multiple of the loss does not give that multiple of its gradient: something in the backward clips, rounds, adds or"
+        " normalises"
+    )
+    if hooked:
+        found += f", as the hooks on the gradients of {listed(hooked)} may"
+    found += ". It sees each micro-batch's own gradient, scaled by its weight, instead of the full batch's."
+    mend = (
+        "No argument does. Move it to on_before_optimizer_step or configure_gradient_clipping, which get the gradient of the whole"
+        " window (gradient_clip_val= clips that)."
+    )
+    return Break("backward that is not linear", found, difference, None, mend)
+
+
 def state(difference: float) -> Break:
     """A training_step leaves something for the next."""
     found = (
@@ -103,6 +119,12 @@ def weight(given: Any, fits: Sequence[float], used: Sequence[float | None], diff
     if given == "auto":
         mend = "weight=<a callable of the batch> that counts what the loss is divided by (TokenCount(...), SampleCount())."
     return Break("weight", found, difference, without, mend)
+
+
+def weight_of_term(warning: str, difference: float) -> Break:
+    """One of several weights counts something else than its term is divided by."""
+    mend = "weight=[...] has the weights in the order of the terms: count in each what its term is divided by."
+    return Break("weight of a term", warning, difference, None, mend)
 
 
 def terms(warning: str, difference: float) -> Break:

@@ -16,12 +16,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.micro_batch import Layout
+from lightning_accum.verification.joining import JoiningError
 from lightning_accum.verification.joining import join as join_batches
-from lightning_accum.verification.step import copy_of
+from lightning_accum.verification.state import ModuleState
 
 Join = Callable[[Sequence[Any]], Any]
 """Makes one batch of several."""
@@ -66,11 +67,12 @@ class Trial:
         return parts
 
 
-def read_data(module: pl.LightningModule, data: Any, window: int, join: Join | None) -> Trial:
+def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window: int, join: Join | None) -> Trial:
     """Take what is compared from what the user gave.
 
     Args:
         module: whose ``train_dataloader`` is used where there is no data.
+        state: the module's, to be put back.
         data: see :func:`~lightning_accum.verify`.
         window: loader batches in a window.
         join: makes one batch of several.
@@ -93,13 +95,25 @@ def read_data(module: pl.LightningModule, data: Any, window: int, join: Join | N
         sizes = [len(part) for part in torch.arange(layout.size).tensor_split(window)]
         starts = [sum(sizes[:index]) for index in range(window)]
         return Trial(data, [layout.take(slice(s, s + n)) for s, n in zip(starts, sizes, strict=True)], layout=layout)
-    batches = [copy.deepcopy(batch) for batch in _first(_loader(module, data), window)]
+    with state.restored_afterwards():
+        loader = _loader(module, data)
+        batches = [copy.deepcopy(batch) for batch in _first(loader, window)]
     if len(batches) < window:
         raise MisconfigurationException(
             f"verify(window={window}) needs {window} batches, but there {'is' if len(batches) == 1 else 'are'} {len(batches)}."
             " Pass more data or a smaller window."
         )
-    full, padding = (join(batches), "") if join is not None else join_batches(batches)
+    padding = ""
+    if join is not None:
+        full = join(batches)
+    else:
+        try:
+            full, padding = join_batches(batches)
+        except JoiningError as error:
+            collated = _collated(loader, window, error)
+            if collated is None:
+                raise
+            full, batches = collated
     return Trial(full, batches, padding, _layout(full), hooks)
 
 
@@ -135,7 +149,7 @@ def _layout(batch: Any) -> Layout | None:
 def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
     owner: Any = data
     if data is None:
-        owner = copy_of(module)
+        owner = module
         if not is_overridden("train_dataloader", owner):
             raise MisconfigurationException(
                 f"verify needs data: {type(module).__name__} has no train_dataloader. Pass a batch, a loader or a"
@@ -153,6 +167,38 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
 def _first(loader: Iterable[Any], number: int) -> list[Any]:
     with _generators_kept(loader):
         return list(islice((batch for batch in loader if batch is not None), number))
+
+
+def _collated(loader: Any, window: int, error: JoiningError) -> tuple[Any, list[Any]] | None:
+    """The first batches, and one of all their samples, as the loader collates them; None where it has no samples."""
+    if type(loader).__iter__ is not DataLoader.__iter__ or (loader.batch_size is None and loader.batch_sampler is None):
+        return None
+    dataset, collate = loader.dataset, loader.collate_fn
+    with _generators_kept(loader):
+        if isinstance(dataset, IterableDataset):
+            samples = list(islice(dataset, window * loader.batch_size))
+            groups = [samples[start : start + loader.batch_size] for start in range(0, len(samples), loader.batch_size)]
+        else:
+            indices = list(islice(loader.batch_sampler, window))
+            fetch = getattr(dataset, "__getitems__", None) or (lambda group: [dataset[index] for index in group])
+            groups = [list(fetch(list(group))) for group in indices]
+    whole = [sample for group in groups for sample in group]
+    full = collate(copy.deepcopy(whole))
+    pairs = zip(_tensors(full), _tensors(collate(copy.deepcopy(whole))), strict=False)
+    if not all(one.shape == other.shape and bool((one == other).all()) for one, other in pairs):
+        raise JoiningError(f"{error.found}, and the loader's collate_fn draws random numbers") from error
+    return full, [collate(copy.deepcopy(group)) for group in groups]
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from (tensor for value in batch.values() for tensor in _tensors(value))
+    elif isinstance(batch, (list, tuple)):
+        yield from (tensor for value in batch for tensor in _tensors(value))
+    elif hasattr(batch, "__dict__") and not isinstance(batch, type):
+        yield from _tensors(vars(batch))
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from lightning_accum.verification.step import Bench, Change, NoStepError
 from lightning_accum.verification.watch import Step
 from lightning_accum.weighing.denominator import UnreadableLossError
 
-_OF_SPLITTING = ("micro_batch", "split", "trim_padding", "batch_norm")
 _SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6
 """Running averages may be kept in float32 whatever the precision."""
 
@@ -40,6 +39,11 @@ class Examination:
         self.full = bench.full(trial.full)
         if not self.full.is_finite:
             raise NoStepError("The gradient of the full batch is not finite: there is nothing to compare. Pass other data.")
+        if not any(bool(gradient.any()) for gradient in self.full.gradients.values()):
+            raise NoStepError(
+                "The full batch has no gradient: training_step returned no loss, or a loss that changes with none of the parameters"
+                " that the Trainer's optimizers step on. Pass other data, or look for optimizers that step elsewhere."
+            )
         self.tolerance = tolerance(self.full.dtype, self._measure_noise())
         self.window: Step | None = None
         """None where it could not be run, since its weight cannot be read."""
@@ -143,6 +147,9 @@ class Examination:
 
     def _look_into_the_rest(self, full: Step, batches: Sequence[Any], left: float, warnings: Sequence[str]) -> Break:
         """What cannot be taken out."""
+        crooked = self._nonlinearity(full)
+        if not crooked <= self.tolerance:
+            return breaks.backward(full.gradient_hooks, crooked)
         if full.is_contrastive or any("contrastive" in warning for warning in warnings):
             return breaks.contrastive(left)
         carried = self._state_carried(full)
@@ -151,19 +158,30 @@ class Examination:
         nearest, fits, used = self._weights_that_fit(full, batches)
         if nearest <= max(10 * self.tolerance, 1e-9):
             return breaks.weight(self._bench.policy.get("weight", "auto"), fits, used, left, nearest)
+        about_counts = [warning for warning in warnings if "the term of the loss that it weighs" in warning]
+        if about_counts:
+            return breaks.weight_of_term(about_counts[-1], left)
         about_terms = [warning for warning in warnings if "terms" in warning]
         if about_terms:
             return breaks.terms(about_terms[-1], left)
         return breaks.coupled_rows(nearest, self._order, left)
 
+    def _nonlinearity(self, full: Step) -> float:
+        """How far the gradient of a multiple of the loss is from that multiple of its gradient."""
+        if full.dtype == torch.float16:  # which would overflow
+            return 0.0
+        batch, change, apart = self._trial.full, self._change, [0.0]
+        once = self._bench.gradients(batch, change)
+        for factor in (2.0**-10, 2.0**10):  # powers of two do not round
+            scaled = self._bench.gradients(batch, replace(change, factor=factor))
+            multiple = {name: gradient * factor for name, gradient in once.items()}
+            apart.append(Difference.between(scaled, multiple).largest)
+        return max(apart, key=lambda value: math.inf if math.isnan(value) else value)
+
     def _state_carried(self, full: Step) -> float:
-        """A window of the same batch twice has the batch's own mean: what differs was carried from one to the other."""
-        policy = {name: value for name, value in self._bench.policy.items() if name not in _OF_SPLITTING}
-        change = replace(self._change, fixes_batch_idx=True)
-        twice = replace(self._bench, policy=policy).accumulated([self._trial.full] * 2, change, keeps_pieces=True)
-        number = 2 if None in twice.weights else 1  # sums add up to twice as much
-        once = {name: gradient / number for name, gradient in twice.gradients.items()}
-        return Difference.between(once, full.gradients).largest
+        """The mean of the same batch twice is the batch's own: what differs was carried from one to the other."""
+        twice = self._bench.twice(self._trial.full, replace(self._change, fixes_batch_idx=True))
+        return _apart(twice, full)
 
     def _weights_that_fit(self, full: Step, batches: Sequence[Any]) -> tuple[float, list[float], list[float | None]]:
         """How near any weights come to the full batch, these weights, and those that were used."""

@@ -21,6 +21,7 @@ class JoiningError(ValueError):
     """Batches do not show how they become one."""
 
     def __init__(self, found: str) -> None:
+        self.found = found
         super().__init__(
             f"The batches of the window cannot be put together to the full batch: {found}. Say how: verify(join=...) takes a"
             " function join(batches) that returns one batch; or verify one batch that is split, with micro_batch=."

@@ -19,7 +19,8 @@ from lightning_accum.verification.breaks import listed
 from lightning_accum.verification.data import Join, Trial, read_data
 from lightning_accum.verification.examination import Examination
 from lightning_accum.verification.report import ParameterDifference, Report
-from lightning_accum.verification.step import Bench
+from lightning_accum.verification.state import ModuleState
+from lightning_accum.verification.step import Bench, uncompiled
 
 
 def verify(
@@ -38,11 +39,13 @@ def verify(
     """Take one optimizer step as a full batch and one accumulated, and compare them.
 
     The full batch runs through a plain Lightning Trainer, the window through ``Trainer(strategy="accum")`` with
-    ``GradientAccumulation``, both on copies: module, optimizers, data loaders' generators, random state and loggers stay as they
-    are. Dropout is switched off in the copies. The full batch runs twice, with other random numbers and its rows in the other
-    order, which tells what is rounding; where it differs by more, random numbers are made the same for every row. Where the two
-    steps differ, one thing after the other is taken out to find what breaks equality. Takes memory for some copies of the
-    parameters in this precision, and the full batch has to fit.
+    ``GradientAccumulation``. Both train the module itself, with its hooks and whatever else a copy would not have, and afterwards
+    everything that can be reached from it is put back as it was: parameters, gradients, attributes, random state, optimizers,
+    data loaders' generators. What hooks write elsewhere (files, experiment trackers) stays written. Dropout is switched off
+    meanwhile. The full batch runs twice, with other random numbers and its rows in the other order, which tells what is rounding;
+    where it differs by more, random numbers are made the same for every row. Where the two steps differ, one thing after the
+    other is taken out to find what breaks equality. Takes memory for some copies of the parameters in this precision, and the
+    full batch has to fit.
 
     Args:
         module: a LightningModule with automatic optimization; it may be in training already.
@@ -56,7 +59,8 @@ def verify(
         accelerator: the Trainer's; ``"gpu"`` for modules whose kernels need one.
         gradient_clip_val: the Trainer's.
         gradient_clip_algorithm: the Trainer's.
-        join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors.
+        join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors. Without
+            it, those of a DataLoader are collated from the samples of all of them, as the loader does it.
         policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ``batch_norm``, ...
 
     Returns:
@@ -64,7 +68,7 @@ def verify(
 
     Raises:
         MisconfigurationException: there is nothing to compare: manual optimization, a window of one micro-batch, too few batches;
-            or the module cannot be copied, or does not run in this precision.
+            or the module holds an iterator, is in a training over several ranks, or does not run in this precision.
         JoiningError: the batches of a window do not show how they become one.
 
     Example:
@@ -73,7 +77,7 @@ def verify(
         >>> bool(report), report.gradient < 1e-12
         (True, True)
     """
-    module = getattr(module, "_orig_mod", module)  # of torch.compile
+    given, module = module, uncompiled(module)
     size = _check(module, window, micro_batch, policy)
     arguments = {"window": size, "micro_batch": micro_batch, **policy}
     GradientAccumulation(**arguments)  # says what is wrong with them
@@ -84,11 +88,12 @@ def verify(
         "gradient_clip_algorithm": gradient_clip_algorithm,
     }
     with _random_state_kept(accelerator):
-        trial = read_data(module, data, size, join)
+        state = ModuleState(module)
+        trial = read_data(module, state, data, size, join)
         try:
-            examination = Examination(Bench(module, arguments, trainer, trial.hooks), trial)
-        except RuntimeError as error:
-            if not re.search(r"dtype|scalar type|Double|Float", str(error)):
+            examination = Examination(Bench(given, state, arguments, trainer, trial.hooks), trial)
+        except (RuntimeError, TypeError, ValueError) as error:  # those of nn.RNNBase are ValueErrors
+            if not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
                 raise
             raise MisconfigurationException(
                 f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters and batches are converted to"
@@ -193,6 +198,11 @@ def _notes(module: pl.LightningModule, trial: Trial, seen: Examination) -> Itera
     if places := seen.full.dropout:
         where = listed(places, " places")
         yield f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch."
+    if seen.full.gradient_hooks and not any(found.name == "backward that is not linear" for found in seen.breaks):
+        yield (
+            f"Hooks on the gradients of {listed(seen.full.gradient_hooks)} see each micro-batch's own, scaled by its weight. One"
+            " that clips or rounds may be equal on this data and not on other."
+        )
     if not module.training:
         yield "The module is in evaluation mode, and was compared in it, as the Trainer would run it: module.train() changes that."
     if trial.padding:
@@ -201,5 +211,10 @@ def _notes(module: pl.LightningModule, trial: Trial, seen: Examination) -> Itera
 
 def _is_told(warning: str, seen: Examination) -> bool:
     names = {found.name for found in seen.breaks}
-    told = {"BatchNorm": "BatchNorm (", "contrastive loss": "The loss is contrastive", "terms of the loss": "terms"}
+    told = {
+        "weight of a term": "the term of the loss that it weighs",
+        "BatchNorm": "BatchNorm (",
+        "contrastive loss": "The loss is contrastive",
+        "terms of the loss": "terms",
+    }
     return any(text in warning for name, text in told.items() if name in names)

@@ -1,4 +1,4 @@
-"""One optimizer step of a module, taken by a Trainer on a copy of it."""
+"""One optimizer step of a module, taken by a Trainer and then taken back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_accum.callback import GradientAccumulation
-from lightning_accum.loops.copies import forget_training
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.randomness import SameForEveryRow, seed_everything
+from lightning_accum.verification.state import ModuleState
 from lightning_accum.verification.watch import Step, StepTakenError, Watches, WatchesPieces, WatchesReference
 
 STEPS_IN_AN_EPOCH = 100
@@ -39,11 +39,13 @@ class Change:
         freezes_batch_norm: BatchNorm normalises by its running statistics.
         fixes_batch_idx: every ``training_step`` gets the index 0.
         evens_noise: random numbers are the same for every row.
+        factor: of the loss.
     """
 
     freezes_batch_norm: bool = False
     fixes_batch_idx: bool = False
     evens_noise: bool = False
+    factor: float = 1.0
 
 
 class NoStepError(MisconfigurationException):
@@ -52,16 +54,18 @@ class NoStepError(MisconfigurationException):
 
 @dataclass(frozen=True)
 class Bench:
-    """Takes optimizer steps of copies of a module.
+    """Takes optimizer steps of a module, each from the state that it is in.
 
     Args:
-        module: stays as it is.
+        module: a LightningModule, or what ``torch.compile`` made of it.
+        state: the module's, put back after each step.
         policy: the arguments of GradientAccumulation.
         trainer: those of the Trainer: precision, accelerator, clipping.
         hooks: a LightningDataModule whose transfer hooks the batches go through.
     """
 
     module: pl.LightningModule
+    state: ModuleState
     policy: Mapping[str, Any]
     trainer: Mapping[str, Any]
     hooks: pl.LightningDataModule | None = None
@@ -81,6 +85,24 @@ class Bench:
             trainer["gradient_clip_val"] = None
         return self._run([batch], change, watcher, [], strategy="auto", **trainer)
 
+    def twice(self, batch: Any, change: Change = Change()) -> Step:
+        """The step of plain Lightning on the mean of one batch with itself.
+
+        Args:
+            batch: the batch.
+            change: what is taken out of the module.
+        """
+        return self._run([batch] * 2, change, Watches(), [], strategy="auto", accumulate_grad_batches=2, **self.trainer)
+
+    def gradients(self, batch: Any, change: Change = Change()) -> dict[str, Tensor]:
+        """What the backward of plain Lightning leaves on one batch, before anything else sees it.
+
+        Args:
+            batch: the batch.
+            change: what is taken out of the module.
+        """
+        return self._run([batch], change, WatchesPieces(), [], strategy="auto", **self.trainer).pieces[0]
+
     def accumulated(self, batches: Sequence[Any], change: Change = Change(), keeps_pieces: bool = False) -> Step:
         """The step of this package on a window.
 
@@ -95,15 +117,20 @@ class Bench:
         return self._run(batches, change, watcher, callbacks, strategy="accum", **self.trainer)
 
     def _run(self, batches: Sequence[Any], change: Change, watcher: Watches, callbacks: list[Any], **arguments: Any) -> Step:
-        module = copy_of(self.module)
+        module = uncompiled(self.module)
         noise = SameForEveryRow()
-        _keep_to_one_step(module, change, noise)
-        if isinstance(watcher, WatchesReference) and watcher.gradients is not None:
-            module.configure_gradient_clipping = lambda *args, **kwargs: None  # type: ignore[method-assign]
-        data = _data(batches, self.hooks)
-        seed_everything(0)  # for what setup and configure_model make
-        with warnings.catch_warnings(record=True) as caught, _quiet(), torch.enable_grad(), suppress(StepTakenError):
+        with (
+            self.state.restored_afterwards(),
+            warnings.catch_warnings(record=True) as caught,
+            _quiet(),
+            torch.enable_grad(),
+            suppress(StepTakenError),
+        ):
             warnings.simplefilter("always")
+            _keep_to_one_step(module, change, noise)
+            if isinstance(watcher, WatchesReference) and watcher.gradients is not None:
+                module.configure_gradient_clipping = lambda *args, **kwargs: None
+            seed_everything(0)  # for what setup and configure_model make
             trainer = pl.Trainer(
                 **arguments,
                 devices=1,
@@ -117,7 +144,7 @@ class Bench:
                 limit_val_batches=0,
                 use_distributed_sampler=False,
             )
-            trainer.fit(module, **data)
+            trainer.fit(self.module, **_data(batches, self.hooks))
         step = watcher.step
         if not step.after:
             raise NoStepError(
@@ -133,36 +160,16 @@ class Bench:
 _REPORTED = (AccumulationWarning, UserWarning)
 
 
-def copy_of(module: pl.LightningModule) -> pl.LightningModule:
-    """A deep copy without its Trainer.
-
-    Raises:
-        MisconfigurationException: it cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        for value in vars(part).values():
-            if isinstance(value, pl.Trainer):
-                memo[id(value)] = None
-            elif isinstance(value, Tensor) and not value.is_leaf:  # of an earlier graph: torch copies leaves only
-                memo[id(value)] = value.detach().clone()
-    try:
-        copied = copy.deepcopy(module, memo)
-    except Exception as error:
-        raise MisconfigurationException(
-            f"verify works on copies of the module, but {type(module).__name__} cannot be copied by copy.deepcopy:"
-            f" {type(error).__name__}: {error}. Leave out the attribute that this comes from (a lock, a file, a generator), or give"
-            " it to the module in setup()."
-        ) from error
-    forget_training(copied)
-    return copied
+def uncompiled(module: Any) -> Any:
+    """The module inside of what ``torch.compile`` made of it."""
+    return getattr(module, "_orig_mod", module)
 
 
-# --- the copy ---------------------------------------------------------------------------------------------------------
+# --- what is taken out of the module ----------------------------------------------------------------------------------
 
 
 def _keep_to_one_step(module: pl.LightningModule, change: Change, noise: SameForEveryRow) -> None:
-    """What a copy leaves out: preparing data that is at hand already, and the user's callbacks."""
+    """Leave out preparing data that was prepared, and the module's callbacks; and what is to be taken out."""
     module.prepare_data = lambda: None  # type: ignore[method-assign]
     module.configure_callbacks = list  # type: ignore[method-assign]
     if change == Change():
@@ -175,11 +182,12 @@ def _keep_to_one_step(module: pl.LightningModule, change: Change, noise: SameFor
             _freeze_batch_norm(module)
         if change.fixes_batch_idx and len(args) > 1:
             args = (args[0], 0, *args[2:])
-        if not change.evens_noise:
-            return original(*args, **kwargs)
         noise.restart()
-        with noise:
-            return original(*args, **kwargs)
+        with noise if change.evens_noise else nullcontext():
+            output = original(*args, **kwargs)
+        if output is None or change.factor == 1:
+            return output
+        return {**output, "loss": output["loss"] * change.factor} if isinstance(output, Mapping) else output * change.factor
 
     module.training_step = training_step  # type: ignore[method-assign]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class Step:
         noise: the random operations that were made even.
         dropout: where it was switched off.
         batch_norm: the layers that normalise by statistics of the batch they see.
+        gradient_hooks: the parameters that have hooks on their gradients.
     """
 
     before: dict[str, Tensor] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class Step:
     noise: set[str] = field(default_factory=set)
     dropout: list[str] = field(default_factory=list)
     batch_norm: list[str] = field(default_factory=list)
+    gradient_hooks: list[str] = field(default_factory=list)
 
     @property
     def is_finite(self) -> bool:
@@ -80,14 +82,19 @@ class Watches(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.step.dropout = switch_off_dropout(pl_module)
         self.step.batch_norm = batch_norm_layers(pl_module)
+        self.step.gradient_hooks = [
+            name
+            for name, parameter in trained(pl_module, trainer.optimizers)
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        ]
         seed_everything(self._seed)
-        self.step.before = _copies(pl_module)
+        self.step.before = _copies(pl_module, trainer.optimizers)
         for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(functools.partial(self._after_step, pl_module))
+            optimizer.register_step_post_hook(functools.partial(self._after_step, trainer, pl_module))
 
-    def _after_step(self, module: pl.LightningModule, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.step.after = _copies(module)
-        self.step.gradients = _gradients(module)
+    def _after_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.step.after = _copies(module, trainer.optimizers)
+        self.step.gradients = _gradients(module, trainer.optimizers)
 
     @override
     def on_train_batch_end(
@@ -124,7 +131,7 @@ class WatchesReference(Watches):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        for name, parameter in pl_module.named_parameters():
+        for name, parameter in trained(pl_module, trainer.optimizers):
             if self.gradients is not None and parameter.grad is not None:
                 parameter.grad = self.gradients[name].to(parameter.device, parameter.dtype)
 
@@ -138,7 +145,7 @@ class WatchesPieces(Watches):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        now = {name: gradient.to(torch.float64) for name, gradient in _gradients(pl_module).items()}
+        now = {name: gradient.to(torch.float64) for name, gradient in _gradients(pl_module, trainer.optimizers).items()}
         self.step.pieces.append({name: gradient - self._sum.get(name, 0.0) for name, gradient in now.items()})
         self._sum = now
         accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Accumulates) else None
@@ -163,15 +170,26 @@ def narrowest_dtype(loss: Tensor) -> torch.dtype:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _copies(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().cpu().clone() for name, p in module.named_parameters() if p.requires_grad}
-
-
-def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    found = {}
+def trained(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that need gradients: those of the module, and others that an optimizer has."""
+    known = set()
     for name, parameter in module.named_parameters():
+        known.add(id(parameter))
         if parameter.requires_grad:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
-            found[name] = gradient.detach().cpu().clone()
+            yield name, parameter
+    for number, optimizer in enumerate(optimizers):
+        others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known and p.requires_grad]
+        yield from ((f"parameter {index} outside of the module, in optimizer {number}", p) for index, p in enumerate(others))
+
+
+def _copies(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    return {name: parameter.detach().cpu().clone() for name, parameter in trained(module, optimizers)}
+
+
+def _gradients(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in trained(module, optimizers):
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
+        found[name] = gradient.detach().cpu().clone()
     return found

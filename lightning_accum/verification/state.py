@@ -1,0 +1,332 @@
+"""A module and all that it holds, as it is now, to be put back after it was trained."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_Found = Iterator[tuple[str, Any]]
+
+_OF_THE_MACHINE = (
+    "_io",
+    "_thread",
+    "asyncio",
+    "concurrent",
+    "logging",
+    "multiprocessing",
+    "socket",
+    "subprocess",
+    "threading",
+    "weakref",
+)
+"""Packages whose objects stand for something outside of the module: streams, locks, loggers."""
+_OF_LIBRARIES = (
+    *(f"torch.{package}." for package in ("_C", "_dynamo", "_functorch", "_inductor", "distributed", "fx")),
+    *(f"lightning.pytorch.{package}." for package in ("loggers", "strategies", "trainer")),
+    *(f"pytorch_lightning.{package}." for package in ("loggers", "strategies", "trainer")),
+)
+"""Their objects are shared by all modules, or are none's state."""
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, Enum, types.ModuleType, torch.dtype, torch.device, torch.layout)
+
+
+class ModuleState:
+    """The module itself is run, not a copy, which would be another module: a deep copy has no hooks on its tensors, and a function
+    that has captured the module, or a tensor of it, goes on to use the original.
+
+    Everything that is reached from the module is kept: attributes of all objects, what is in containers, what functions have
+    captured, tensors, arrays and random generators. It is put back into the very objects that held it. Files, locks, loggers and
+    the insides of compiled extensions are left as they are.
+
+    Args:
+        module: the module.
+
+    Raises:
+        MisconfigurationException: the module holds an iterator, which cannot be put back; or it is being trained over several
+            ranks, whose reduction is tied to its parameters.
+
+    Example:
+        >>> module = pl.LightningModule()
+        >>> module.seen = [1]
+        >>> with ModuleState(module).restored_afterwards():
+        ...     module.seen.append(2)
+        >>> module.seen
+        [1]
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        trainer = module._trainer
+        if trainer is not None and trainer.training and trainer.world_size > 1:
+            raise MisconfigurationException(
+                f"verify runs {type(module).__name__} itself, which is in a training over {trainer.world_size} ranks now: their"
+                " reduction of gradients is tied to its parameters. Call verify before trainer.fit or after it."
+            )
+        self._module = module
+        self._kept: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
+        self._seen: dict[int, Any] = {}
+        self._tensors: list[Tensor] = []
+        waiting: list[tuple[str, Any]] = [("", module)]
+        while waiting:
+            path, value = waiting.pop()
+            if isinstance(value, _ATOMS) or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            waiting.extend(self._keep(path, value))
+
+    @contextmanager
+    def restored_afterwards(self) -> Iterator[None]:
+        """In here the module has no Trainer and no gradients, and may be changed."""
+        self._module._trainer = None
+        try:
+            for tensor in self._tensors:
+                if tensor.is_leaf:
+                    tensor.grad = None
+                _remove_hooks_of_training(tensor)
+            yield
+        finally:
+            self._restore()
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for put_back, target, saved in self._kept:
+            put_back(target, saved)
+
+    # --- what is kept of an object, and what it leads to ------------------------------------------------------------------
+
+    def _keep(self, path: str, value: Any) -> _Found:
+        if isinstance(value, Tensor):
+            yield from self._keep_tensor(path, value)
+        elif isinstance(value, types.MethodType):
+            yield path, value.__self__
+            yield path, value.__func__
+        elif isinstance(value, types.FunctionType):
+            yield from self._keep_function(path, value)
+        elif isinstance(value, types.BuiltinFunctionType):  # such as list.append of a list
+            yield path, value.__self__
+        elif isinstance(value, partial):
+            yield from ((path, part) for part in (value.func, value.args, value.keywords))
+        elif isinstance(value, weakref.ref):
+            yield path, value()
+        elif (known := _own_kind(value)) is not None:
+            read, put_back = known
+            self._kept.append((put_back, value, read(value)))
+        elif not _is_opaque(value):
+            yield from self._keep_contents(path, value)
+            yield from self._keep_attributes(path, value)
+
+    def _keep_tensor(self, path: str, tensor: Tensor) -> _Found:
+        if is_lazy(tensor):
+            raise MisconfigurationException(
+                f"{path.lstrip('.')} has no shape yet. Run a batch through {type(self._module).__name__} before verify."
+            )
+        if tensor.is_inference():  # cannot be changed
+            return
+        self._tensors.append(tensor)
+        with torch.no_grad():
+            if not is_traceable_wrapper_subclass(tensor):  # that one is made of the tensors in its attributes
+                alias = tensor.data
+                self._kept.append((_put_back_tensor, tensor, (alias, None if alias.is_meta else alias.clone())))
+        if tensor.is_leaf:
+            self._kept.append((_put_back_requires_grad, tensor, tensor.requires_grad))
+            self._kept.append((_put_back_grad, tensor, tensor.grad))
+            yield path, tensor.grad
+        hooks = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+        self._kept.append((_put_back_hooks, tensor, hooks))
+        yield from ((path, held) for held in hooks)
+        yield from self._keep_attributes(path, tensor)
+
+    def _keep_function(self, path: str, function: types.FunctionType) -> _Found:
+        for cell in function.__closure__ or ():
+            try:
+                captured = cell.cell_contents
+            except ValueError:  # it is empty
+                continue
+            self._kept.append((_put_back_cell, cell, captured))
+            yield path, captured
+        yield from ((path, held) for held in (function.__defaults__, function.__kwdefaults__, function.__dict__))
+
+    def _keep_contents(self, path: str, value: Any) -> _Found:
+        if isinstance(value, (tuple, frozenset)):
+            yield from ((path, item) for item in value)
+        elif isinstance(value, dict):
+            self._kept.append((_put_back_dict, value, dict(value)))
+            yield from ((path, key) for key in value)
+            yield from ((f"{path}[{key!r}]" if isinstance(key, (str, int)) else path, item) for key, item in value.items())
+        elif isinstance(value, (list, set, deque, bytearray)):
+            self._kept.append((_put_back_items, value, list(value)))
+            yield from ((path, item) for item in value if not isinstance(item, _ATOMS))
+        elif isinstance(value, Iterator) and not hasattr(value, "__dict__"):
+            raise MisconfigurationException(
+                f"verify runs the module several times from the same state, but {path.lstrip('.')} is an iterator"
+                f" ({type(value).__name__}), which cannot be put back. Leave it out, or make it in setup()."
+            )
+
+    def _keep_attributes(self, path: str, value: Any) -> _Found:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._seen[id(attributes)] = attributes
+            self._kept.append((_put_back_class, value, type(value)))
+            self._kept.append((_put_back_dict, attributes, dict(attributes)))
+            for name, held in attributes.items():
+                yield f"{path}.{name}", held
+                if name in ("_modules", "_parameters", "_buffers") and isinstance(
+                    held, dict
+                ):  # they are known by the module's path
+                    yield from ((f"{path}.{key}", item) for key, item in held.items())
+        for name in _slots(type(value)):
+            try:
+                held = getattr(value, name)
+            except AttributeError:
+                self._kept.append((_remove_slot, value, name))
+                continue
+            self._kept.append((_put_back_slot, value, (name, held)))
+            yield f"{path}.{name}", held
+        if isinstance(value, torch.jit.ScriptModule):  # its tensors are not in its attributes
+            for name, buffer in value.named_buffers(recurse=False):
+                self._kept.append((partial(_put_back_scripted_buffer, name=name), value, buffer))
+            yield from ((f"{path}.{name}", held) for name, held in (*value.named_parameters(), *value.named_buffers()))
+
+
+def _is_opaque(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return False
+    if isinstance(value, io.IOBase):
+        return True
+    packages = [str(base.__module__) for base in type(value).__mro__]
+    return any(name.partition(".")[0] in _OF_THE_MACHINE or f"{name}.".startswith(_OF_LIBRARIES) for name in packages)
+
+
+def _own_kind(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None:
+    """How to read the state of an object that is not made of attributes, and how to put it back."""
+    if isinstance(value, torch.Generator):
+        return torch.Generator.get_state, _call(torch.Generator.set_state)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return random.Random.getstate, random.Random.setstate
+    if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(value, numpy.random.RandomState):
+            return numpy.random.RandomState.get_state, numpy.random.RandomState.set_state
+        if isinstance(value, numpy.random.Generator):
+            return lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)
+        if isinstance(value, numpy.ndarray) and value.flags.writeable:
+            return numpy.copy, _put_back_array
+    return None
+
+
+def _call(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
+    def put_back(target: Any, saved: Any) -> None:
+        method(target, saved)
+
+    return put_back
+
+
+def _slots(type_: type) -> Iterator[str]:
+    for base in type_.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+
+
+def _remove_hooks_of_training(tensor: Tensor) -> None:
+    """What watches the gradients of a training that goes on around this must not see those in here."""
+    for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
+        if hooks is None:
+            continue
+        for number, hook in list(hooks.items()):
+            while isinstance(hook, (partial, types.MethodType)):
+                hook = hook.func if isinstance(hook, partial) else hook.__func__
+            if str(getattr(hook, "__module__", "")).partition(".")[0] == "lightning_accum":
+                del hooks[number]
+
+
+# --- each goes back into the object that held it, and only where it is another now ------------------------------------------
+
+
+def _put_back_tensor(tensor: Tensor, saved: tuple[Tensor, Tensor | None]) -> None:
+    alias, value = saved
+    if not _are_in_one_place(tensor, alias):
+        tensor.data = alias
+    is_strided = alias.layout is torch.strided
+    is_expanded = is_strided and any(s == 0 and n > 1 for s, n in zip(alias.stride(), alias.shape, strict=True))
+    if value is not None and not is_expanded:  # what is expanded cannot be written to
+        alias.copy_(value)
+
+
+def _are_in_one_place(tensor: Tensor, alias: Tensor) -> bool:
+    if (tensor.shape, tensor.dtype, tensor.device, tensor.layout) != (alias.shape, alias.dtype, alias.device, alias.layout):
+        return False
+    return alias.layout is torch.strided and tensor.data_ptr() == alias.data_ptr() and tensor.stride() == alias.stride()
+
+
+def _put_back_requires_grad(tensor: Tensor, saved: bool) -> None:
+    if tensor.requires_grad != saved:
+        tensor.requires_grad_(saved)
+
+
+def _put_back_grad(tensor: Tensor, saved: Tensor | None) -> None:
+    if tensor.grad is not saved:
+        tensor.grad = saved
+
+
+def _put_back_hooks(tensor: Tensor, saved: tuple[Any, Any]) -> None:
+    for hooks, before in zip((tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)), saved, strict=True):
+        if before is None and hooks:
+            hooks.clear()
+
+
+def _put_back_cell(cell: Any, saved: Any) -> None:
+    cell.cell_contents = saved
+
+
+def _put_back_class(value: Any, saved: type) -> None:
+    if type(value) is not saved:
+        value.__class__ = saved
+
+
+def _put_back_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    if len(target) == len(saved) and all(a is b and v is w for (a, v), (b, w) in zip(target.items(), saved.items(), strict=True)):
+        return
+    base = OrderedDict if isinstance(target, OrderedDict) else dict  # subclasses may add or forbid
+    base.clear(target)
+    base.update(target, saved)
+
+
+def _put_back_items(target: Any, saved: list[Any]) -> None:
+    if len(target) == len(saved) and all(a is b for a, b in zip(target, saved, strict=True)):
+        return
+    target.clear()
+    (target.update if isinstance(target, set) else target.extend)(saved)
+
+
+def _put_back_slot(value: Any, saved: tuple[str, Any]) -> None:
+    name, held = saved
+    if getattr(value, name, saved) is not held:
+        object.__setattr__(value, name, held)
+
+
+def _remove_slot(value: Any, name: str) -> None:
+    if hasattr(value, name):
+        object.__delattr__(value, name)
+
+
+def _put_back_array(array: Any, saved: Any) -> None:
+    array[...] = saved
+
+
+def _put_back_scripted_buffer(module: Any, buffer: Tensor, name: str) -> None:
+    setattr(module, name, buffer)
