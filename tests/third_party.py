@@ -1,0 +1,186 @@
+"""Modules of other packages, unchanged: does a window of theirs take the step of one batch?
+
+For each package an environment is made, in which its modules are trained on a little data four times, in float64 and with SGD: on
+batches of 8 with plain Lightning (the reference), on batches of 3, 3 and 2 in windows of three and on batches of 8 that are split
+into micro-batches of 3 with this package, and on the small batches with Lightning's own ``accumulate_grad_batches``. The table has the
+deviation of the three from the reference: the norm of the difference of all parameters over the norm of what training has changed.
+
+    python tests/third_party.py                          # all, in environments that are deleted afterwards
+    python tests/third_party.py chemprop gluonts         # some
+    python tests/third_party.py --environment DIR        # make the environments there, or use those that are there
+    python tests/third_party.py --write                  # also writes notebooks/third_party.md
+
+The exit code is 1 where a module is silently wrong: more than 1e-9 off (1e-4 in float32) without a warning or an error.
+Where packages come from, and which torch, is pip's own configuration: PIP_CONSTRAINT can keep it from installing another torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "notebooks" / "third_party.md"
+BASE = ["torch", "lightning", "pytorch-lightning", "torchmetrics", "typing_extensions", "numpy", "pandas", "scikit-learn"]
+WAYS = ("windows", "split")
+LIMIT = {"64-true": 1e-9}
+FLOAT32_LIMIT = 1e-4
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from third_party_modules import PACKAGES, Package  # noqa: E402
+from third_party_modules import chemistry, forecasting, graphs, recommenders, single_cell, speech, tabular  # noqa: E402, F401  # each puts its packages there
+
+Row = dict[str, Any]
+
+
+def python_of(environment: Path) -> str:
+    """Its interpreter."""
+    return str(environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+
+
+def pip_install(python: str, *arguments: str) -> None:
+    """Install into the environment of ``python``."""
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+
+
+def site_packages(python: str) -> str:
+    """Where its packages lie."""
+    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def prepare(directory: Path, package: Package) -> str:
+    """Make the package's environment in ``directory``, unless it is there, on top of one that all share. Returns its interpreter."""
+    base, own = directory / "base", directory / "env" / package.name
+    if not (directory / "base.done").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(base)], check=True)
+        pip_install(python_of(base), *BASE)
+        (directory / "base.done").touch()
+    done = own.with_name(f"{own.name}.done")
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(own)], check=True)
+        (Path(site_packages(python_of(own))) / "base.pth").write_text(site_packages(python_of(base)))
+        if package.requirements:
+            pip_install(python_of(own), *package.requirements)
+        if package.without_dependencies:
+            pip_install(python_of(own), "--no-deps", *package.without_dependencies)
+        done.touch()
+    return python_of(own)
+
+
+def examined(directory: Path, package: Package) -> list[Row]:
+    """Install a package and train its modules, in a process of their own. A package that fails is one row that says so."""
+    failed = {"package": package.name, "field": package.field, "imports": package.imports, "module": "", "version": ""}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rows.json")
+        try:
+            python = prepare(directory, package)
+            command = [python, "-W", "ignore", "-m", "third_party_modules.training", package.name, str(out)]
+            subprocess.run(command, check=True, env=environment, timeout=1800)
+        except subprocess.SubprocessError as error:
+            return [{**failed, "failed": f"not trained: {type(error).__name__}"}]
+        rows: list[Row] = json.loads(out.read_text())
+    return rows
+
+
+def is_silently_wrong(row: Row) -> bool:
+    """Whether a way deviates, or is not a number, and nothing was said."""
+    limit = LIMIT.get(row.get("precision", "64-true"), FLOAT32_LIMIT)
+    return any(not row["said"][way] and not row["deviations"][way] <= limit for way in row.get("said", ()))
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown."""
+    titles = ["package", "module", "import", "in windows", "split", "Lightning's own", "what this package said"]
+    lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
+    for row in rows:
+        deviations = [_short(row.get("deviations", {}).get(way)) for way in (*WAYS, "lightning")]
+        name = f"{row['package']} {row['version']} ({row['field']})"
+        arguments = "".join(f", `{argument}=`" for argument in row.get("arguments", ()))
+        lines.append(f"| {name} | {row['module']}{arguments} | `{row['imports']}` | {' | '.join(deviations)} | {_said(row)} |")
+    return "\n".join(lines)
+
+
+def _short(number: float | None) -> str:
+    return "" if number is None else f"{number:.0e}".replace("e-0", "e-") if number else "0"
+
+
+def _said(row: Row) -> str:
+    if "failed" in row:
+        return f"nothing: {row['failed']}"
+    windows, split = (row["said"][way] for way in WAYS)
+    if windows == split:
+        parts = [windows or "exact"]
+    else:
+        parts = [f"in windows {windows or 'exact'}", f"split {split or 'exact'}"]
+    wrong = "**silently wrong**; " if is_silently_wrong(row) else ""
+    return (wrong + "; ".join(parts)).replace("|", "\\|")
+
+
+def page(rows: list[Row], versions: str) -> str:
+    """The page of the guide."""
+    packages = {row["package"] for row in rows if "failed" not in row}
+    return f"""# Modules of other packages
+
+{len(packages)} packages, {len(rows)} modules, each unchanged. `python tests/third_party.py --write` installs the packages, trains the modules and writes this page.
+
+Each module is trained in float64 with SGD (dropout 0, BatchNorm as the module has it, other random numbers the same for every row) on 24 rows, in two epochs:
+whole (batches of 8, plain Lightning), *in windows* (`GradientAccumulation(3)` on batches of 3, 3 and 2), *split* (`GradientAccumulation(micro_batch=3)` on batches of 8), and with
+*Lightning's own* `accumulate_grad_batches=3` on the batches of 3, 3 and 2. The numbers are how far the parameters are from those of the whole batches, in parts of what training has changed.
+"exact" is at most 1e-9 without a word; a warning or an error is quoted with its first words. An argument behind a module's name is one that was passed for it.
+
+{table(rows)}
+
+Measured on {datetime.date.today()} with {versions}, Python {platform.python_version()}.
+"""
+
+
+def versions(directory: Path) -> str:
+    """Of what all environments share."""
+    code = "import importlib.metadata as m; print(', '.join(f'{n} {m.version(n)}' for n in ('torch', 'lightning', 'pytorch-lightning')))"
+    return subprocess.run([python_of(directory / "base"), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def main() -> int:
+    """Read the command line, examine the packages, print the table."""
+    parser = argparse.ArgumentParser(description="Train modules of other packages whole, in windows and split, and compare.")
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=f"of {', '.join(PACKAGES)} (default: all)")
+    parser.add_argument("--environment", type=Path, help="make the environments there and keep them; use those that are there")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    options = parser.parse_args()
+    if unknown := set(options.packages) - set(PACKAGES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    directory = (options.environment or Path(tempfile.mkdtemp(prefix="third_party_"))).resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    try:
+        for name in options.packages or PACKAGES:
+            found = examined(directory, PACKAGES[name])
+            print("\n".join(table(found).splitlines()[2:]), flush=True)
+            rows += found
+        print(f"\n{table(rows)}")
+        if options.write:
+            PAGE.write_text(page(rows, versions(directory)), encoding="utf-8")
+    finally:
+        if options.environment is None:
+            shutil.rmtree(directory, ignore_errors=True)
+    wrong = [f"{row['package']} {row['module']}" for row in rows if is_silently_wrong(row)]
+    if wrong:
+        print(f"Silently wrong: {'; '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

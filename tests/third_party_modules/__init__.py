@@ -1,0 +1,74 @@
+"""Modules of other packages, each with a little data of its kind. ``tests/third_party.py`` trains them.
+
+A file here is one field. It imports its packages inside of functions, since each has an environment of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader, default_collate
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module and its data.
+
+    ``module`` makes it anew, with the same parameters where torch's seed is the same. ``rows`` are what ``collate`` joins into a batch;
+    ``loader`` makes a loader that yields the rows of each of the given lists of indices, for packages with loaders of their own.
+    ``arguments`` go to GradientAccumulation, and their names into the table. ``precision`` is the Trainer's.
+    """
+
+    name: str
+    module: Callable[[], Any]
+    rows: Sequence[Any] = ()
+    collate: Callable[[list[Any]], Any] = default_collate
+    loader: Callable[[list[list[int]]], Any] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    learning_rate: float = 0.01
+    precision: str = "64-true"
+
+    def new_loader(self, batches: list[list[int]]) -> Any:
+        """A loader whose batches have these rows."""
+        if self.loader is not None:
+            return self.loader(batches)
+        return DataLoader(self.rows, batch_sampler=batches, collate_fn=self.collate)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Package:
+    """What is installed, and the cases that it has. ``imports`` is the Lightning that its modules are of."""
+
+    name: str
+    field: str
+    imports: str
+    cases: Callable[[], list[Case]]
+    requirements: Sequence[str] = ()
+    without_dependencies: Sequence[str] = ()
+
+
+PACKAGES: dict[str, Package] = {}
+"""By name on PyPI."""
+
+
+def package(
+    name: str, field: str, imports: str, *requirements: str, without_dependencies: Sequence[str] = ()
+) -> Callable[[Callable[[], list[Case]]], Callable[[], list[Case]]]:
+    """Put the cases that the decorated function returns into :data:`PACKAGES`.
+
+    Args:
+        name: on PyPI.
+        field: what it is for.
+        imports: ``"lightning"`` or ``"pytorch_lightning"``.
+        requirements: what pip installs; the name where there are none.
+        without_dependencies: what pip installs with ``--no-deps``, where a dependency is not needed for training and cannot be had.
+    """
+
+    def register(cases: Callable[[], list[Case]]) -> Callable[[], list[Case]]:
+        wanted = requirements or (() if without_dependencies else (name,))
+        PACKAGES[name] = Package(name, field, imports, cases, wanted, without_dependencies)
+        return cases
+
+    return register

@@ -1,0 +1,107 @@
+"""Molecules and atoms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import Case, package
+
+SMILES = [
+    "C", "CCO", "c1ccccc1", "CC(=O)O", "CCN(CC)CC", "CCCCCCCC", "c1ccc2ccccc2c1", "CC(C)O",
+    "O=C=O", "CC#N", "CS(=O)C", "c1ccncc1", "CCOC(=O)C", "C1CCCCC1", "CC(C)(C)O", "OCC(O)CO",
+    "Clc1ccccc1", "CCBr", "C1CCOC1", "CNC=O", "Cc1ccccc1C", "CCCCO", "N#Cc1ccccc1", "CC(=O)C",
+]  # fmt: skip
+
+
+@package("chemprop", "chemistry", "lightning")
+def chemprop() -> list[Case]:
+    import torch
+    from chemprop import data, models, nn
+    from chemprop.data.collate import collate_batch
+
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.randn(len(SMILES), 2, generator=generator)
+    targets[::5, 1] = float("nan")  # not measured: these do not count in the loss
+    rows = data.MoleculeDataset(
+        [data.MoleculeDatapoint.from_smi(smiles, y=target.numpy()) for smiles, target in zip(SMILES, targets, strict=True)]
+    )
+
+    def module() -> Any:
+        return models.MPNN(nn.BondMessagePassing(d_h=16, depth=2), nn.MeanAggregation(), nn.RegressionFFN(n_tasks=2, hidden_dim=16, input_dim=16))
+
+    def collate(molecules: list[Any]) -> Any:
+        batch = collate_batch(molecules)
+        batch.bmg.V, batch.bmg.E = batch.bmg.V.double(), batch.bmg.E.double()
+        return batch
+
+    return [Case("MPNN", module, rows, collate)]
+
+
+@package("schnetpack", "chemistry", "pytorch_lightning")
+def schnetpack() -> list[Case]:
+    from typing import TypeVar
+
+    import numpy as np
+    import torch
+    from ase import Atoms
+
+    torch.utils.data.dataloader.T_co = TypeVar("T_co", covariant=True)  # type: ignore[attr-defined]  # torch 2.13 has it no more
+    import schnetpack as spk
+    from schnetpack.data.loader import _atoms_collate_fn
+
+    generator = np.random.default_rng(0)
+    convert = spk.interfaces.AtomsConverter(spk.transform.ASENeighborList(cutoff=4.0), dtype=torch.float64)
+    rows = []
+    for number in generator.integers(2, 7, size=24):
+        row = convert(Atoms(["H", "C", "O", "N", "H", "H"][:number], generator.normal(scale=1.5, size=(number, 3))))
+        row = {key: value for key, value in row.items() if key != "_idx_m" and not key.endswith("_local")}
+        row["energy"] = torch.tensor([float(number)]) + torch.from_numpy(generator.normal(size=1))
+        row["forces"] = torch.from_numpy(generator.normal(size=(number, 3)))
+        rows.append(row)
+
+    def case(name: str, has_forces: bool, **arguments: Any) -> Case:
+        def module() -> Any:
+            basis = spk.nn.GaussianRBF(n_rbf=6, cutoff=4.0)
+            schnet = spk.representation.SchNet(8, 1, basis, spk.nn.CosineCutoff(4.0))
+            heads: list[Any] = [spk.atomistic.Atomwise(n_in=8, output_key="energy")]
+            outputs = [spk.task.ModelOutput("energy", torch.nn.MSELoss(), 0.1)]
+            if has_forces:
+                heads.append(spk.atomistic.Forces(energy_key="energy", force_key="forces"))
+                outputs.append(spk.task.ModelOutput("forces", torch.nn.MSELoss(), 0.9))
+            model = spk.model.NeuralNetworkPotential(schnet, input_modules=[spk.atomistic.PairwiseDistances()], output_modules=heads)
+            return spk.task.AtomisticTask(model, outputs, torch.optim.SGD, {"lr": 0.01})
+
+        return Case(name, module, rows, _atoms_collate_fn, arguments=arguments)
+
+    def split(batch: dict[str, Any], size: int) -> list[Any]:
+        return [_atoms_collate_fn([rows[int(index)] for index in part]) for part in np.split(np.arange(8), [3, 6])]
+
+    return [case("SchNet, energy", False), case("SchNet, energy and forces", True)]
+
+
+@package("matgl", "chemistry", "lightning")
+def matgl() -> list[Case]:
+    import numpy as np
+    import torch
+    from matgl.ext.pymatgen import Molecule2Graph
+    from matgl.graph.data import collate_fn_graph, collate_fn_pes
+    from matgl.models import MEGNet, TensorNet
+    from matgl.utils.training import ModelLightningModule, PotentialLightningModule
+    from pymatgen.core import Molecule
+    from torch_geometric.data import Batch
+
+    generator = np.random.default_rng(0)
+    elements = ("H", "C", "N", "O")
+    converter = Molecule2Graph(element_types=elements, cutoff=4.0)
+    rows = []
+    for number in generator.integers(2, 7, size=24):
+        graph, lattice, state = converter.get_graph(Molecule(list("CHONHH")[:number], generator.normal(scale=1.5, size=(number, 3))))
+        graph.pos = torch.as_tensor(graph.frac_coords if "pos" not in graph else graph.pos)
+        rows.append((graph, lattice, torch.tensor(state), {"energy": float(number)}))
+    del Batch, collate_fn_pes, TensorNet, PotentialLightningModule
+
+    def megnet() -> Any:
+        return ModelLightningModule(MEGNet(dim_node_embedding=8, dim_edge_embedding=8, dim_state_embedding=2, nblocks=1, element_types=elements))
+
+    return [Case("MEGNet", megnet, rows, collate_fn_graph)]
