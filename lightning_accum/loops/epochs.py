@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer import call
@@ -36,6 +37,14 @@ _IS_READ = pl.__version__.startswith(("2.5.", "2.6."))
 
 class AccumulatingFitLoop(_FitLoop):
     """The last window ends with the training, and an epoch is as long as that of the rank that has the most."""
+
+    @_FitLoop.restarting.setter  # type: ignore[attr-defined, untyped-decorator]  # a property
+    def restarting(self, restarting: bool) -> None:
+        _FitLoop.restarting.fset(self, restarting)
+        epoch = self.epoch_progress.current
+        if epoch.processed == epoch.ready and self.epoch_loop.batch_progress.is_last_batch:
+            # Lightning, where max_steps is set, goes back to the end of the epoch, and from there counts it twice
+            _Loop.restarting.fset(self, False)
 
     @override
     def run(self) -> None:
@@ -293,6 +302,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         if interval == "step":
             # the first thing that Lightning does after every loader batch, also where it was None and nothing ran
+            if self.batch_progress.total.started < self.batch_progress.total.ready:  # type: ignore[attr-defined]  # the tracker has it
+                self.batch_progress.increment_started()  # which it forgets for None, and then resumes one batch too early
             if not update_plateau_schedulers and self.batch_progress.total.ready != self.optimization.visited:
                 self._visit_skipped_batch()
             if self._should_accumulate():

@@ -1,0 +1,415 @@
+"""A random search over resume: a training that was stopped anywhere and goes on in a new Trainer is the one that was not stopped.
+
+Each seed draws a training and a place to stop, see :class:`Point`. To run one again: ``pytest -m slow -k "one_process and seed_017"``.
+Over two processes all seeds run inside one pair, which reads them from its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from support import OPTIMIZERS, pad, trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_accum import DDPAccumulationStrategy, GradientAccumulation, SampleCount, TokenCount, Tokens
+
+ONE_PROCESS, TWO_PROCESSES = 300, 120
+"""How many seeds."""
+pytestmark = pytest.mark.slow
+
+
+# --- what is drawn -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ByStep:
+    """A window that is a function of the optimizer step."""
+
+    sizes: tuple[int, ...]
+
+    def __call__(self, step: int) -> int:
+        return self.sizes[step % len(self.sizes)]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A training, and where it is stopped.
+
+    ``batches`` has a string a rank, with a letter a loader batch: b, n (with a NaN) or 0 (None). ``stop`` is the hook that takes the
+    checkpoint, from loader batch ``after`` on, counted over all epochs.
+    """
+
+    seed: int
+    batches: tuple[str, ...]
+    epochs: int
+    max_steps: int
+    policy: dict[str, Any]
+    optimizer: str
+    scheduler: tuple[str, int] | None
+    dropout: float
+    clip: float | None
+    memory: int
+    sync: str
+    stop: str
+    after: int = 0
+
+
+def draw(seed: int, ranks: int) -> Point:
+    """The point of a seed."""
+    rng = random.Random(seed)
+    most = rng.randint(3, 7)
+    on_nonfinite = rng.choice(["propagate", "propagate", "skip"])
+    letters = "bbbbbb" + rng.choice(["", "", "0"]) + ("n" if on_nonfinite == "skip" else "")
+    lengths = [most, *(max(1, most - rng.choice([0, 0, 1, 2])) for _ in range(ranks - 1))]
+    weight = rng.choice(["auto", "auto", "auto", "equal", TokenCount(), SampleCount()])
+    tokens = {"equal": (1, 4), SampleCount: (3, 12)}.get(weight if weight == "equal" else type(weight), (10, 70))
+    window: Any = rng.choice(
+        [
+            rng.randint(1, most),
+            {0: rng.randint(1, most), 1: rng.randint(1, most)},
+            ByStep(tuple(rng.randint(1, most) for _ in range(3))),
+            Tokens(rng.randint(*tokens)),
+        ]
+    )
+    policy = {
+        "window": window,
+        "tail": rng.choice(["step", "drop", "carry"]),
+        "weight": weight,
+        "micro_batch": rng.choice([None, None, 1, 2, Tokens(rng.randint(6, 20)), "auto"]),
+        "on_nonfinite": on_nonfinite,
+        "scheduler_counts": rng.choice(["optimizer_steps", "micro_batches"]),
+        "trim_padding": rng.choice([False, False]),
+    }
+    return Point(
+        seed=seed,
+        batches=tuple("".join(rng.choice(letters) for _ in range(length)) for length in lengths),
+        epochs=rng.randint(1, 3),
+        max_steps=rng.choice([-1, -1, rng.randint(1, 6)]),
+        policy=policy,
+        optimizer=rng.choice(list(OPTIMIZERS)),
+        scheduler=rng.choice([None, ("step", 1), ("step", rng.randint(2, 3)), ("epoch", 1)]),
+        dropout=rng.choice([0.0, 0.3]),
+        clip=rng.choice([None, None, 0.1]),
+        memory=rng.randint(1, 3) if policy["micro_batch"] == "auto" else 1000,
+        sync=rng.choice(["window", "micro_batch"]),
+        stop=rng.choice(["on_train_batch_end", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]),
+    )
+
+
+def batches_of(point: Point, rank: int) -> list[Any]:
+    """Sequences of unequal lengths."""
+    generator = torch.Generator().manual_seed(1000 * point.seed + rank)
+
+    def number(most: int) -> int:
+        return int(torch.randint(1, most + 1, (), generator=generator))
+
+    def batch(letter: str) -> Any:
+        rows = pad([torch.randint(0, 11, (number(7),), generator=generator) for _ in range(number(5))])
+        noise = torch.zeros(len(rows["labels"]))
+        noise[0] = torch.nan if letter == "n" else 0.0
+        return None if letter == "0" else {**rows, "noise": noise}
+
+    return [batch(letter) for letter in point.batches[rank]]
+
+
+# --- what is trained -----------------------------------------------------------------------------------------------------
+
+
+class Loader:
+    """Knows the place of all ranks in the epoch, which the Trainer counts: Lightning saves the state of rank 0's loader only."""
+
+    def __init__(self, batches: list[Any], module: Module) -> None:
+        self.batches, self.module, self.begin_at = batches, module, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.begin_at = self.begin_at, 0
+        yield from self.batches[start:]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.module.trainer.fit_loop.epoch_loop.batch_progress.current.ready}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin_at = state["at"] % max(map(len, self.module.point.batches))
+
+
+class Module(pl.LightningModule):
+    def __init__(self, point: Point) -> None:
+        super().__init__()
+        torch.manual_seed(point.seed)
+        self.point = point
+        self.net = nn.Sequential(nn.Embedding(11, 6), nn.Dropout(point.dropout), nn.Tanh(), nn.Linear(6, 11))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if len(batch["labels"]) > self.point.memory:
+            raise torch.OutOfMemoryError("as if")
+        logits = self.net(batch["input_ids"]) + batch["noise"][:, None, None]
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def train_dataloader(self) -> Loader:
+        return Loader(batches_of(self.point, self.trainer.global_rank), self)
+
+    def val_dataloader(self) -> list[int]:
+        return [1]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS[self.point.optimizer](self.parameters())
+        if self.point.scheduler is None:
+            return optimizer
+        interval, frequency = self.point.scheduler
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": interval, "frequency": frequency}]
+
+
+class RandomState(Callback):
+    """Random numbers go on where they were: Lightning's checkpoints do not hold their state."""
+
+    states: list[Tensor] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        states: list[Any] = [torch.get_rng_state()]
+        if dist.is_initialized():
+            states = [None] * dist.get_world_size()
+            dist.all_gather_object(states, torch.get_rng_state())
+        return {"states": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.states = state_dict["states"]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self.states is not None:
+            torch.set_rng_state(self.states[trainer.global_rank])
+
+
+class Stop(Callback):
+    """Takes a checkpoint in the hook ``stop``, once ``after`` loader batches are done, or at the end; and ends the training."""
+
+    def __init__(self, point: Point) -> None:
+        self.point, self.is_done = point, False
+
+    def stop(self, trainer: pl.Trainer, hook: str) -> None:
+        is_due = trainer.fit_loop.epoch_loop.batch_progress.total.ready >= self.point.after > 0
+        if is_due and not self.is_done and hook in (self.point.stop, "on_train_end"):
+            self.is_done = trainer.should_stop = True
+            trainer.save_checkpoint("stopped.ckpt")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.stop(trainer, "on_train_batch_end")
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.stop(trainer, "on_validation_end")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.stop(trainer, "on_train_epoch_end")
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.stop(trainer, "on_train_end")
+
+
+class Record(Callback):
+    """Writes down the last window of each loader batch that ended one, the loss of each epoch, and what a training ends with."""
+
+    def __init__(self) -> None:
+        self.windows: dict[int, dict[str, float]] = {}
+        self.epochs: dict[int, float] = {}
+        self.batches = self._steps = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._steps = trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if trainer.global_step > self._steps:
+            shown = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("window/")}
+            self.windows[self.batches] = {name: value for name, value in shown.items() if name not in _NOT_OF_THE_WINDOW}
+            self.windows[self.batches]["epoch"] = trainer.current_epoch
+        self._steps = trainer.global_step
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.epochs[trainer.current_epoch] = float(trainer.callback_metrics.get("window/loss_epoch", torch.nan))
+
+    def end(self, trainer: pl.Trainer) -> None:
+        self.at_end = {
+            "parameters": dict(trainer.lightning_module.named_parameters()),
+            "optimizer": trainer.optimizers[0].state_dict(),
+            "scheduler": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            "optimizer steps": trainer.global_step,
+            "loader batches": trainer.fit_loop.epoch_loop.batch_progress.total.ready,
+        }
+
+
+_NOT_OF_THE_WINDOW = ("window/weight_per_second", "window/loss_epoch")  # the clock's, and the epoch's before
+
+
+def train(point: Point, checkpoint: str | None = None) -> Record:
+    """Train; stop where the point says, if it does; go on from a checkpoint."""
+    record, ranks = Record(), len(point.batches)
+    run = trainer(
+        DDPAccumulationStrategy(sync=point.sync) if ranks > 1 else "accum",
+        devices=ranks,
+        max_epochs=point.epochs,
+        max_steps=point.max_steps,
+        gradient_clip_val=point.clip,
+        num_sanity_val_steps=0,
+        limit_val_batches=1 if point.stop == "on_validation_end" else 0,
+        val_check_interval=1 + point.seed % min(map(len, point.batches)),
+        callbacks=[GradientAccumulation(**point.policy), RandomState(), record, Stop(point)],
+    )
+    run.fit(Module(point), ckpt_path=checkpoint)
+    record.end(run)
+    return record
+
+
+# --- what is compared ----------------------------------------------------------------------------------------------------
+
+
+def differences(found: Any, expected: Any, where: str) -> list[str]:
+    """Where two nests of tensors and numbers are not the same to the bit."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        if found.keys() != expected.keys():
+            return [f"{where}: has {sorted(map(str, found))}, expected {sorted(map(str, expected))}"]
+        return [line for key in expected for line in differences(found[key], expected[key], f"{where} {key}")]
+    if isinstance(expected, (list, tuple)) and len(found) == len(expected):
+        return [line for a, b in zip(found, expected, strict=True) for line in differences(a, b, where)]
+    if isinstance(expected, Tensor):
+        return [] if torch.equal(found, expected) else [f"{where}: off by {(found - expected).abs().max():.1e}"]
+    both_nan = found != found and expected != expected
+    return [] if found == expected or both_nan else [f"{where}: {found}, expected {expected}"]
+
+
+def examine(point: Point) -> list[str]:
+    """What differs, on this rank, between the training of a point and the one that was stopped and went on."""
+    whole = train(replace(point, after=0))
+    point = replace(point, after=random.Random(point.seed + 10**6).randint(1, max(1, whole.batches - 1)))
+    stopped = train(point)
+    resumed = train(replace(point, after=0), "stopped.ckpt")
+    at = max(stopped.windows, default=0)
+    begun = min(resumed.windows, default=10**9)
+    found = differences(resumed.at_end, whole.at_end, "at the end,")
+    found += differences(stopped.windows, {n: window for n, window in whole.windows.items() if n <= at}, "before the stop, window at")
+    later = {n: window for n, window in whole.windows.items() if n > point.after and n >= begun}
+    found += differences(resumed.windows, later, "after it, window at")
+    found += differences(resumed.epochs, {epoch: whole.epochs.get(epoch) for epoch in resumed.epochs}, "window/loss_epoch of")
+    return found and [str(point), *found]
+
+
+# --- one process, and two ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(ONE_PROCESS), ids=lambda seed: f"seed_{seed:03d}")
+def test_on_one_process(seed: int) -> None:
+    found = examine(draw(seed, ranks=1))
+    assert not found, "\n".join(found)
+
+
+class Pair:
+    """Two processes, with the variables that torchrun sets, that take seeds and answer with what differs."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+        here |= {"TORCHELASTIC_RUN_ID": "search", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__).resolve())]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
+        self.processes = [
+            subprocess.Popen(command, env={**os.environ, **here, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.DEVNULL, **pipes)
+            for rank in ("0", "1")
+        ]
+        self.answers: Queue[str] = Queue()
+        Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self.processes[0].stdout or ():
+            self.answers.put(line)
+        self.answers.put("")  # it has ended
+
+    def ask(self, seed: int) -> list[str]:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{seed}\n")
+            process.stdin.flush()
+        try:
+            answer = self.answers.get(timeout=100)
+        except Empty:
+            answer = ""
+        return json.loads(answer) if answer else ["no answer"]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], list[str]]]:
+    """Asks a pair about a seed; after a failure a new one."""
+    pairs: list[Pair] = []
+
+    def ask(seed: int) -> list[str]:
+        if not pairs:
+            pairs.append(Pair(tmp_path_factory.mktemp("pair")))
+        try:
+            found = pairs[0].ask(seed)
+        except OSError:
+            found = ["a process has ended"]
+        if found:
+            pairs.pop().close()
+        return found
+
+    yield ask
+    for one in pairs:
+        one.close()
+
+
+@pytest.mark.parametrize("seed", range(TWO_PROCESSES), ids=lambda seed: f"seed_{seed:03d}")
+def test_on_two_processes(seed: int, pair: Callable[[int], list[str]]) -> None:
+    found = pair(seed)
+    assert not found, "\n".join([str(draw(seed, ranks=2)), *found])
+
+
+def answer_seeds() -> None:
+    """A process of the pair."""
+    import conftest  # noqa: F401  # a quiet Lightning and one thread
+    import traceback
+
+    warnings.simplefilter("ignore")
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        try:
+            found = examine(draw(int(line), ranks=2))
+        except BaseException as error:  # the other rank may wait: both end
+            print(json.dumps(["".join(traceback.format_exception(error))]), file=answers, flush=True)
+            os._exit(1)
+        of_all: list[Any] = [None, None]
+        dist.all_gather_object(of_all, found)
+        print(json.dumps(of_all[0] or of_all[1]), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    answer_seeds()
