@@ -107,7 +107,8 @@ class Planner:
         self._split = split
         self._warn = warn
         self._coincidences = Coincidences()
-        self._proofs = Proofs(warn)
+        self.proofs = Proofs(warn)
+        """What was found out about padding."""
         self._pattern: Pattern | None = None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._warned_of_long_rows = False
@@ -128,7 +129,7 @@ class Planner:
 
     def prove_again(self) -> None:
         """What a loss depends on may change in a training: ask again where trimming was found right."""
-        self._proofs.forget_what_was_right()
+        self.proofs.forget_what_was_right()
 
     def plan(self, batch: Any, proof: Proof) -> Plan:
         """Plan one batch.
@@ -152,7 +153,7 @@ class Planner:
         spans: dict[int, Spans] = {}
         if self._trim and not self._fits(layout):
             spans = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
-            spans = self._proofs.trimmable(layout, spans, proof)
+            spans = self.proofs.trimmable(layout, spans, proof)
         pieces, order = self._pieces(layout, spans)
         if not self.description:
             self.description = self._describe(layout, bool(spans))
