@@ -213,7 +213,7 @@ def long(seed: int) -> dict[str, Tensor]:
 
 def test_rounding_in_bfloat16_is_no_dependence(recwarn: pytest.WarningsRecorder) -> None:
     module = NearlyTrained()
-    before = [parameter for parameter in module.parameters()]
+    before = list(module.parameters())
     run = trainer(callbacks=[GradientAccumulation(micro_batch=2)], precision="bf16-true")
     run.fit(module, loader([long(0), long(1)]))
     assert not warnings_of(recwarn)
@@ -269,6 +269,70 @@ def test_a_resumed_training_keeps_what_was_found_out(tmp_path: Any) -> None:
     resumed = Widths()
     trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(resumed, loader(batches), ckpt_path=path)
     assert resumed.widths[:3] == TRIMMED
+
+
+# --- a module that takes the longest of its rows for the number of columns -----------------------------------------------
+
+
+class Forecaster(pl.LightningModule):
+    """Encoder and decoder have the columns that the longest of their rows needs, as in a temporal fusion transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.encode, self.decode = nn.Linear(2, 3, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64)
+        self.rows: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, (target, _) = batch
+        self.rows.append(len(target))
+        past, future = (self.mask(x[f"{side}_lengths"])[..., None] for side in ("encoder", "decoder"))
+        context = (self.encode(x["encoder_cont"]) * past).sum(1) / past.sum(1)  # of other sizes: an error of torch
+        joined = torch.cat((x["decoder_cont"], context[:, None].expand(-1, future.shape[1], -1)), 2)
+        return ((self.decode(joined)[..., 0] - target).abs() * future[..., 0]).sum() / future.sum()
+
+    def mask(self, lengths: Tensor) -> Tensor:
+        return torch.arange(int(lengths.max())) < lengths[:, None]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def forecasts(encoder: list[int], decoder: list[int], seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"encoder": (len(encoder), max(encoder), 2), "decoder": (len(decoder), max(decoder), 2)}
+    x = {f"{side}_cont": torch.rand(shape, generator=generator, dtype=torch.float64) for side, shape in shapes.items()}
+    x |= {"encoder_lengths": torch.tensor(encoder), "decoder_lengths": torch.tensor(decoder)}
+    return x, (torch.rand(shapes["decoder"][:2], generator=generator, dtype=torch.float64), None)
+
+
+FORECASTS = [forecasts([9, 4, 7, 5, 9, 6], [3, 6, 1, 2, 6, 4], 0), forecasts([5, 8, 5, 7, 4, 4], [3, 3, 5, 1, 2, 2], 1)]
+
+
+def test_lengths_trim_every_tensor_that_they_are_of(recwarn: pytest.WarningsRecorder) -> None:
+    whole, split = Forecaster(), Forecaster()
+    trainer("auto").fit(whole, loader(FORECASTS))
+    trainer(callbacks=[GradientAccumulation(micro_batch=2, trim_padding="lengths")]).fit(split, loader(FORECASTS))
+    assert split.rows == [2, 2, 2] * 2
+    assert relative_error(split.parameters(), whole.parameters()) < 1e-12
+    assert not warnings_of(recwarn)
+
+
+def test_one_key_of_lengths_is_enough_where_only_those_differ() -> None:
+    batches = [forecasts([9] * 6, [3, 6, 1, 2, 6, 4], 0), forecasts([8] * 4, [2, 2, 3, 1], 1)]
+    whole, split = Forecaster(), Forecaster()
+    trainer("auto").fit(whole, loader(batches))
+    trainer(callbacks=[GradientAccumulation(micro_batch=2, trim_padding="decoder_lengths")]).fit(split, loader(batches))
+    assert relative_error(split.parameters(), whole.parameters()) < 1e-12
+
+
+def test_an_error_of_a_micro_batch_names_it_and_keeps_its_type() -> None:
+    with pytest.raises(RuntimeError, match="must match the size") as raised:
+        trainer(callbacks=[GradientAccumulation(micro_batch=2, trim_padding=False)]).fit(Forecaster(), loader(FORECASTS))
+    if hasattr(raised.value, "__notes__"):  # Python 3.10 has none
+        (note,) = raised.value.__notes__
+        assert "micro-batch 1 of 3, rows 2, 3 of the loader batch, with all columns" in note
+        assert "trim_padding=<their key>" in note
 
 
 # --- what a batch is to a module --------------------------------------------------------------------------------------

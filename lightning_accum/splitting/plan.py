@@ -73,6 +73,28 @@ class Plan:
         """The samples of the current micro-batch, where it is known to be made of them."""
         return self.pieces[self.current].count if self.is_read else None
 
+    def note(self, error: Exception) -> None:
+        """Add to an error which micro-batch raised it (Python 3.10 shows no notes)."""
+        if self.is_whole or not hasattr(error, "add_note"):
+            return
+        piece, found = self.pieces[self.current], ""
+        if self.is_read:
+            rows = range(piece.count) if piece.rows == slice(None) else piece.rows
+            rows = list(range(rows.start, rows.start + piece.count)) if isinstance(rows, slice) else list(rows)
+            more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
+            columns = " and ".join(f"columns {c.start} to {c.stop - 1} of {size}" for size, c in piece.columns.items())
+            found = f", row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:8]))}{more} of the loader batch"
+            found += f", {columns}" if columns else ", with all columns"
+        hint = ""
+        if self.is_read and not piece.columns:
+            hint = (
+                " Where training_step takes the longest row for the number of columns, name the lengths: trim_padding=<their key>."
+            )
+        error.add_note(
+            f"GradientAccumulation(micro_batch=...) has split the batch: this was micro-batch {self.current} of"
+            f" {len(self.pieces)}{found}.{hint}"
+        )
+
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches, one at a time."""
         for index, piece in enumerate(self.pieces):
