@@ -119,7 +119,7 @@ class Accumulation:
         """
         if state:
             check_format(state)
-            check_keys(state, _STATE, ("micro_batch_sizes", "epoch_loss", "window"), "GradientAccumulation")
+            check_keys(state, _STATE, ("micro_batch_sizes", "padding", "epoch_loss", "window"), "GradientAccumulation")
         self.resumed_state = state
 
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
@@ -160,6 +160,8 @@ class Accumulation:
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
             self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
+        if self.splitting is not None and "padding" in state:
+            self.splitting.planner.proofs.load_state_dict(state["padding"], is_own=self.ranks.rank == 0)
         return partial
 
     def _partial_window(self, size: int) -> PartialWindow | None:
@@ -462,4 +464,6 @@ class Accumulation:
         }
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()
+        if self.splitting is not None:
+            state["padding"] = self.splitting.planner.proofs.state_dict()
         return state

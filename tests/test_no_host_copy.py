@@ -72,7 +72,7 @@ def test_splitting_a_batch_whose_lengths_were_read_on_the_host(reads_its_lengths
     on_host = {"ids": torch.ones(6, 5), "attention_mask": (torch.arange(5) < torch.tensor([[1], [5], [3], [2], [4], [1]])).long()}
     on_device = {name: tensor.to(META) for name, tensor in on_host.items()}
     planner = Planner(2)
-    planner._proofs.answers = {
+    planner.proofs.answers = {
         (side, ("attention_mask",)): True for side in ("right", "left")
     }  # tried out in the first batch, on the host
     if reads_its_lengths_on_the_host:

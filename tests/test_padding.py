@@ -371,3 +371,17 @@ def test_rows_are_no_columns_where_there_are_as_many() -> None:
     for length in (9, 6, 8):
         spans = lay_out("right", 0, rows=6, length=length)
         assert left_by(seen, {"ids": fill(spans, 0, length), "attention_mask": mask_of(spans, length)}) == {length}
+
+
+def test_a_key_finds_all_lengths_that_end_in_it_and_each_is_of_the_columns_that_share_its_name() -> None:
+    tensors = {
+        "encoder_cont": torch.rand(3, 9, 2),
+        "decoder_cont": torch.rand(3, 4, 2),
+        "encoder_lengths": torch.tensor([7, 3, 5]),
+        "decoder_lengths": torch.tensor([4, 1, 2]),
+    }
+    both = {9: Spans(9, (0, 0, 0), (7, 3, 5)), 4: Spans(4, (0, 0, 0), (4, 1, 2))}
+    assert read_spans(tensors, "lengths") == both
+    assert read_spans(tensors, "decoder_lengths") == {4: both[4]}
+    tensors["decoder_lengths"] = torch.tensor([3, 1, 2])
+    assert read_spans(tensors, "decoder_lengths") == {4: Spans(4, (0, 0, 0), (3, 1, 2))}

@@ -134,6 +134,207 @@ def test_trying_does_not_wait_for_a_rank_that_has_nothing_to_try() -> None:
     assert not torch.equal(module.head.weight, Reader(masked).head.weight)
 
 
+# --- what is no dependence on padding ---------------------------------------------------------------------------------
+
+
+class Widths(Reader):
+    """Notes the columns that it sees. The loss is of tokens, and of none that is padding."""
+
+    widths: list[int]
+
+    def __init__(self) -> None:
+        super().__init__(masked_mean)
+        type(self).widths = []  # of the class: what a trial does to attributes of the module is taken back
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.widths.append(batch["input_ids"].shape[1])
+        return super().training_step(batch, batch_idx)
+
+
+def masked_mean(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+    return (of_tokens(module, batch) * batch["attention_mask"]).sum() / batch["attention_mask"].sum()
+
+
+PROOF, WHOLE, TRIMMED = [8, 2], [8, 8, 8], [8, 4, 2]
+
+
+def warnings_of(recwarn: pytest.WarningsRecorder) -> list[str]:
+    return [str(warning.message) for warning in recwarn if "is not trimmed" in str(warning.message)]
+
+
+def test_memory_that_runs_out_in_the_trial_is_no_dependence_and_it_is_tried_again(recwarn: pytest.WarningsRecorder) -> None:
+    class Crowded(Widths):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if len(self.widths) in (1, 5):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+            return loss
+
+    module = Crowded()
+    batches = [padded(LENGTHS, 8, seed) for seed in range(4)]
+    trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(module, loader(batches))
+    # refused in the trials of the first two batches, not asked with the third, then found right
+    assert module.widths == [8, *WHOLE, 8, *WHOLE, *WHOLE, *PROOF, *TRIMMED]
+    (warning,) = warnings_of(recwarn)
+    assert "could not be found out (memory ran out)" in warning
+
+
+def test_a_loss_that_is_not_finite_is_no_dependence_and_it_is_tried_again(recwarn: pytest.WarningsRecorder) -> None:
+    class Spoilt(Widths):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * batch["scale"].mean()
+
+    batches = [{**padded(LENGTHS, 8, seed), "scale": torch.ones(6).double()} for seed in range(2)]
+    batches[0]["scale"][3] = float("nan")  # the shortest row
+    module = Spoilt()
+    trainer(callbacks=[GradientAccumulation(micro_batch=2, on_nonfinite="skip")]).fit(module, loader(batches))
+    assert module.widths == [*PROOF, *WHOLE, *PROOF, *TRIMMED]
+    (warning,) = warnings_of(recwarn)
+    assert "could not be found out (its loss or gradient is not finite)" in warning
+
+
+class NearlyTrained(Widths):
+    """Predicts what is all but right already: rounding is large beside the loss, and differs with the number of columns."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.widths.append(batch["input_ids"].shape[1])
+        found = self.pooled(batch)
+        return F.mse_loss(found, 1.01 * found.detach().double().round(decimals=1).to(found.dtype))
+
+    def pooled(self, batch: dict[str, Tensor]) -> Tensor:
+        mask = batch["attention_mask"]
+        embedded = self.head(self.token(batch["input_ids"])) * mask[..., None]
+        return embedded.mean(1) * (mask.shape[1] / mask.sum(1, keepdim=True))
+
+
+def long(seed: int) -> dict[str, Tensor]:
+    return padded([97, 41, 60, 13, 26, 53], 97, seed)
+
+
+def test_rounding_in_bfloat16_is_no_dependence(recwarn: pytest.WarningsRecorder) -> None:
+    module = NearlyTrained()
+    before = list(module.parameters())
+    run = trainer(callbacks=[GradientAccumulation(micro_batch=2)], precision="bf16-true")
+    run.fit(module, loader([long(0), long(1)]))
+    assert not warnings_of(recwarn)
+    assert module.widths == [97, 26, 97, 53, 26, 97, 53, 26]
+    assert all(now is then and now.dtype == torch.bfloat16 for now, then in zip(module.parameters(), before, strict=True))
+
+
+def test_rounding_in_an_autocast_of_the_modules_own_is_not_called_dependence(recwarn: pytest.WarningsRecorder) -> None:
+    class Autocast(NearlyTrained):
+        def pooled(self, batch: dict[str, Tensor]) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().pooled(batch)
+
+    trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(Autocast().float(), loader([long(0)]))
+    (warning,) = warnings_of(recwarn)
+    assert "which may be rounding in lower precision" in warning
+
+
+def test_a_module_that_depends_on_padding_is_found_out_in_bfloat16_too() -> None:
+    run = trainer(callbacks=[GradientAccumulation(micro_batch=2)], precision="bf16-true")
+    with pytest.warns(UserWarning, match="is not trimmed: the loss of this module depends on it"):
+        run.fit(Reader(mean_over_padding), loader([padded(LENGTHS, 8)]))
+
+
+def test_ddp_reduces_the_gradients_of_a_module_that_was_tried_in_single_precision() -> None:
+    class Ranked(Widths):
+        def train_dataloader(self) -> Any:
+            return loader([padded(LENGTHS, 8, self.trainer.global_rank)])
+
+    module, alone = Ranked(), Reader(masked_mean)
+    callback = GradientAccumulation(micro_batch=2, accumulate_dtype=torch.float32)
+    trainer(ddp(find_unused_parameters=True), devices=2, callbacks=[callback], precision="bf16-true").fit(module)
+    both = {key: torch.cat([padded(LENGTHS, 8, rank)[key] for rank in (0, 1)]) for key in padded(LENGTHS, 8)}
+    trainer("auto").fit(alone, loader([both]))
+    start = Reader(masked_mean)
+    moved = [(now.double() - then.bfloat16().double()) for now, then in zip(module.parameters(), start.parameters(), strict=True)]
+    expected = [now - then for now, then in zip(alone.parameters(), start.parameters(), strict=True)]
+    assert relative_error(moved, expected) < 0.1  # bfloat16; with the gradients of one rank it is 0.7
+
+
+def test_a_resumed_training_keeps_what_was_found_out(tmp_path: Any) -> None:
+    batches = [padded(LENGTHS, 8, seed) for seed in range(3)]
+    path = str(tmp_path / "inside_epoch.ckpt")
+
+    class Saves(Callback):
+        def on_train_batch_end(self, run: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                run.save_checkpoint(path)
+
+    module = Widths()
+    trainer(callbacks=[GradientAccumulation(micro_batch=2), Saves()]).fit(module, loader(batches))
+    assert module.widths == [*PROOF, *TRIMMED, *TRIMMED, *TRIMMED]
+    resumed = Widths()
+    trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(resumed, loader(batches), ckpt_path=path)
+    assert resumed.widths[:3] == TRIMMED
+
+
+# --- a module that takes the longest of its rows for the number of columns -----------------------------------------------
+
+
+class Forecaster(pl.LightningModule):
+    """Encoder and decoder have the columns that the longest of their rows needs, as in a temporal fusion transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.encode, self.decode = nn.Linear(2, 3, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64)
+        self.rows: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, (target, _) = batch
+        self.rows.append(len(target))
+        past, future = (self.mask(x[f"{side}_lengths"])[..., None] for side in ("encoder", "decoder"))
+        context = (self.encode(x["encoder_cont"]) * past).sum(1) / past.sum(1)  # of other sizes: an error of torch
+        joined = torch.cat((x["decoder_cont"], context[:, None].expand(-1, future.shape[1], -1)), 2)
+        return ((self.decode(joined)[..., 0] - target).abs() * future[..., 0]).sum() / future.sum()
+
+    def mask(self, lengths: Tensor) -> Tensor:
+        return torch.arange(int(lengths.max())) < lengths[:, None]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def forecasts(encoder: list[int], decoder: list[int], seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"encoder": (len(encoder), max(encoder), 2), "decoder": (len(decoder), max(decoder), 2)}
+    x = {f"{side}_cont": torch.rand(shape, generator=generator, dtype=torch.float64) for side, shape in shapes.items()}
+    x |= {"encoder_lengths": torch.tensor(encoder), "decoder_lengths": torch.tensor(decoder)}
+    return x, (torch.rand(shapes["decoder"][:2], generator=generator, dtype=torch.float64), None)
+
+
+FORECASTS = [forecasts([9, 4, 7, 5, 9, 6], [3, 6, 1, 2, 6, 4], 0), forecasts([5, 8, 5, 7, 4, 4], [3, 3, 5, 1, 2, 2], 1)]
+
+
+def test_lengths_trim_every_tensor_that_they_are_of(recwarn: pytest.WarningsRecorder) -> None:
+    whole, split = Forecaster(), Forecaster()
+    trainer("auto").fit(whole, loader(FORECASTS))
+    trainer(callbacks=[GradientAccumulation(micro_batch=2, trim_padding="lengths")]).fit(split, loader(FORECASTS))
+    assert split.rows == [2, 2, 2] * 2
+    assert relative_error(split.parameters(), whole.parameters()) < 1e-12
+    assert not warnings_of(recwarn)
+
+
+def test_one_key_of_lengths_is_enough_where_only_those_differ() -> None:
+    batches = [forecasts([9] * 6, [3, 6, 1, 2, 6, 4], 0), forecasts([8] * 4, [2, 2, 3, 1], 1)]
+    whole, split = Forecaster(), Forecaster()
+    trainer("auto").fit(whole, loader(batches))
+    trainer(callbacks=[GradientAccumulation(micro_batch=2, trim_padding="decoder_lengths")]).fit(split, loader(batches))
+    assert relative_error(split.parameters(), whole.parameters()) < 1e-12
+
+
+def test_an_error_of_a_micro_batch_names_it_and_keeps_its_type() -> None:
+    with pytest.raises(RuntimeError, match="must match the size") as raised:
+        trainer(callbacks=[GradientAccumulation(micro_batch=2, trim_padding=False)]).fit(Forecaster(), loader(FORECASTS))
+    if hasattr(raised.value, "__notes__"):  # Python 3.10 has none
+        (note,) = raised.value.__notes__
+        assert "micro-batch 1 of 3, rows 2, 3 of the loader batch, with all columns" in note
+        assert "trim_padding=<their key>" in note
+
+
 # --- what a batch is to a module --------------------------------------------------------------------------------------
 
 

@@ -56,7 +56,12 @@ class WindowManualOptimization(_ManualOptimization):
         outputs = Outputs([piece.count for piece in plan.pieces])
 
         def training_step(index: int, batch: Any) -> tuple[dict[str, Any], Any]:
-            output = self.strategy.training_step(*{**kwargs, name: batch}.values())
+            try:
+                output = self.strategy.training_step(*{**kwargs, name: batch}.values())
+            except Exception as error:
+                plan.current = index
+                plan.note(error)
+                raise
             return ManualResult.from_training_step_output(output).asdict(), windows.hand.weight
 
         with collecting_logs(self.trainer) as log, current_hook(self.trainer.lightning_module, "training_step"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,7 +22,8 @@ from lightning_accum.batch_norm.joint_run import JointRun
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
 from lightning_accum.splitting.batch_run import BatchRun
-from lightning_accum.splitting.trimming import difference_by_padding
+from lightning_accum.splitting.proofs import Verdict
+from lightning_accum.splitting.trimming import difference_by_padding, is_narrow
 
 if TYPE_CHECKING:
     from lightning_accum.loops.epochs import AccumulatingEpochLoop
@@ -68,7 +69,7 @@ class WindowOptimization(_AutomaticOptimization):
             kwargs=kwargs,
         )
 
-    def _difference_by_padding(self, kwargs: OrderedDict[str, Any], padded: Any, trimmed: Any) -> str | None:
+    def _difference_by_padding(self, kwargs: OrderedDict[str, Any], padded: Any, *trimmed: Any) -> Verdict:
         trainer, accumulation = self.trainer, self.strategy.accumulation
         assert accumulation is not None
         assert accumulation.splitting is not None
@@ -76,7 +77,9 @@ class WindowOptimization(_AutomaticOptimization):
 
         def training_step(batch: Any) -> Any:
             # in full precision, where rounding is the least; a module's loss hardly changes by what it sees of padding
-            context = nullcontext() if isinstance(precision, MixedPrecision) else precision.train_step_context()
+            is_half = isinstance(precision, HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
+            is_plain = isinstance(precision, (MixedPrecision, HalfPrecision)) and not is_half
+            context = nullcontext() if is_plain else precision.train_step_context()
             with torch.enable_grad(), context, collecting_logs(trainer):
                 arguments = {**kwargs, next(iter(kwargs)): batch}
                 return call._call_lightning_module_hook(trainer, "training_step", *arguments.values())
@@ -84,11 +87,11 @@ class WindowOptimization(_AutomaticOptimization):
         weigh = accumulation.policy.weight
         return difference_by_padding(
             padded,
-            trimmed,
-            trainer.lightning_module,
-            accumulation.splitting.keeper,
-            training_step,
-            weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
+            *trimmed,
+            module=trainer.lightning_module,
+            keeper=accumulation.splitting.keeper,
+            training_step=training_step,
+            weigh=weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
         )
 
     @override

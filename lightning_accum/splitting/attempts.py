@@ -86,7 +86,11 @@ class Splitting:
         """
         assert self.plan is not None
         if self.sizes is None:
-            return attempt(self.plan)
+            try:
+                return attempt(self.plan)
+            except Exception as error:
+                self.plan.note(error)
+                raise
         snapshot = self.keeper.take(accumulated)
         versions = [tensor._version for tensor in self.plan.tensors]
         while True:
@@ -94,6 +98,7 @@ class Splitting:
                 result = attempt(self.plan)
             except Exception as error:
                 if not is_out_of_memory(error):
+                    self.plan.note(error)
                     raise
                 seen = str(error).strip().partition("\n")[0]
             else:

@@ -75,8 +75,9 @@ def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[in
 
     Args:
         tensors: the tensors of a batch with one entry a row, by path. Shape (rows, columns, ...).
-        key: the path, or its last part, of a mask of shape (rows, columns), not 0 where there is no padding (but 0 there if it is
-            called ``key_padding_mask``), or of lengths of shape (rows,).
+        key: the path, its last part, or the last words of that (``lengths`` for ``encoder_lengths`` and ``decoder_lengths``), of
+            masks of shape (rows, columns), not 0 where there is no padding (but 0 there if it is called ``key_padding_mask``), or
+            of lengths of shape (rows,).
 
     Returns:
         The spans, by the size of the dimension that has columns. An encoder-decoder has two such dimensions. None at all where
@@ -90,7 +91,7 @@ def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[in
         {4: Spans(length=4, starts=(0, 0), stops=(3, 1))}
     """
     if key is not None:
-        found = {path: tensor for path, tensor in tensors.items() if path == key or _name(path) == key}
+        found = {path: tensor for path, tensor in tensors.items() if path == key or f"_{_name(path)}".endswith(f"_{key}")}
         if not found:
             raise LengthsNotFoundError(f"the batch has no tensor {key!r} to read lengths from: it has {', '.join(tensors)}")
         spans = _join((path, _explicit(path, tensor, tensors)) for path, tensor in found.items())
@@ -147,7 +148,9 @@ def _explicit(path: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tenso
         return _is_token(path, tensor)
     if tensor.dim() == 1 and not tensor.is_floating_point():
         longest = int(tensor.max()) if len(tensor) else 0
-        sizes = [other.shape[1] for other in tensors.values() if other.dim() > 1 and other.shape[1] >= longest]
+        by_path = {other: t.shape[1] for other, t in tensors.items() if t.dim() > 1 and t.shape[1] >= longest}
+        prefix = _name(path).rpartition("_")[0]  # `decoder_lengths` are of `decoder_target` rather than of `encoder_target`
+        sizes = [size for other, size in by_path.items() if prefix and _name(other).startswith(f"{prefix}_")] or [*by_path.values()]
         if sizes:
             columns = longest if longest in sizes else sizes[0]  # as a rule the longest row has no padding
             return torch.arange(columns, device=tensor.device) < tensor[:, None]

@@ -73,6 +73,28 @@ class Plan:
         """The samples of the current micro-batch, where it is known to be made of them."""
         return self.pieces[self.current].count if self.is_read else None
 
+    def note(self, error: Exception) -> None:
+        """Add to an error which micro-batch raised it (Python 3.10 shows no notes)."""
+        if self.is_whole or not hasattr(error, "add_note"):
+            return
+        piece, found = self.pieces[self.current], ""
+        if self.is_read:
+            rows = range(piece.count) if piece.rows == slice(None) else piece.rows
+            rows = list(range(rows.start, rows.start + piece.count)) if isinstance(rows, slice) else list(rows)
+            more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
+            columns = " and ".join(f"columns {c.start} to {c.stop - 1} of {size}" for size, c in piece.columns.items())
+            found = f", row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:8]))}{more} of the loader batch"
+            found += f", {columns}" if columns else ", with all columns"
+        hint = ""
+        if self.is_read and not piece.columns:
+            hint = (
+                " Where training_step takes the longest row for the number of columns, name the lengths: trim_padding=<their key>."
+            )
+        error.add_note(
+            f"GradientAccumulation(micro_batch=...) has split the batch: this was micro-batch {self.current} of"
+            f" {len(self.pieces)}{found}.{hint}"
+        )
+
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches, one at a time."""
         for index, piece in enumerate(self.pieces):
@@ -107,7 +129,8 @@ class Planner:
         self._split = split
         self._warn = warn
         self._coincidences = Coincidences()
-        self._proofs = Proofs(warn)
+        self.proofs = Proofs(warn)
+        """What was found out about padding."""
         self._pattern: Pattern | None = None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._warned_of_long_rows = False
@@ -128,7 +151,7 @@ class Planner:
 
     def prove_again(self) -> None:
         """What a loss depends on may change in a training: ask again where trimming was found right."""
-        self._proofs.forget_what_was_right()
+        self.proofs.forget_what_was_right()
 
     def plan(self, batch: Any, proof: Proof) -> Plan:
         """Plan one batch.
@@ -152,7 +175,7 @@ class Planner:
         spans: dict[int, Spans] = {}
         if self._trim and not self._fits(layout):
             spans = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
-            spans = self._proofs.trimmable(layout, spans, proof)
+            spans = self.proofs.trimmable(layout, spans, proof)
         pieces, order = self._pieces(layout, spans)
         if not self.description:
             self.description = self._describe(layout, bool(spans))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_accum.splitting.memory import free, is_out_of_memory
+from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import read_loss
@@ -26,43 +30,148 @@ class _Found(NamedTuple):
     gradient: list[Tensor | None]
     eps: float
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of it is."""
+        numbers = math.isfinite(self.loss) and math.isfinite(self.weight)
+        return numbers and all(bool(g.to_dense().isfinite().all()) for g in self.gradient if g is not None)
+
 
 def difference_by_padding(
-    padded: Any, trimmed: Any, module: nn.Module, keeper: Keeper, training_step: TrainingStep, weigh: Callable[[Any], Any] | None
-) -> str | None:
+    padded: Any,
+    *trimmed: Any,
+    module: nn.Module,
+    keeper: Keeper,
+    training_step: TrainingStep,
+    weigh: Callable[[Any], Any] | None,
+) -> Verdict:
     """Compare the loss, its weight and its gradient for the same rows with and without padding.
 
-    The modules below ``module`` run in evaluation mode, where dropout draws no numbers that would differ by shape. Nothing of it
-    lasts, and nothing in it waits for other ranks, which may have nothing to try.
+    The modules below ``module`` run in evaluation mode, where dropout draws no numbers that would differ by shape, and in single
+    precision where their own is lower, so that rounding is no difference. Nothing of it lasts, and nothing in it waits for other
+    ranks, which may have nothing to try.
 
     Args:
         padded: a few rows as they came.
-        trimmed: the same rows with fewer columns.
+        trimmed: the same rows with fewer columns, in one batch or several.
         module: what runs them.
         keeper: takes back what running them changes.
-        training_step: runs the module on one of both.
+        training_step: runs the module on one of them.
         weigh: tells the weight of a batch; None to read it from the loss.
 
     Returns:
         None where all is the same but for rounding, else what was seen.
     """
-    snapshot = keeper.take()
-    found: list[_Found] = []
-    try:
-        for batch in (padded, trimmed):
+    trial = _Trial(module, keeper, training_step, weigh)
+    if trial.is_narrow:
+        with suppress(Exception), _in_single_precision(module):  # memory may run out
+            verdict = trial.compare(*(_widened(batch) for batch in (padded, *trimmed)))
+            if not isinstance(verdict, Inconclusive):
+                return verdict
+    return trial.compare(padded, *trimmed)  # some modules run in their own precision only
+
+
+class _Trial:
+    """Runs batches as if they had never been there."""
+
+    def __init__(self, module: nn.Module, keeper: Keeper, training_step: TrainingStep, weigh: Callable[[Any], Any] | None) -> None:
+        self._module, self._keeper, self._training_step, self._weigh = module, keeper, training_step, weigh
+        self.is_narrow = any(is_narrow(parameter) for parameter in module.parameters())
+
+    def compare(self, padded: Any, *trimmed: Any) -> Verdict:
+        found: list[_Found] = []
+        inconclusive = self._run((padded, *trimmed), found)
+        if inconclusive is not None:
+            if inconclusive.reason is _OUT_OF_MEMORY:
+                free(self._keeper.device)  # here the error that held on to what was allocated is gone
+            if len(found) in (0, len(trimmed) + 1) or inconclusive.reason is _OUT_OF_MEMORY:
+                return inconclusive
+            return f"without it, {inconclusive.reason}"
+        with_padding, without = found[0], _added_up(found[1:])
+        if not (with_padding.is_finite or without.is_finite):
+            return Inconclusive("its loss or gradient is not finite")
+        # sums of other lengths round otherwise, by more than one unit in the last place; gradients by more than losses
+        eps = [torch.finfo(p.dtype).eps for p in self._module.parameters() if p.is_floating_point()]
+        most = max([with_padding.eps, *eps])
+        seen = _difference(with_padding, without, most)
+        if seen is None or not (most >= torch.finfo(torch.float16).eps or self._is_narrow_inside(padded)):
+            return seen
+        return Inconclusive(f"{seen}, which may be rounding in lower precision")
+
+    def _run(self, batches: Sequence[Any], found: list[_Found]) -> Inconclusive | None:
+        snapshot = self._keeper.take()
+        try:
+            for batch in batches:
+                snapshot.restore()
+                for child in self._module.children():
+                    child.eval()
+                with _no_collectives(), _in_eager_mode():
+                    found.append(_contribution(self._training_step(batch), batch, self._module, self._weigh))
+        except Exception as error:
+            if is_out_of_memory(error):
+                return Inconclusive(_OUT_OF_MEMORY)
+            reason = f"training_step raises {type(error).__name__}: {error}"
+            return Inconclusive(reason if found else f"with it, {reason}", needs_trimming=not found)
+        finally:
             snapshot.restore()
-            for child in module.children():
-                child.eval()
-            with _no_collectives():
-                found.append(_contribution(training_step(batch), batch, module, weigh))
-    except Exception as error:
-        return f"{'without' if found else 'with'} it, training_step raises {type(error).__name__}: {error}"
+        return None
+
+    def _is_narrow_inside(self, batch: Any) -> bool:
+        """Whether training_step computes in lower precision than its parameters have."""
+        precisions = _Precisions()  # type: ignore[no-untyped-call]
+        with precisions:
+            self._run([batch], [])
+        return bool(precisions.has_narrow)
+
+
+_OUT_OF_MEMORY = "memory ran out"
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def is_narrow(tensor: Tensor) -> bool:
+    """Whether a tensor has less than single precision."""
+    return tensor.dtype in _NARROW
+
+
+@contextmanager
+def _in_single_precision(module: nn.Module) -> Iterator[None]:
+    """Have others in single precision in place of parameters and buffers that have a lower one.
+
+    The parameters themselves stay as they are: with data of another type they would lose the hooks that DDP has at their gradients.
+    """
+    wide: dict[int, Tensor] = {}
+    before = []
+    holders: list[Any] = [held for child in module.modules() for held in (child._parameters, child._buffers)]
+    try:
+        for held in holders:
+            for name, tensor in held.items():
+                if tensor is None or not is_narrow(tensor):
+                    continue
+                if id(tensor) not in wide:
+                    copied = tensor.detach().float()
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    wide[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+                before.append((held, name, tensor))
+                held[name] = wide[id(tensor)]
+        yield
     finally:
-        snapshot.restore()
-    with_padding, without = found
-    # sums of other lengths round otherwise, by more than one unit in the last place; gradients by more than losses
-    eps = [torch.finfo(p.dtype).eps for p in module.parameters() if p.is_floating_point()]
-    return _difference(with_padding, without, max([with_padding.eps, *eps]))
+        for held, name, tensor in before:
+            held[name] = tensor
+
+
+def _widened(batch: Any) -> Any:
+    return apply_to_collection(batch, Tensor, lambda tensor: tensor.float() if is_narrow(tensor) else tensor)
+
+
+def _added_up(parts: Sequence[_Found]) -> _Found:
+    """What several batches contribute together."""
+    if len(parts) == 1:
+        return parts[0]
+    weight = sum(part.weight for part in parts)
+    loss = sum(part.loss * part.weight for part in parts) / (weight or 1.0)
+    gradients = [[g for g in of_one if g is not None] for of_one in zip(*(part.gradient for part in parts), strict=True)]
+    total = [torch.stack([g.to_dense() for g in given]).sum(0) if given else None for given in gradients]
+    return _Found(loss, weight, total, max(part.eps for part in parts))
 
 
 def _contribution(output: Any, batch: Any, module: nn.Module, weigh: Callable[[Any], Any] | None) -> _Found:
@@ -99,6 +208,23 @@ def _minus(a: Tensor | None, b: Tensor | None) -> Tensor:
         assert given is not None
         return given
     return a.to_dense() - b.to_dense()
+
+
+class _Precisions(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+    """Notes whether anything is computed in bfloat16 or float16."""
+
+    has_narrow = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.has_narrow |= isinstance(result, Tensor) and is_narrow(result)
+        return result
+
+
+def _in_eager_mode() -> AbstractContextManager[Any]:
+    """Nothing is compiled for a few rows; torch 2.5 has no such switch."""
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
 def _no_collectives() -> AbstractContextManager[Any]:
