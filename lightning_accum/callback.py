@@ -91,7 +91,8 @@ class GradientAccumulation(Callback):
             dropout, and left out where the loss depends on padding.
         split: a function ``split(batch, size)`` that returns the micro-batches as a list, for batches that are no nested
             containers of tensors with one entry a sample.
-        log: whether to log the metrics above and to show the first in the progress bar.
+        log: whether to log the metrics above, and to show the loss and the number of steps in the progress bar (``w_loss``,
+            ``w_steps``).
 
     Raises:
         MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is none of

@@ -47,7 +47,7 @@ class WindowMetrics:
 
         def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
             in_bar = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._in_bar.items()}
-            return {**original(trainer, pl_module), **in_bar}
+            return {**in_bar, **original(trainer, pl_module)}
 
         bar.get_metrics = get_metrics  # type: ignore[method-assign]
 
@@ -94,7 +94,7 @@ class WindowMetrics:
         }
         if not isinstance(closed.weight, Tensor) and (rate := self._weight_per_second(closed.weight)) is not None:
             metrics["window/weight_per_second"] = rate
-        self._in_bar = {"window/loss": closed.loss, "window/optimizer_steps": _Whole(steps)}
+        self._in_bar = {"w_loss": closed.loss, "w_steps": _Whole(steps)}
         self._show(metrics)
 
     def _show(self, metrics: Mapping[str, Tensor | float]) -> None:
@@ -136,7 +136,8 @@ class WindowMetrics:
             self._epoch = []
 
     def close(self) -> None:
-        """Give the progress bar back."""
+        """Give the progress bar back, and the loggers what they have not got."""
+        loops.flush_metrics(self._trainer)
         if self._bar is not None:
             vars(self._bar).pop("get_metrics", None)
 

@@ -172,6 +172,14 @@ def test_window_in_two_places_is_refused() -> None:
         run.fit(Scalar([x(1)]))
 
 
+@pytest.mark.parametrize("strategy", ["accum_ddp", "accum_ddp_spawn", DDPAccumulationStrategy(), "accum_model_parallel"])
+def test_a_notebook_is_told_the_strategy_of_this_package_that_works_there(monkeypatch, strategy) -> None:
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match=r'Trainer\(strategy="accum_ddp_notebook"\)'):
+        trainer(strategy, devices=2)
+    assert trainer("accum_ddp_notebook", devices=2).strategy.launcher.is_interactive_compatible
+
+
 def test_callback_of_the_module_is_found() -> None:
     class Own(Scalar):
         def configure_callbacks(self):

@@ -15,6 +15,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from support import Scalar, trainer, x
@@ -61,6 +62,8 @@ def parameters(function) -> list[str]:
         (_PrefetchDataFetcher.__next__, ["self"]),
         (_DataConnector._prepare_dataloader, ["self", "dataloader", "shuffle", "mode"]),
         (_DataConnector._resolve_sampler, ["self", "dataloader", "shuffle", "mode"]),
+        (_LoggerConnector.log_metrics, ["self", "metrics", "step"]),
+        (_LoggerConnector.update_train_step_metrics, ["self"]),
         (_SignalConnector._sigterm_notifier_fn, ["self", "signum", "_"]),
     ],
 )

@@ -77,6 +77,50 @@ def test_logged_numbers_are_those_of_the_full_batch(tmp_path, ranks: int) -> Non
     assert all(float(row["window/weight_per_second"]) > 0 for row in rows[2:])
 
 
+class LogsLoss(Scalar):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("own", 7.0)
+        return loss
+
+
+class LogsManually(LogsLoss):
+    automatic_optimization = False
+
+    def loss(self, x):
+        loss = super().loss(x)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "joined"),
+    [
+        (LogsLoss, {"window": 1}, 8),
+        (LogsLoss, {"window": 2}, 4),
+        (LogsLoss, {"micro_batch": 1}, 8),
+        (LogsLoss, {"window": Tokens(6)}, 4),  # a loader batch has 4
+        (LogsLoss, {"window": Tokens(2), "micro_batch": 1}, 8),  # two in each loader batch, and the second joins its row
+        (Scalar, {"window": 2}, 0),
+        (LogsManually, {"window": 2}, 4),
+        (LogsManually, {"micro_batch": 1}, 8),
+    ],
+)
+def test_rows_of_a_window_have_the_epoch_and_join_the_modules_own_of_the_same_step(tmp_path, kind, policy, joined: int) -> None:
+    logger = CSVLogger(tmp_path, name="run", version=0)
+    run = trainer(callbacks=[GradientAccumulation(**policy)], logger=logger, log_every_n_steps=1, max_epochs=2)
+    run.fit(kind([x(1, 2, 3, 4)] * 4))
+    with (tmp_path / "run" / "version_0" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if not row["window/loss_epoch"]]
+    windows, own = [row for row in rows if row["window/loss"]], [row for row in rows if row.get("own")]
+    assert len(windows) == run.callback_metrics["window/optimizer_steps"]
+    assert [float(row["window/optimizer_steps"]) for row in windows] == list(range(1, len(windows) + 1))
+    assert sum(bool(row["window/loss"]) for row in own) == joined
+    assert all(row["epoch"] in ("0", "1") for row in rows)
+    assert {row["step"] for row in windows if not row.get("own")} <= {row["step"] for row in own} or kind is Scalar
+
+
 @pytest.mark.parametrize("weights", [[1e-9] * 4, [0.3] * 4, [0.1] * 4, [2.0, 0.0, 1.0, 0.0], [0.0] * 4])
 @pytest.mark.parametrize("windows", [1, 2])
 def test_windows_of_little_or_no_weight_are_logged(tmp_path, weights: list[float], windows: int) -> None:
@@ -196,9 +240,23 @@ def test_progress_bars_show_the_window_loss_and_whole_steps(bar) -> None:
     callback = bar()
     run = trainer(callbacks=[GradientAccumulation(4), callback], precision="64-true", enable_progress_bar=True)
     run.fit(Looks())
-    assert "window/loss" in shown[-1]
-    assert f"{shown[-1]['window/optimizer_steps']:.3f}" == "4"
+    assert shown[-1]["w_loss"] == run.callback_metrics["window/loss"].item()
+    assert f"{shown[-1]['w_steps']:.3f}" == "4"
     assert "get_metrics" not in vars(callback)
+
+
+def test_the_modules_own_metric_keeps_its_name_in_the_progress_bar() -> None:
+    class Own(Scalar):
+        def training_step(self, batch, batch_idx):
+            self.log("w_loss", 7.0, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_end(self) -> None:
+            self.shown = self.trainer.progress_bar_callback.get_metrics(self.trainer, self)
+
+    module = Own([x(1), x(2)])
+    trainer(callbacks=[GradientAccumulation(2), TQDMProgressBar()], enable_progress_bar=True).fit(module)
+    assert module.shown["w_loss"] == 7.0
 
 
 def start_lines(caplog, module, *callbacks, **kwargs) -> list[str]:

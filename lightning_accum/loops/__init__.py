@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
+from lightning_accum.loops.loggers import WindowRows
 from lightning_accum.loops.manual import WindowManualOptimization
 from lightning_accum.loops.optimization import WindowOptimization, loss_unlogged
 from lightning_accum.loops.results import BatchResults
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "end_metrics",
     "end_window_inside_batch",
+    "flush_metrics",
     "install",
     "is_logging_due",
     "loader_batches_into_window",
@@ -49,6 +51,8 @@ def install(trainer: pl.Trainer) -> None:
     cast("AccumulatingTrainer", trainer).window_metrics = {}
     _specialise(trainer._data_connector, UnrepeatingData)
     _specialise(trainer._signal_connector, PatientSignals)
+    _specialise(trainer._logger_connector, WindowRows)
+    cast("WindowRows", trainer._logger_connector).pending = {}
     _specialise(fit_loop, AccumulatingFitLoop)
     _specialise(fit_loop.epoch_loop, AccumulatingEpochLoop)
     _specialise(fit_loop.epoch_loop.automatic_optimization, WindowOptimization)
@@ -124,6 +128,10 @@ def end_metrics(trainer: pl.Trainer) -> None:
 
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
-    """Give metrics to the Trainer's loggers, at the step that its own metrics get."""
-    for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+    """Give metrics to the Trainer's loggers, in the row that the module's own metrics of the step get."""
+    cast("WindowRows", trainer._logger_connector).hold(metrics)
+
+
+def flush_metrics(trainer: pl.Trainer) -> None:
+    """The loader batch of the last window has ended, or never will: what :func:`log_metrics` got is a row by itself."""
+    cast("WindowRows", trainer._logger_connector).flush()

@@ -27,6 +27,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
 
 if TYPE_CHECKING:
+    from lightning_accum.loops.loggers import WindowRows
     from lightning_accum.manual.windows import ManualWindows
     from lightning_accum.strategies.mixin import AccumulationMixin
 
@@ -253,6 +254,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             self._step_without_batch()
         finally:
             accumulation.is_inside_batch = False
+        cast("WindowRows", self.trainer._logger_connector).flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
         zero_grad = self.optimization._make_zero_grad_fn(self.batch_idx, self.trainer.optimizers[0])
@@ -277,6 +279,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             return
         accumulation.boundary.cut_short(seen)
         self._step_without_batch()
+        cast("WindowRows", self.trainer._logger_connector).flush()
         if self.trainer.lightning_module.automatic_optimization:
             super().update_lr_schedulers("step", update_plateau_schedulers=False)
             super().update_lr_schedulers("step", update_plateau_schedulers=True)

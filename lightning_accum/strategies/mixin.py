@@ -9,6 +9,7 @@ from functools import partial
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
@@ -54,6 +55,16 @@ class AccumulationMixin(WindowHooks):
             self._hidden_size, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
         if _callback_of(trainer) is None:
             callbacks_of(trainer).insert(0, GradientAccumulation())  # the strategy alone: default policy
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if accelerator_connector._IS_INTERACTIVE and self.launcher and not self.launcher.is_interactive_compatible:
+            # Lightning would go on to advise its own "ddp_notebook"
+            raise MisconfigurationException(
+                f"{type(self).__name__} starts its processes in a way that does not work in a notebook. Use"
+                ' Trainer(strategy="accum_ddp_notebook"), or run the code as a script.'
+            )
 
     @override
     def setup_environment(self) -> None:
