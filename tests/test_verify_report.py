@@ -297,11 +297,17 @@ def test_tolerance_follows_the_narrowest_type() -> None:
 def test_weights_that_fit_are_found_or_shown_to_be_none() -> None:
     torch.manual_seed(0)
     pieces = torch.randn(20, 3, dtype=torch.float64)
-    weights, left = weights_that_fit(pieces, pieces @ torch.tensor([0.5, 0.2, 0.3]).double())
-    assert weights.tolist() == pytest.approx([0.5, 0.2, 0.3])
-    assert left < 1e-7
-    assert weights_that_fit(pieces, torch.randn(20, dtype=torch.float64))[1] > 0.1
-    assert len(weights_that_fit(torch.ones(1, 2).double(), torch.ones(1).double())[0]) == 0  # many would do
+    mean = weights_that_fit(pieces, pieces @ torch.tensor([0.5, 0.2, 0.3]).double())
+    assert mean.weights.tolist() == pytest.approx([0.5, 0.2, 0.3])
+    assert max(mean.left, mean.left_of_means) < 1e-7
+    sums = weights_that_fit(pieces, pieces.sum(1))
+    assert sums.weights.tolist() == pytest.approx([1.0, 1.0, 1.0])
+    assert sums.left < 1e-7
+    assert sums.left_of_means > 0.1
+    assert weights_that_fit(pieces, torch.randn(20, dtype=torch.float64)).left > 0.1
+    assert len(weights_that_fit(torch.ones(1, 2).double(), torch.ones(1).double()).weights) == 0  # many would do
+    pieces[:, 1] = 0
+    assert weights_that_fit(pieces, pieces[:, 0]).weights.tolist() == pytest.approx([1.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize(
