@@ -407,6 +407,16 @@ def test_noise_is_made_the_same_for_every_row() -> None:
     assert any("Random numbers (bernoulli, normal, randint)" in note for note in report.notes)
 
 
+def test_a_module_that_draws_random_numbers_may_log_a_loss_divided_by_a_number() -> None:
+    class Logging(Classifier):
+        def loss(self, logits, batch, batch_idx):
+            loss = F.cross_entropy(logits + torch.randn_like(logits), batch[1])
+            self.log("squares", (logits**2).sum() / 12)
+            return loss
+
+    assert verify(Logging(), points(), micro_batch=4)
+
+
 def test_dropout_is_switched_off_and_said_so() -> None:
     report = verify(Classifier(nn.Dropout(0.5)), points(), micro_batch=4)
     assert report

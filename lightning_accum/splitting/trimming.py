@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_accum.dispatch import with_tensors
 from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import read_loss
@@ -111,4 +112,4 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise RuntimeError("it waits for other ranks, which may have no padding to try")
-        return func(*args, **(kwargs or {}))
+        return func(*with_tensors(args), **(kwargs or {}))
