@@ -407,6 +407,16 @@ def test_noise_is_made_the_same_for_every_row() -> None:
     assert any("Random numbers (bernoulli, normal, randint)" in note for note in report.notes)
 
 
+def test_a_module_that_draws_random_numbers_may_log_a_loss_divided_by_a_number() -> None:
+    class Logging(Classifier):
+        def loss(self, logits, batch, batch_idx):
+            loss = F.cross_entropy(logits + torch.randn_like(logits), batch[1])
+            self.log("squares", (logits**2).sum() / 12)
+            return loss
+
+    assert verify(Logging(), points(), micro_batch=4)
+
+
 def test_dropout_is_switched_off_and_said_so() -> None:
     report = verify(Classifier(nn.Dropout(0.5)), points(), micro_batch=4)
     assert report
@@ -438,6 +448,55 @@ def test_explicit_weights_are_tried() -> None:
     report = verify(Classifier(), points(), micro_batch=5, weight="equal")
     assert names(report) == ["weight"]
     assert "weigh 1, 1, 1; with 1.25, 1.25, 0.5 " in report.breaks[0].found  # 5, 5 and 2 rows
+
+
+class Masked(Classifier):
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.net(batch[0]), batch, batch_idx)
+
+
+@pytest.mark.parametrize("how", [{"micro_batch": 4}, {"window": 3}], ids=str)
+def test_a_batch_whose_labels_all_lie_in_one_micro_batch_is_verified(how: dict[str, Any]) -> None:
+    inputs, labels = points()
+    labels[4:] = -100
+    report = verify(Masked(), (inputs, labels), **how)
+    assert report, str(report)
+    assert "3 " in report.compared.partition("same rows as ")[2]
+    equal = verify(Masked(), (inputs, labels), weight="equal", **how)
+    assert names(equal) == ["weight"]
+    assert "weigh 1, 1, 1; with 3, 0, 0 " in equal.breaks[0].found
+
+
+SUMS: dict[str, Any] = {
+    "of squares": lambda logits, labels: (logits**2).sum() / 12,
+    "of cross entropies": lambda logits, labels: F.cross_entropy(logits, labels, reduction="sum") / 12,
+    "of a part": lambda logits, labels: (logits**2).sum() / len(logits) ** 0.5 / 2,
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_divided_by_what_is_no_count_is_not_said_to_need_the_weights_it_has(name: str) -> None:
+    class Summed(Masked):
+        def loss(self, logits, batch, batch_idx):
+            return SUMS[name](logits, batch[1])
+
+    report = verify(Summed(), points(), micro_batch=4)
+    assert names(report) == ["scale of the loss"]
+    found = report.breaks[0].found
+    if name == "of a part":  # 4 rows of 12
+        assert "times 0.57735, 0.57735, 0.57735, which add up to 1.73205" in found
+    else:
+        assert "add up to that of the full batch" in found
+        by_hand = Summed().double()
+        inputs, labels = points()
+        batch = (inputs.double(), labels)
+        whole = torch.autograd.grad(by_hand.training_step(batch, 0), list(by_hand.parameters()))
+        parts = [
+            torch.autograd.grad(by_hand.training_step((batch[0][i : i + 4], labels[i : i + 4]), 0), list(by_hand.parameters()))
+            for i in (0, 4, 8)
+        ]
+        for gradient, *others in zip(whole, *parts, strict=True):
+            assert torch.allclose(gradient, sum(others), rtol=EXACT, atol=EXACT)
 
 
 def chosen_rows(batch: Any) -> Tensor:

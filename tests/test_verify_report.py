@@ -23,12 +23,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import lightning_accum.verification.report as report_module
 from lightning_accum import Tokens, verify
 from lightning_accum.__main__ import main
+from lightning_accum.splitting.trimming import _NoCollectives
 from lightning_accum.verification.data import is_batch
 from lightning_accum.verification.joining import JoiningError, join
 from lightning_accum.verification.measure import Difference, tolerance, weights_that_fit
 from lightning_accum.verification.randomness import SameForEveryRow, switch_off_dropout
 from lightning_accum.verification.report import Break, ParameterDifference, Report
 from lightning_accum.verification.watch import narrowest_dtype
+from lightning_accum.weighing.graph import read_loss
 
 # --- data ----------------------------------------------------------------------------------------------------------------
 
@@ -297,11 +299,17 @@ def test_tolerance_follows_the_narrowest_type() -> None:
 def test_weights_that_fit_are_found_or_shown_to_be_none() -> None:
     torch.manual_seed(0)
     pieces = torch.randn(20, 3, dtype=torch.float64)
-    weights, left = weights_that_fit(pieces, pieces @ torch.tensor([0.5, 0.2, 0.3]).double())
-    assert weights.tolist() == pytest.approx([0.5, 0.2, 0.3])
-    assert left < 1e-7
-    assert weights_that_fit(pieces, torch.randn(20, dtype=torch.float64))[1] > 0.1
-    assert len(weights_that_fit(torch.ones(1, 2).double(), torch.ones(1).double())[0]) == 0  # many would do
+    mean = weights_that_fit(pieces, pieces @ torch.tensor([0.5, 0.2, 0.3]).double())
+    assert mean.weights.tolist() == pytest.approx([0.5, 0.2, 0.3])
+    assert max(mean.left, mean.left_of_means) < 1e-7
+    sums = weights_that_fit(pieces, pieces.sum(1))
+    assert sums.weights.tolist() == pytest.approx([1.0, 1.0, 1.0])
+    assert sums.left < 1e-7
+    assert sums.left_of_means > 0.1
+    assert weights_that_fit(pieces, torch.randn(20, dtype=torch.float64)).left > 0.1
+    assert len(weights_that_fit(torch.ones(1, 2).double(), torch.ones(1).double()).weights) == 0  # many would do
+    pieces[:, 1] = 0
+    assert weights_that_fit(pieces, pieces[:, 0]).weights.tolist() == pytest.approx([1.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -336,6 +344,16 @@ def test_noise_of_a_row_does_not_depend_on_the_number_of_rows(draw: Any) -> None
     assert not torch.equal(many[0], many[1])  # each draw is another
     assert torch.equal(torch.get_rng_state(), state)
     assert mode.found
+
+
+@pytest.mark.parametrize("mode", [SameForEveryRow, _NoCollectives])
+def test_a_number_that_a_graph_has_saved_can_be_read_while_a_module_is_watched(mode: Any) -> None:
+    """torch hands the bare 12 to `item`, as in what reads the weight of a loss that training_step logs."""
+    x = torch.ones(2, requires_grad=True)
+    with mode():
+        saved = (x.sum() / 12).grad_fn._saved_other
+        assert (saved.item(), float(saved.detach().double() / 5)) == (12, 2.4)
+        assert read_loss((x**2).sum() / 2).weight == 2
 
 
 def test_dropout_is_found_wherever_its_probability_is_kept() -> None:

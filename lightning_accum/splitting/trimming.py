@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_accum.dispatch import with_tensors
 from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import Keeper
@@ -237,4 +238,4 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise RuntimeError("it waits for other ranks, which may have no padding to try")
-        return func(*args, **(kwargs or {}))
+        return func(*with_tensors(args), **(kwargs or {}))

@@ -112,13 +112,32 @@ def state(difference: float) -> Break:
 
 def weight(given: Any, fits: Sequence[float], used: Sequence[float | None], difference: float, without: float) -> Break:
     """Other weights would be right."""
-    right = ", ".join(f"{value:.6g}" for value in fits[:8])
+    total = sum(1.0 if value is None else value for value in used)
+    right = ", ".join(f"{value * total:.6g}" for value in fits[:8])
     wrong = ", ".join("nothing (a sum)" if value is None else f"{value:.6g}" for value in used[:8])
     found = f"The micro-batches weigh {wrong}; with {right or 'other weights'} they would give the gradient of the full batch."
     mend = 'weight="auto" reads the right ones from the loss, if it is a mean.'
     if given == "auto":
         mend = "weight=<a callable of the batch> that counts what the loss is divided by (TokenCount(...), SampleCount())."
     return Break("weight", found, difference, without, mend)
+
+
+def scale(fits: Sequence[float], difference: float) -> Break:
+    """The weights that would be right are none of a mean."""
+    factors = ", ".join(f"{value:.6g}" for value in fits[:8])
+    if factors and all(abs(value - 1) < 1e-6 for value in fits):
+        found = (
+            "The gradients of the micro-batches add up to that of the full batch, and a window takes their mean: the loss is a sum"
+            " divided by a number that is the same for a micro-batch as for its batch."
+        )
+    else:
+        found = "The gradient of the full batch is no weighted mean of those of the micro-batches, but another sum of them" + (
+            f" (times {factors}, which add up to {sum(fits):.6g})." if factors else "."
+        )
+    mend = (
+        "No argument does. Divide by a count of the batch that training_step gets; or return the sum itself, and a window adds up."
+    )
+    return Break("scale of the loss", found, difference, None, mend)
 
 
 def weight_of_term(warning: str, difference: float) -> Break:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Trial
-from lightning_accum.verification.measure import Difference, is_same_step, minus, most_noise, tolerance, weights_that_fit
+from lightning_accum.verification.measure import Difference, Fit, is_same_step, minus, most_noise, tolerance, weights_that_fit
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Bench, Change, NoStepError
 from lightning_accum.verification.watch import Step
@@ -155,16 +155,24 @@ class Examination:
         carried = self._state_carried(full)
         if not carried <= self.tolerance:
             return breaks.state(carried)
-        nearest, fits, used = self._weights_that_fit(full, batches)
-        if nearest <= max(10 * self.tolerance, 1e-9):
-            return breaks.weight(self._bench.policy.get("weight", "auto"), fits, used, left, nearest)
+        fit, used = self._weights_that_fit(batches)
+        most = max(10 * self.tolerance, 1e-9)
+        if fit.left <= most:
+            given = self._bench.policy.get("weight", "auto")
+            if isinstance(given, (list, tuple)):
+                return breaks.weight_of_term(
+                    "With other weights the micro-batches would give the gradient of the full batch.", left
+                )
+            if fit.left_of_means <= most:
+                return breaks.weight(given, fit.weights.tolist(), used, left, fit.left)
+            return breaks.scale(fit.weights.tolist(), left)
         about_counts = [warning for warning in warnings if "the term of the loss that it weighs" in warning]
         if about_counts:
             return breaks.weight_of_term(about_counts[-1], left)
         about_terms = [warning for warning in warnings if "terms" in warning]
         if about_terms:
             return breaks.terms(about_terms[-1], left)
-        return breaks.coupled_rows(nearest, self._order, left)
+        return breaks.coupled_rows(fit.left, self._order, left)
 
     def _nonlinearity(self, full: Step) -> float:
         """How far the gradient of a multiple of the loss is from that multiple of its gradient."""
@@ -183,15 +191,11 @@ class Examination:
         twice = self._bench.twice(self._trial.full, replace(self._change, fixes_batch_idx=True))
         return _apart(twice, full)
 
-    def _weights_that_fit(self, full: Step, batches: Sequence[Any]) -> tuple[float, list[float], list[float | None]]:
-        """How near any weights come to the full batch, these weights, and those that were used."""
+    def _weights_that_fit(self, batches: Sequence[Any]) -> tuple[Fit, list[float | None]]:
+        """How near any weights come to the full batch; and the weights that were used."""
         window = self._bench.accumulated(batches, self._change, keeps_pieces=True)
         pieces = torch.stack([_flat(piece) for piece in window.pieces], 1)
-        factors, nearest = weights_that_fit(pieces, _flat(full.gradients))
-        used = [1.0 if weight is None else weight for weight in window.weights]
-        fits = [factor * weight for factor, weight in zip(factors.tolist(), used, strict=False)]
-        total = sum(used) / sum(fits) if sum(fits) else 1.0
-        return nearest, [weight * total for weight in fits], window.weights
+        return weights_that_fit(pieces, _flat(self._bench.gradients(self._trial.full, self._change))), window.weights
 
     # --- what comes after the gradients -------------------------------------------------------------------------------
 

@@ -94,25 +94,42 @@ def most_noise(dtype: torch.dtype) -> float:
     return min((2**16 if dtype == torch.float64 else 2**12) * torch.finfo(dtype).eps, 0.25)
 
 
-def weights_that_fit(pieces: Tensor, full: Tensor) -> tuple[Tensor, float]:
+@dataclass(frozen=True)
+class Fit:
+    """The weights with which gradients of micro-batches come nearest to that of their batch.
+
+    Attributes:
+        weights: none where several would do.
+        left: how far from the batch's they leave it, relative to it: not 0 where no weights are right.
+        left_of_means: the same of weights that add up to 1, as those of a window do.
+    """
+
+    weights: Tensor
+    left: float
+    left_of_means: float
+
+
+def weights_that_fit(pieces: Tensor, full: Tensor) -> Fit:
     """The weights with which gradients of micro-batches come nearest to that of their batch, and how near.
 
     Args:
         pieces: the gradients of the micro-batches. Shape (parameters, micro-batches), float64.
         full: that of the batch. Shape (parameters,).
 
-    Returns:
-        The weights, none where several would do, and what is left, relative to ``full``: not 0 where no weights are right.
-
     Example:
-        >>> weights, left = weights_that_fit(torch.tensor([[1.0, 0], [0, 1], [0, 0]]).double(), torch.tensor([1.0, 3, 0]).double())
-        >>> weights.tolist(), left
-        ([1.0, 3.0], 0.0)
+        >>> fit = weights_that_fit(torch.tensor([[1.0, 0], [0, 1], [0, 0]]).double(), torch.tensor([0.25, 0.75, 0]).double())
+        >>> fit.weights.tolist(), fit.left, fit.left_of_means < 1e-15
+        ([0.25, 0.75], 0.0, True)
     """
     found = torch.linalg.lstsq(pieces, full[:, None], driver="gelsd")
     left = full - (pieces @ found.solution)[:, 0]
-    is_unique = int(found.rank) == pieces.shape[1]
-    return found.solution[:, 0] if is_unique else full[:0], _ratio(float(left.norm()), float(full.norm()))
+    # weights that add up to 1: the last is what the others leave
+    others, last = pieces[:, :-1] - pieces[:, -1:], full - pieces[:, -1]
+    rest = last - (others @ torch.linalg.lstsq(others, last[:, None], driver="gelsd").solution)[:, 0] if others.shape[1] else last
+    is_unique = int(found.rank) == int(pieces.any(0).sum())  # one without a gradient may have any weight, such as 0
+    size = float(full.norm())
+    weights = found.solution[:, 0] if is_unique else full[:0]
+    return Fit(weights, _ratio(float(left.norm()), size), _ratio(float(rest.norm()), size))
 
 
 def _minus(a: Tensor, b: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_accum.dispatch import with_tensors
+
 _NAMES_WITH_P = ("drop", "stochasticdepth")
 """What classes are called that have their probability in ``p``."""
 
@@ -92,7 +94,7 @@ class SameForEveryRow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         name = func.overloadpacket.__name__
         draw = _WAYS.get(name)
         if draw is None or torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
+            return func(*with_tensors(args), **kwargs)
         self._draws += 1
         with torch.random.fork_rng():
             torch.manual_seed(self._draws)

@@ -99,7 +99,7 @@ def verify(
                 f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters and batches are converted to"
                 ' it; pass verify(precision="32-true") for operations that it is too wide for.'
             ) from error
-    if examination.window is not None and examination.window.micro_batches < 2 and size < 2:
+    if examination.window is not None and examination.window.parts < 2 and size < 2:
         raise MisconfigurationException(
             f"verify(micro_batch={micro_batch!r}) has nothing to compare: the batch"
             f"{'' if trial.rows is None else f' of {trial.rows} rows'} is one micro-batch. Pass a smaller one or a larger batch."

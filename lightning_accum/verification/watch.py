@@ -33,10 +33,11 @@ class Step:
         loss: of the batch, or of the window.
         dtype: the narrowest type in the graph of the loss.
         is_contrastive: the loss is a cross entropy over logits that are square in the batch.
-        micro_batches: how many had a loss.
+        micro_batches: how many had a loss that counts.
+        parts: the micro-batches that the last loader batch was split into.
         weight: what each weighs, in words.
         weights: the weight of each; None for a sum.
-        pieces: the gradients that each added, where they were asked for.
+        pieces: the gradient of each, where they were asked for.
         warnings: what was warned of.
         noise: the random operations that were made even.
         dropout: where it was switched off.
@@ -52,6 +53,7 @@ class Step:
     dtype: torch.dtype = torch.float64
     is_contrastive: bool = False
     micro_batches: int = 1
+    parts: int = 1
     weight: str | None = None
     weights: list[float | None] = field(default_factory=list)
     pieces: list[dict[str, Tensor]] = field(default_factory=list)
@@ -109,6 +111,8 @@ class Watches(pl.Callback):
             self.step.loss = float(accumulation.closed.loss)
             self.step.micro_batches = accumulation.closed.micro_batches
             self.step.weight = accumulation.weigher.criterion
+            if accumulation.splitting is not None and accumulation.splitting.plan is not None:
+                self.step.parts = len(accumulation.splitting.plan.pieces)
         elif isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
             self.step.loss = float(outputs["loss"])
         raise StepTakenError
@@ -137,7 +141,7 @@ class WatchesReference(Watches):
 
 
 class WatchesPieces(Watches):
-    """Also keeps what each micro-batch added."""
+    """Also keeps the gradient of each micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,10 +150,14 @@ class WatchesPieces(Watches):
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         now = {name: gradient.to(torch.float64) for name, gradient in _gradients(pl_module, trainer.optimizers).items()}
-        self.step.pieces.append({name: gradient - self._sum.get(name, 0.0) for name, gradient in now.items()})
+        added = {name: gradient - self._sum.get(name, 0.0) for name, gradient in now.items()}
         self._sum = now
         accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Accumulates) else None
         weight = None if accumulation is None else accumulation.weight
+        factor = 1.0
+        if accumulation is not None and accumulation.window.terms is None and weight:  # a sum has none
+            factor = (accumulation.window.reference or 1.0) / float(weight)
+        self.step.pieces.append({name: gradient * factor for name, gradient in added.items()})
         self.step.weights.append(None if weight is None else float(weight))
 
 
