@@ -523,6 +523,17 @@ def test_ranks_with_different_numbers_of_micro_batches(engine: str, sync: str) -
     assert error(run, by_hand(windows_of(by_rank))) < EXACT
 
 
+@SYNCS
+@ENGINES
+def test_nothing_on_one_of_two_ranks_where_batches_are_split(engine: str, sync: str) -> None:
+    by_rank = dealt(9)
+    for position, kind in enumerate(HOLES):
+        by_rank[position % 2][2 * position + 1] = with_hole(by_rank[position % 2][2 * position + 1], kind)
+    policy = GradientAccumulation(2, micro_batch=1)
+    run = fit(Dealt(by_rank), strategy_of(engine, sync=sync), window=1, callbacks=[policy])
+    assert error(run, by_hand(windows_of(by_rank))) < EXACT
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -199,6 +199,15 @@ def test_first_batch_is_none_on_one_rank(size: Any, window: int) -> None:
     assert error_over_ranks([first, second], {"window": window, "micro_batch": size}, {}) < 1e-12
 
 
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_window_of_tokens_where_a_rank_has_no_batch_to_split(sync: str) -> None:
+    by_rank = [[x(1, 2, 3), None, x(4, 5)], [None, x(6, 7, 8, 9), x(10, 11, 12)]]
+    module = Scalar(by_rank=by_rank)
+    trainer(ddp(sync=sync), devices=2, callbacks=[GradientAccumulation(Tokens(2), micro_batch=1)]).fit(module)
+    windows = [[1, 2], [3, 6], [7, 8], [9, 4, 10], [5, 11], [12]]
+    assert module.total == pytest.approx(sum(sum(window) / len(window) for window in windows), rel=1e-12)
+
+
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 def test_ranks_with_different_numbers_of_micro_batches(sync: str, window: int) -> None:

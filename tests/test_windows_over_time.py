@@ -177,20 +177,15 @@ def parts_of(rows: list[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
-def windows_of_parts(
-    of_ranks: list[list[list[torch.Tensor]]], size: int, tokens: int, is_sharded: bool
-) -> list[list[torch.Tensor]]:
+def windows_of_parts(of_ranks: list[list[list[torch.Tensor]]], size: int, tokens: int) -> list[list[torch.Tensor]]:
     """The rows of each window where loader batches are split, and ranks come to different numbers of micro-batches."""
     windows: list[list[torch.Tensor]] = []
     current: list[torch.Tensor] = []
     for batches in zip(*of_ranks, strict=True):
         parts = [parts_of(rows, size) for rows in batches]
-        most = max(map(len, parts))
-        for index in range(most):
+        for index in range(max(map(len, parts))):
             for own in parts:
-                # sharded modules run all ranks together, those with less to do first without weight
-                number = index - (most - len(own)) if is_sharded else index
-                current = current + (own[number] if 0 <= number < len(own) else [])
+                current = current + (own[index] if index < len(own) else [])
             if sum(len(row) - 1 for row in current) >= tokens:
                 windows.append(current)
                 current = []
@@ -235,7 +230,7 @@ class Weights(Callback):
 @pytest.mark.parametrize("engine", [name for name in ENGINES if "three" not in name and "finding" not in name])
 def test_a_window_of_tokens_ends_with_any_micro_batch_of_a_split_batch(engine: str, tokens: int) -> None:
     make, ranks, devices = ENGINES[engine]
-    windows = windows_of_parts(Parts.shares(ranks), 2, tokens, is_sharded="fsdp" in engine)
+    windows = windows_of_parts(Parts.shares(ranks), 2, tokens)
     module = Parts("adamw")
     module.ranks = ranks
     run = trainer(

@@ -323,11 +323,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         elif accumulation.is_boundary:
             self.optimization._optimizer_step(self.batch_idx, self.strategy.run_without_batch)
         else:
-            counts_tokens = self._counts_tokens_of_parts() and not accumulation.splitting.is_retried  # type: ignore[union-attr]
-            rounds = strategy.most_micro_batches(0) if counts_tokens else 0
             strategy.run_without_batch()
-            for _ in range(rounds - 1):
-                strategy.end_window_inside_batch()
         accumulation.end_loader_batch(seen)
         self.end_full_window()
 

@@ -79,13 +79,13 @@ def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
         results.metrics_of_module = (trainer.current_epoch, _metrics_in(module))
     log, registered_before = BatchLog(results.metrics_of_module[1], results.shown), set(results)
     attributes = vars(module)
-    had_log = attributes.get("log")
+    had_log, outer = attributes.get("log"), results.batch_log
     results.batch_log = log
     attributes["log"] = _look_and_log(results, module)
     try:
         yield log
     finally:
-        results.batch_log = None
+        results.batch_log = outer
         del attributes["log"]
         if had_log is not None:
             attributes["log"] = had_log

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_accum.splitting.batch_log import BatchLog
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.outputs import Outputs
 from lightning_accum.splitting.plan import Plan
 
@@ -44,7 +43,6 @@ class BatchRun:
         self._collecting = collecting
         self._show = show
         self._ends_window = self._accumulation.is_boundary
-        self._counts_tokens = isinstance(self._accumulation.policy.window, Tokens)
 
     def __call__(self) -> tuple[Tensor | None, dict[str, Any], Tensor | None]:
         """Run the batch.
@@ -74,32 +72,23 @@ class BatchRun:
         self._show(log, not outputs.weights)
         if self._ends_window and strategy.ends_windows_apart:
             window_loss = strategy.end_window_apart()
-        is_window = self._ends_window and begun == 0 and accumulation.world_size == 1 and not self._counts_tokens
+        is_window = self._ends_window and begun == 0 and accumulation.world_size == 1 and not strategy.counts_tokens_of_parts
         return outputs.loss(window_loss if is_window else None), outputs.extra(order), window_loss
 
     def _attempt(self, plan: Plan) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
         accumulation, strategy = self._accumulation, self._strategy
         assert accumulation.splitting is not None
         ends_window = self._ends_window and not strategy.ends_windows_apart
-        # windows of tokens may end with any micro-batch, and the ranks come to different numbers of them; an attempt may not step
-        counts_tokens = self._counts_tokens and not accumulation.splitting.is_retried
-        own = rounds = len(plan.pieces)
-        if counts_tokens or strategy.is_waited_for_in_forward:
-            rounds = strategy.most_micro_batches(own)
-        for_others = rounds - own if strategy.is_waited_for_in_forward else 0
-        last, window_loss = own - 1, None
+        counts_tokens, own = strategy.counts_tokens_of_parts, len(plan.pieces)
+        last, rounds, window_loss = own - 1, strategy.rounds(own), None
         outputs, run_micro_batch = Outputs([piece.count for piece in plan.pieces]), self._run_micro_batch
         no_sync, has_sync, nothing, guard = strategy.blocked, strategy.world_size > 1, nullcontext(), strategy.guard
-        for _ in range(for_others):
-            self._run_for_others(plan)
-            if counts_tokens:
-                strategy.end_window_inside_batch()
         with self._collecting() as log:
             for index, micro_batch in enumerate(plan):
                 accumulation.begin_micro_batch(micro_batch)
                 log.micro_batch = len(outputs.weights)
                 is_last = index == last
-                accumulation.is_boundary = is_last and ends_window
+                accumulation.is_boundary = ends_window and index == rounds - 1
                 if guard is not None:
                     guard.begin_micro_batch()
                 with no_sync() if has_sync and not accumulation.is_boundary else nothing:
@@ -113,26 +102,10 @@ class BatchRun:
                 else:
                     outputs.add(loss, accumulation.weight, extra)
                 del loss, extra, micro_batch  # before the next forward
-                if counts_tokens and for_others + index < rounds - 1:
+                if counts_tokens and index < rounds - 1:
                     strategy.end_window_inside_batch()
-            if counts_tokens:
-                for _ in range(for_others + own, rounds - 1):
-                    strategy.end_window_inside_batch()
+        if rounds > own:
+            accumulation.is_boundary = ends_window
+            window_loss = strategy.run_shadow_batches(own, rounds)
         log.weigh(outputs.weights or [0.0], outputs.rows or [1])
         return outputs, plan.order, log, window_loss
-
-    def _run_for_others(self, plan: Plan) -> None:
-        """Run the smallest micro-batch once more, without weight: other ranks have more, and wait for this one in each."""
-        accumulation, strategy = self._accumulation, self._strategy
-        snapshot, was_stand_in = strategy.keeper.take(watches_parameters=False), accumulation.is_stand_in
-        accumulation.is_stand_in, accumulation.is_boundary = True, False
-        try:
-            with self._collecting(), strategy.blocked():
-                micro_batch = plan.batch if plan.is_whole else plan.make(plan.pieces[-1])
-                accumulation.begin_micro_batch(micro_batch)
-                loss, _ = self._run_micro_batch(micro_batch)
-                if loss is None:
-                    strategy.end_micro_batch()
-        finally:
-            accumulation.is_stand_in = was_stand_in
-            snapshot.restore()

@@ -139,10 +139,10 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     def blocked(self) -> AbstractContextManager[None]:
         if self.accumulation is None:
             return self.block_backward_sync()
-        plan, window = self.accumulation.plan, self.policy.window
-        # inside a loader batch the ranks may be at different micro-batches when a window of tokens ends
-        is_last = plan is None or (plan.current == len(plan.pieces) - 1 and not isinstance(window, Tokens))
-        return self.sync.blocked(is_last_of_batch=is_last)
+        plan = self.accumulation.plan
+        is_last = plan is None or plan.current == len(plan.pieces) - 1
+        # when a window of tokens ends, some ranks may have run their last micro-batch and others not
+        return self.sync.blocked(is_last_of_batch=is_last and not self.counts_tokens_of_parts)
 
     @override
     def begin_manual_loader_batch(self) -> None:
@@ -172,9 +172,9 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
             return self._ddp_sync.forward(self.lightning_module.training_step, *args, **kwargs)
 
     @override
-    def run_without_batch(self) -> Tensor | None:
+    def _run_shadow_batch(self) -> Tensor | None:
         if not self.ends_windows_apart:
-            return super().run_without_batch()
+            return super()._run_shadow_batch()
         assert self.accumulation is not None
         self.accumulation.window.skip()  # as the others agree on a scale in their first micro-batch
         return self.end_window_apart() if self.accumulation.is_boundary else None
@@ -194,8 +194,7 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
 
     @override
     def is_reduced_inside(self) -> bool:
-        is_blocked = isinstance(self.policy.window, Tokens) and self.policy.micro_batch is not None  # as in `blocked`
-        return self._sync_policy == "micro_batch" and not is_blocked
+        return self._sync_policy == "micro_batch" and not self.counts_tokens_of_parts  # as in `blocked`
 
     @override
     def _reduce_apart(self) -> None:

@@ -20,6 +20,7 @@ from lightning_accum.listeners import Audience, already_on_cpu
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import ManualOptimization
 from lightning_accum.nonfinite import Guard
+from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.strategies.engine import Engine
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
 
@@ -164,6 +165,30 @@ class WindowHooks(Engine):
 
     def run_without_batch(self) -> Tensor | None:
         """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0."""
+        return self.run_shadow_batches(0, max(1, self.rounds(0)))
+
+    def run_shadow_batches(self, done: int, rounds: int) -> Tensor | None:
+        """Other ranks have more micro-batches in a loader batch: this one takes part in them, with weight 0.
+
+        Args:
+            done: micro-batches that this rank has run.
+            rounds: those of the rank with the most.
+
+        Returns:
+            The loss of the window, if it ends one.
+        """
+        accumulation, window_loss = self.accumulation, None
+        assert accumulation is not None
+        ends_window = accumulation.is_boundary
+        for index in range(done, rounds):
+            is_last = index == rounds - 1
+            accumulation.is_boundary = ends_window and is_last
+            window_loss = self._run_shadow_batch()
+            if self.counts_tokens_of_parts and not is_last:
+                self.end_window_inside_batch()
+        return window_loss
+
+    def _run_shadow_batch(self) -> Tensor | None:
         assert self.accumulation is not None
         ends_window = self.accumulation.is_boundary
         self.accumulation.is_boundary &= not self.ends_windows_apart
@@ -192,9 +217,23 @@ class WindowHooks(Engine):
             )
         self._have_all_batches = True
 
-    def most_micro_batches(self, own: int) -> int:
-        """The micro-batches that the rank with the most has in this loader batch. Called on all ranks."""
-        return own if self.ranks is None else int(self.ranks.largest(own)[0])
+    @property
+    def counts_tokens_of_parts(self) -> bool:
+        """A window ends with any micro-batch of a split batch, as soon as it has its tokens.
+
+        With its last, where an attempt at a batch may fail, which cannot take a step back, and where they all run together.
+        """
+        splitting = None if self.accumulation is None else self.accumulation.splitting
+        return isinstance(self.policy.window, Tokens) and splitting is not None and not (splitting.is_retried or self.joins_batches)
+
+    def rounds(self, own: int) -> int:
+        """The micro-batches of a loader batch, after each of which this rank may have to wait for others. Called on all ranks.
+
+        Args:
+            own: those of this rank.
+        """
+        has_rounds = self.counts_tokens_of_parts or (self.is_waited_for_in_forward and self.policy.micro_batch is not None)
+        return own if not has_rounds or self.ranks is None else int(self.ranks.largest(own)[0])
 
     def end_window_inside_batch(self) -> None:
         """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
