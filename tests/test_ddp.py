@@ -77,9 +77,10 @@ if __name__ == "__main__":
 """
 
 
-def run_script(*command: str) -> str:
-    Path("script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+def run_script(*command: str, script: str = SCRIPT) -> str:
+    Path("script.py").write_text(script)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -106,6 +107,40 @@ def test_forked(strategy: str) -> None:
     module = Scalar(by_rank=[[x(1), x(1, 2, 3)], [x(5), x(7)]])
     trainer(strategy, devices=2, accumulate_grad_batches=2).fit(module)
     assert module.total == pytest.approx(TOTAL, rel=1e-15)
+
+
+THREADS_SCRIPT = """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import torch
+from support import Scalar, ddp, trainer, x
+
+
+class Threaded(Scalar):
+    def training_step(self, batch, batch_idx):
+        barrier = Barrier(8)
+
+        def add(_):
+            barrier.wait()
+            return torch.zeros(100_000).add_(1).sum().item()
+
+        with ThreadPoolExecutor(barrier.parties) as pool:
+            assert set(pool.map(add, range(barrier.parties))) == {100_000.0}
+        return super().training_step(batch, batch_idx)
+
+
+torch.set_num_threads(64)
+torch.zeros(100_000).add_(torch.get_num_threads())  # without it torch would make the pool of threads at the fork
+module = Threaded([x(1)])
+trainer(ddp(), devices=2).fit(module)
+print("TOTAL", module.total)
+"""
+
+
+def test_first_threads_of_a_forked_rank_do_not_fail() -> None:
+    """Each would make torch's pool of threads anew: "Invalid thread pool!"."""
+    assert "TOTAL 1.0" in run_script(sys.executable, "script.py", script=THREADS_SCRIPT)
 
 
 @pytest.mark.parametrize("launcher", ["", "_spawn", "_fork", "_notebook"])

@@ -68,6 +68,9 @@ class AccumulationMixin(WindowHooks):
 
     @override
     def setup_environment(self) -> None:
+        # torch's pool of threads does not survive a fork: the first thread that needs it makes a new one, and several at once fail
+        # or abort ("Invalid thread pool!", pytorch/pytorch#178535; read in torch 2.13 and 2.15); here there is only one
+        torch.set_num_threads(torch.get_num_threads())
         super().setup_environment()
         self._show_window_size()
         self.ranks = self._ranks()
