@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning_accum.at_exit import let_gloo_rest_at_exit
 
-failed = 0
+statuses = []
 gc.freeze()
 for _ in range(12):
     pid = os.fork()
@@ -25,9 +25,8 @@ for _ in range(12):
         for _ in range(100):
             dist.all_reduce(torch.ones(10), async_op=True)
         sys.exit(0)
-    failed += os.waitpid(pid, 0)[1] != 0
-print(failed, flush=True)
-
+    statuses.append(os.waitpid(pid, 0)[1])
+print(statuses, flush=True)
 """
 
 
@@ -35,4 +34,7 @@ print(failed, flush=True)
 def test_gloos_threads_do_not_abort_a_process_that_is_done() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=220, check=False)
-    assert (done.stdout.strip(), done.stderr) == ("0", "")
+    assert (done.stdout.strip(), done.returncode) == (str([0] * 12), 0), done.stderr
+    # of the errors of an atexit function only a traceback is seen; other libraries have something to say at the end, too
+    assert "Traceback" not in done.stderr
+    assert "terminate called" not in done.stderr

@@ -178,7 +178,13 @@ def ranks(work: Callable[[], None], world_size: int = 2) -> End:
 
 def forked_by_lightning(work: Callable[[], None]) -> End:
     """A process in which Lightning forks the ranks. These have no ``on_exception``."""
-    return _fork([work], 2)
+
+    def run() -> None:
+        # Lightning forks none in a process that was itself forked from one that has looked for a GPU, as that of the tests may have
+        torch.cuda._is_in_bad_fork = lambda: False
+        work()
+
+    return _fork([run], 2)
 
 
 # --- what they train ----------------------------------------------------------------------------------------------------
