@@ -402,13 +402,18 @@ class Accumulation:
 
     # --- what is said and saved -------------------------------------------------------------------------------------
 
-    def describe(self, batch: Any, loader_batches: int) -> str:
-        """One line: what was understood."""
+    def describe(self, samples: int | None, loader_batches: int) -> str:
+        """One line: what was understood.
+
+        Args:
+            samples: in the first loader batch; None where it cannot be told.
+            loader_batches: in a window.
+        """
         if isinstance(self.policy.window, Tokens):
             tokens = self.policy.window.at(float(self.total_weight))
             parts = [f"a window is as many loader batches as come to {tokens} {self._unit()} over all ranks"]
         else:
-            parts = [window_in_words(loader_batches, self.world_size, count_samples(batch))]
+            parts = [window_in_words(loader_batches, self.world_size, samples)]
         if self.splitting is not None:
             parts.append(f"each runs {self.splitting.describe()}")
         parts.append(f"weight: {self.weigher.criterion}")

@@ -87,8 +87,8 @@ class GradientAccumulation(Callback):
             loss of the batch once. Random numbers are drawn from a stream of each micro-batch's own. Padding is not trimmed.
         trim_padding: whether to sort the rows of a split batch by length and to trim each micro-batch to its longest row.
             Lengths are read from an attention mask, or from labels of -100 at the end of rows whose inputs repeat one value; or
-            from the mask or the lengths under a key that is given here instead of True (``"lengths"`` for all whose name ends so). It is tried on two rows first, without
-            dropout, and left out where the loss depends on padding.
+            from the mask or the lengths under a key that is given here instead of True (``"lengths"`` for all whose name ends so).
+            It is tried on two rows first, without dropout, and left out where the loss depends on padding.
         split: a function ``split(batch, size)`` that returns the micro-batches as a list, for batches that are no nested
             containers of tensors with one entry a sample.
         log: whether to log the metrics above, and to show the loss and the number of steps in the progress bar (``w_loss``,

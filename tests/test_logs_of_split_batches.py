@@ -147,6 +147,40 @@ class StoredLoss(pl.Callback):
         pl_module.log("at_end", outputs["loss"])
 
 
+class LogsDetached(Logging):
+    """Logs its loss without the graph, as many modules do, and a loss over ignored labels: its weights are no batch sizes."""
+
+    def __init__(self, reduction: str, given: bool) -> None:
+        super().__init__(None, value_with_graph)
+        self.reduction, self.given = reduction, given
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        target = batch[1].masked_fill(batch[0][:, 0] > 0.3, -100)
+        loss = F.cross_entropy(self.net(batch[0]), target, reduction=self.reduction)
+        size = {"batch_size": len(target)} if self.given else {}
+        self.log("train_loss", loss.detach(), on_step=True, on_epoch=False, **size)
+        self.log("other", batch[0].mean(), on_step=True, on_epoch=False, **size)
+        self.log("kept", loss.data, on_step=True, on_epoch=False, **size)
+        return loss
+
+
+@pytest.mark.parametrize("callback", [None, StoredLoss])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_that_is_logged_without_its_graph_is_weighed_as_the_loss(reduction: str, given: bool, callback: Any) -> None:
+    seen = []
+    for micro_batch in (None, 3):
+        module = LogsDetached(reduction, given)
+        callbacks: list[Any] = [] if micro_batch is None else [GradientAccumulation(micro_batch=micro_batch)]
+        listening = [] if callback is None else [callback()]
+        module.stored = torch.zeros(())
+        trainer("accum" if callbacks else "auto", callbacks=[*callbacks, *listening]).fit(module, loader(batches()))
+        seen.append(module.seen)
+    for found, wanted in zip(*seen, strict=True):
+        for name in ("train_loss", "kept", *(["other"] if given else [])):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-6)
+
+
 class StoresLoss(Logging):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         logits = self.net(batch[0])

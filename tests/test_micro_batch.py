@@ -452,6 +452,12 @@ def test_a_list_of_tensors_that_may_be_samples_is_ambiguous_where_the_loader_can
         Layout.read(batch, samples=samples)
 
 
+def test_two_tensors_that_look_like_images_are_an_input_and_its_target_where_the_loader_does_not_say_otherwise() -> None:
+    batch = [rows(3, 5, 6), rows(3, 2, 6)]
+    assert Layout.read(batch).size == Layout.read(batch, samples={3}).size == 3
+    assert Layout.read(batch, samples={2}).size == 2
+
+
 # --- what earlier batches showed --------------------------------------------------------------------------------------
 
 

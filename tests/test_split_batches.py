@@ -425,6 +425,15 @@ def test_graphs_are_refused_before_the_first_step_and_a_function_splits_them_exa
     assert relative_error(split.parameters(), whole.parameters()) < 1e-12
 
 
+@pytest.mark.parametrize(("batch_size", "said"), [(4, ", 4 samples with loader batches like the first (4)"), (None, "")])
+def test_the_line_at_the_start_counts_no_nodes_for_samples(caplog: pytest.LogCaptureFixture, batch_size: Any, said: str) -> None:
+    graphs = [graph(nodes) for nodes in (2, 5, 3, 4)]
+    batches = loader([collate_graphs(graphs)]) if batch_size is None else DataLoader(graphs, batch_size, collate_fn=collate_graphs)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        trainer().fit(Molecules(), batches)
+    assert f"GradientAccumulation: a window is 1 loader batch{said}; weight: mean squared error" in caplog.text
+
+
 @pytest.mark.parametrize("sizes", [(4, 4, 4, 4, 4, 4), (4, 5, 6, 4, 5, 6)])
 @pytest.mark.parametrize("weight", [len, SampleCount()])
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])

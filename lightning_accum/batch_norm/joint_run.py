@@ -77,6 +77,8 @@ class JointRun(BatchRun):
         def forward() -> Tensor | None:
             found = steps.run(run)
             layers.close()
+            for index, (loss, _) in enumerate(found):
+                log.note_loss(loss, index)
             losses, seeds = self._weigh(found, plan, micro_batches, outputs)
             return self._joined(losses, seeds, any(weight is None for weight in outputs.weights), layers.shared_token)
 

@@ -263,7 +263,7 @@ class WindowClosure(Closure):
         def run_with_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
             self._kwargs[batch_name] = batch
             result = self.closure()
-            return result.loss, result.extra
+            return result.closure_loss, result.extra
 
         def run_without_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
             nonlocal zero_grad

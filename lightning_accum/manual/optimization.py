@@ -25,9 +25,9 @@ from lightning_accum.manual.windows import Call, ManualWindows
 from lightning_accum.policy import Policy, window_in_words
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.packed import samples_of
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.safeguards import gradients_of_zero
-from lightning_accum.weighing.weight import count_samples
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
@@ -216,7 +216,8 @@ class ManualOptimization:
         if self._is_announced or not windows.calls:
             return
         self._is_announced = True
-        parts = [window_in_words(loader_batches, windows.ranks.size, count_samples(batch))]
+        samples = samples_of(batch, loops.samples_of_loader(self._strategy.trainer()))
+        parts = [window_in_words(loader_batches, windows.ranks.size, samples)]
         if self.splitting is not None:
             parts.append(f"each runs {self.splitting.describe()}")
         parts.append("the module optimizes by itself")

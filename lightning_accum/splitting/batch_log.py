@@ -46,6 +46,7 @@ class _Entry:
     batch_sizes: list[int] = field(default_factory=list)
     is_batch_size_given: bool = False
     is_sum: bool = False
+    is_of_loss: bool = False
     seen: set[int] = field(default_factory=set)
     metric: Metric | None = None
     of_metric: _OfMetric | None = None
@@ -54,10 +55,11 @@ class _Entry:
 class BatchLog:
     """Collects what is logged in each micro-batch of a batch.
 
-    A mean is weighted: a value with a graph by its own denominator, another by the ``batch_size`` that it was logged with, and
-    by the weight of the loss where none was given. ``reduce_fx`` sum, min and max are applied as they are. A
-    :class:`torchmetrics.Metric` that shows its value of the step shows that of the whole batch. A name that is logged several
-    times in a step keeps its values apart: the first of each micro-batch make the first of the batch, and so on.
+    A mean is weighted: a value with a graph by its own denominator, the loss without its graph by that of the loss, another by
+    the ``batch_size`` that it was logged with, and by the weight of the loss where none was given. ``reduce_fx`` sum, min and max
+    are applied as they are. A :class:`torchmetrics.Metric` that shows its value of the step shows that of the whole batch. A name
+    that is logged several times in a step keeps its values apart: the first of each micro-batch make the first of the batch, and
+    so on.
 
     Args:
         metrics: the metrics of the module.
@@ -76,6 +78,9 @@ class BatchLog:
         self._weights: Sequence[Denominator | None] = ()
         self._rows: Sequence[int] = ()
         self._of_value: tuple[Denominator | None, bool, _OfMetric | None] = (None, False, None)
+        self._detached: Tensor | None = None
+        self._may_be_loss: dict[int, list[tuple[Tensor, _Entry]]] = {}
+        """Values without a graph, by micro-batch. They are kept until its loss is known: no other can have their memory."""
         self._caches_before = [vars(metric).get("_forward_cache") for metric in metrics]
         for metric in metrics:
             metric._forward_cache = None  # what is there at a log is of this batch
@@ -86,17 +91,19 @@ class BatchLog:
 
     def look_at(self, value: Any) -> None:
         """See a value before it is cut off from its graph: what it was divided by may be read there."""
-        self._of_value = (None, False, None)
+        self._of_value, self._detached = (None, False, None), None
         if not isinstance(value, Tensor):
             return
         for metric in self._metrics:  # `self.log("accuracy", self.accuracy(logits, target))`
             for path in _paths_to(value, vars(metric).get("_forward_cache")):
                 self._of_value = (None, False, _OfMetric(metric, path))
                 return
-        if value.grad_fn is not None:
-            with suppress(UnreadableLossError):
-                weight = read_loss(value).weight
-                self._of_value = (weight, weight is None, None)
+        if value.grad_fn is None:
+            self._detached = value
+            return
+        with suppress(UnreadableLossError):
+            weight = read_loss(value).weight
+            self._of_value = (weight, weight is None, None)
 
     def collect(self, key: str, value: Tensor | Metric, batch_size: int, is_batch_size_given: bool) -> None:
         """Take in one logged value."""
@@ -120,6 +127,16 @@ class BatchLog:
         entry.weights.append(weight)
         entry.micro_batches.append(self.micro_batch)
         entry.is_sum |= is_sum
+        if self._detached is not None:
+            self._may_be_loss.setdefault(self.micro_batch, []).append((self._detached, entry))
+            self._detached = None
+
+    def note_loss(self, loss: Tensor | None, micro_batch: int) -> None:
+        """The loss of a micro-batch is known: what was logged of it without its graph, ``loss.detach()``, is weighed as it is."""
+        for value, entry in self._may_be_loss.pop(micro_batch, ()):
+            if loss is not None and value.numel() == 1 and value.data_ptr() == loss.data_ptr() and entry.micro_batches:
+                entry.weights[entry.micro_batches.index(micro_batch)] = None
+                entry.is_of_loss = True
 
     def forget_micro_batch(self) -> None:
         """What was logged in the micro-batch under way is not to be shown."""
@@ -209,7 +226,7 @@ class BatchLog:
         values = torch.stack([value.to(entry.values[0].device) for value in entry.values])
         if reduce_fx in _FOLDS:
             return _FOLDS[reduce_fx](values)
-        if entry.is_sum:
+        if entry.is_sum or (entry.is_of_loss and any(self._weights[index] is None for index in entry.micro_batches)):
             return values.sum(0)
         weights: list[Denominator] = []
         for own, index in zip(entry.weights, entry.micro_batches, strict=True):

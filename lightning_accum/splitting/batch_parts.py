@@ -92,7 +92,7 @@ def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = 
         reached = list(_reach(root, size, {**_tensor_lists(root, size), **known}))
     for part, kind in reached:
         part.kind = kind
-        is_doubted = part.path not in known and may_be_samples(part.value)
+        is_doubted = part.path not in known and _may_be_samples(part.value, least=3)  # two are an input and its target as a rule
         if kind == "container" and is_doubted and (size not in samples or len(part.value) == size):
             found = f"{part.path} is a {type(part.value).__name__} of {len(part.value)} tensors, and their dimension 0 is {size}"
             raise UnsplittableBatchError.because(f"{found}: either could be the samples")
@@ -262,12 +262,13 @@ def _is_uncollated(root: Part, samples: Collection[int]) -> bool:
     return len(set(map(type, root.value))) == 1 and all(leaf.size not in samples for leaf in root.leaves)
 
 
-def may_be_samples(value: Any) -> bool:
+def _may_be_samples(value: Any, least: int) -> bool:
     """Whether a list of tensors of equal dimension 0 may be of samples nevertheless, and so this no number of rows.
 
-    They look like images of one to four channels; or they are more of one shape than a batch has tensors as a rule.
+    They are at least so many and look like images of one, three or four channels; or they are more of one shape than a batch has
+    tensors as a rule.
     """
-    if not isinstance(value, (list, tuple)) or len(value) < 2 or hasattr(value, "_fields") or hasattr(value, "n_fields"):
+    if not isinstance(value, (list, tuple)) or len(value) < least or hasattr(value, "_fields") or hasattr(value, "n_fields"):
         return False
     first = value[0]
     if len(value) < 5 and not (isinstance(first, Tensor) and first.dim() == 3):
@@ -292,7 +293,7 @@ def may_be_list_of_samples(value: Sequence[Any]) -> bool:
     if not dim or any(entry.dim() != dim for entry in entries):
         return False
     is_even = len({entry.size(0) for entry in entries}) == 1
-    return may_be_samples(entries) if is_even else len({entry.dtype for entry in entries}) == 1
+    return _may_be_samples(entries, least=2) if is_even else len({entry.dtype for entry in entries}) == 1
 
 
 def first_tensor_or_list(batch: Any) -> Tensor | Sequence[Any] | None:

@@ -6,11 +6,31 @@ Graphs, where nodes lie end to end beside one label a graph; texts without paddi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.micro_batch import Layout
+
+
+def samples_of(batch: Any, samples: Collection[int]) -> int | None:
+    """How many samples a loader batch has; None where its rows may be none, as those of a graph.
+
+    Args:
+        batch: the batch.
+        samples: how many of them the loader puts into a batch; empty where it does not say so.
+    """
+    if isinstance(batch, Iterator):  # training_step draws its batches by itself
+        return None
+    try:
+        layout = Layout.read(batch, samples=samples)
+        PackedBatches(lambda: samples, lambda message: None).check(layout, is_first=True)
+    except Exception:  # whatever a batch is that is not split
+        if len(samples) == 1 and 1 not in samples:  # else the dataset may make whole batches
+            return next(iter(samples))
+        return batch.size(0) if isinstance(batch, Tensor) and batch.dim() else None
+    return layout.size
 
 
 class PackedBatches:

@@ -87,9 +87,7 @@ class Plan:
             found += f", {columns}" if columns else ", with all columns"
         hint = ""
         if self.is_read and not piece.columns:
-            hint = (
-                " Where training_step takes the longest row for the number of columns, name the lengths: trim_padding=<their key>."
-            )
+            hint = " Where the step takes the longest row for the number of columns, name the lengths: trim_padding=<their key>."
         error.add_note(
             f"GradientAccumulation(micro_batch=...) has split the batch: this was micro-batch {self.current} of"
             f" {len(self.pieces)}{found}.{hint}"

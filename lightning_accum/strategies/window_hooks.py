@@ -21,6 +21,7 @@ from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import ManualOptimization
 from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.packed import samples_of
 from lightning_accum.strategies.engine import Engine
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
 
@@ -115,7 +116,8 @@ class WindowHooks(Engine):
         self._is_announced = True
         batch = accumulation.batch if accumulation.plan is None else accumulation.plan.batch
         seed = accumulation.begin_backward(loss)
-        rank_zero_info(accumulation.describe(batch, self.trainer().accumulate_grad_batches))
+        samples = samples_of(batch, loops.samples_of_loader(self.trainer()))
+        rank_zero_info(accumulation.describe(samples, self.trainer().accumulate_grad_batches))
         accumulation.warn_of_windows_never_full(batch, self.trainer().num_training_batches)
         return seed
 

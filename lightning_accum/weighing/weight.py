@@ -108,10 +108,11 @@ def count_samples(batch: Any) -> int | None:
     first = first_tensor_or_list(batch)
     if first is None or isinstance(first, Tensor):
         return None if first is None else first.size(0)
+    is_pair = first is batch and len(first) == 2  # an input and its target, or two samples
     try:
-        return read_parts(batch, {})[1]
+        return None if is_pair and isinstance(first[0], Tensor) else read_parts(batch, {})[1]
     except UnsplittableBatchError:
-        return None if first is batch and len(first) == 2 else len(first)  # an input and its target, or two samples
+        return None if is_pair else len(first)
 
 
 def _look_up(batch: Any, key: str | int) -> Any:
