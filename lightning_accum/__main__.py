@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: 2
     """
     parser = argparse.ArgumentParser(prog="lightning-accum", description="Exact gradient accumulation for PyTorch Lightning.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-accum')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="see what exact accumulation changes", description=DEMO))
     _add_verify(commands.add_parser("verify", help="prove a module of yours", description=VERIFY))
@@ -56,7 +60,8 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 VERIFY = """Take one optimizer step of a LightningModule as a full batch and one accumulated, compare them, and name what breaks
 equality. MODULE and DATA are written package.module:name; a class or a function is called without arguments. The exit status is
-0 only if the steps are equal; 1 if not, or if they cannot be compared; 2 if the arguments are wrong."""
+0 only if the steps are equal; 1 if not, or if they cannot be compared; 2 if the arguments are wrong. One of --window and
+--micro-batch is needed, or both."""
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -64,13 +69,20 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", metavar="DATA", help="a LightningDataModule, a loader or a batch (default: the module's own train_dataloader)")
     add("--window", type=_natural, metavar="N", help="loader batches in a window")
-    add("--micro-batch", type=_natural, metavar="N", help="samples in the micro-batches that each loader batch is split into")
-    add("--weight", choices=("auto", "equal"), default="auto", help="of GradientAccumulation (default: %(default)s)")
+    add(
+        "--micro-batch", type=_micro_batch, metavar="N",
+        help="samples in the micro-batches that each loader batch is split into; 8192tokens, or 'Tokens(8192)', for as many tokens",
+    )  # fmt: skip
+    add(
+        "--weight", default="auto", metavar="WEIGHT",
+        help="of GradientAccumulation: auto, equal, or package.module:name of a callable (default: %(default)s)",
+    )  # fmt: skip
+    add("--join", metavar="FUNCTION", help="package.module:name of a function that makes one batch of several")
     add("--batch-norm", choices=("warn", "exact"), default="warn", help="of GradientAccumulation (default: %(default)s)")
     add("--precision", default="64-true", help="of the Trainer (default: %(default)s)")
     add("--accelerator", default="cpu", help="of the Trainer (default: %(default)s)")
     add("--gradient-clip-val", type=float, metavar="NORM", help="of the Trainer")
-    add("--figure", type=Path, metavar="FILE", help="draw the differences into this file (PNG, SVG, PDF)")
+    add("--figure", type=_figure, metavar="FILE", help="draw the differences into this file (PNG, SVG, PDF)")
     parser.set_defaults(command=_verify)
 
 
@@ -84,6 +96,22 @@ def _natural(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
+
+
+def _micro_batch(text: str) -> Any:
+    found = re.fullmatch(r"(\d+) *tokens?|Tokens\((\d+)\)", text)
+    if found is None:
+        return _natural(text)
+    from lightning_accum.splitting.micro_batch import Tokens
+
+    return Tokens(_natural(found[1] or found[2]))
+
+
+def _figure(text: str) -> Path:
+    """Not to learn after the verification that there is no such folder."""
+    if not Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(Path(text).parent)!r}")
+    return Path(text)
 
 
 def _folder(text: str) -> Path:

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_accum import GradientAccumulation, GradientNoiseScale, SampleCount, TokenCount, Tokens
-from lightning_accum.noise.scale import SmoothedNoise
+from lightning_accum.noise.report import LargestMicroBatch, report
+from lightning_accum.noise.scale import NoiseScale, SmoothedNoise, variance_and_gradient
 
 DIMENSIONS = 20
 
@@ -351,6 +352,43 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(smoothing: float) -> 
     assert 0.92 <= covered / number <= 0.98  # 0.954 for a normal distribution; a standard error of this count is 0.009
 
 
+def measured_quadratic(smoothing: float, gradients: Tensor, generator: torch.Generator) -> Any:
+    """The estimate from windows of 4 micro-batches of 3 samples with S = 20, where |G|^2 is given for each window.
+
+    Their means are normal, so S has a chi-squared distribution and |g|^2 a noncentral one, both drawn from normal numbers.
+    """
+    noise, variance = SmoothedNoise(smoothing, torch.device("cpu")), 20.0
+    normal = (
+        torch.randn(len(gradients), 4, DIMENSIONS, dtype=torch.float64, generator=generator) * (variance / DIMENSIONS / 3) ** 0.5
+    )
+    normal[..., 0] += gradients.sqrt()[:, None]
+    squares, full = (3 * normal.square()).sum((1, 2)), normal.mean(1).square().sum(1)
+    for values in zip(*variance_and_gradient(squares, full, torch.tensor(12.0), torch.tensor(4.0)), strict=True):
+        noise.add(*values, *torch.tensor([12.0, 12.0], dtype=torch.float64), torch.tensor(True))
+    return noise.estimate()
+
+
+@pytest.mark.parametrize("smoothing", [1.0, 0.99])
+@pytest.mark.parametrize(("factor", "trend"), [(58.0, 1), (5.0, 1), (0.2, -1)])
+def test_the_interval_covers_a_noise_scale_that_moved_while_it_was_measured(smoothing: float, factor: float, trend: int) -> None:
+    """|G|^2 falls geometrically, as in a quadratic with a small rate: the mean over the windows lags far behind."""
+    generator, windows, number = torch.Generator().manual_seed(1), 60, 100
+    gradients = 2.0 * torch.linspace(0, -math.log(factor), windows, dtype=torch.float64).exp()
+    estimates = [measured_quadratic(smoothing, gradients, generator) for _ in range(number)]
+    truth = 20 / float(gradients[-1])
+    assert sum(e.weight_low <= truth <= e.weight_high for e in estimates) >= 0.92 * number
+    assert sum(e.trend == trend for e in estimates) >= 0.92 * number
+
+
+@pytest.mark.parametrize("smoothing", [1.0, 0.99])
+def test_a_noise_scale_that_stays_is_not_often_said_to_move(smoothing: float) -> None:
+    generator, number = torch.Generator().manual_seed(2), 300
+    gradients = torch.full((60,), 2.0, dtype=torch.float64)
+    estimates = [measured_quadratic(smoothing, gradients, generator) for _ in range(number)]
+    assert 0.92 <= sum(e.weight_low <= 10.0 <= e.weight_high for e in estimates) / number <= 0.98
+    assert sum(e.trend != 0 for e in estimates) <= 0.08 * number  # 0.046 for a normal distribution; a standard error is 0.012
+
+
 def test_noise_that_hides_the_gradient_has_no_upper_end() -> None:
     noise = SmoothedNoise(1.0, torch.device("cpu"))
     for gradient in (-1.0, 0.5, -0.6, 1.0):
@@ -360,6 +398,19 @@ def test_noise_that_hides_the_gradient_has_no_upper_end() -> None:
     assert math.isinf(estimate.weight)
     assert math.isinf(estimate.weight_high)
     assert 0 < estimate.weight_low < math.inf
+
+
+def test_sums_of_a_checkpoint_without_ages_go_on() -> None:
+    noise, other = SmoothedNoise(0.5, torch.device("cpu")), SmoothedNoise(0.5, torch.device("cpu"))
+    for variance in (8.0, 4.0, 2.0):
+        noise.add(*torch.tensor([variance, 1.0, 1.0, 1.0], dtype=torch.float64), torch.tensor(True))
+    other.load_state_dict(noise.state_dict())
+    assert other.estimate() == noise.estimate()
+    sums = noise.state_dict()["sums"]
+    other.load_state_dict(
+        {"sums": [sums[name] for name in ("1", "1 ww", "S", "G", "SS", "SG", "GG", "weight", "samples", "windows")]}
+    )
+    assert other.estimate().weight == noise.estimate().weight
 
 
 def test_smoothing_forgets() -> None:
@@ -497,6 +548,21 @@ def test_the_suggestion_is_printed_in_samples_and_tokens(caplog: pytest.LogCaptu
     assert shown["noise_scale/samples"].item() == pytest.approx(noise.estimate.samples, rel=1e-12)
     assert shown["noise_scale/variance"].item() == pytest.approx(noise.estimate.variance, rel=1e-12)
     assert shown["noise_scale/gradient"].item() == pytest.approx(noise.estimate.gradient, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("trend", "low", "high", "says"),
+    [
+        (1, 6.7, math.inf, "noise scale grew while it was measured: now it is 6.7 samples at least"),
+        (-1, 0.0, 15.0, "noise scale shrank while it was measured: now it is 15 samples at most"),
+    ],
+)
+def test_the_suggestion_says_that_the_noise_scale_moved(trend: int, low: float, high: float, says: str) -> None:
+    text = report(NoiseScale(9.5, low, high, 1.0, 12.0, 19.0, 2.0, 60, trend), False, LargestMicroBatch())
+    assert "about 9.5 samples was worth having on average" in text
+    assert says in text
+    assert "smaller smoothing=" in text
+    assert "right size" not in text
 
 
 def test_loggers_get_it_by_the_trainers_interval() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import lightning_accum.verification.report as report_module
 from lightning_accum import Tokens, verify
 from lightning_accum.__main__ import main
 from lightning_accum.splitting.trimming import _NoCollectives
+from lightning_accum.verification.command import in_options
 from lightning_accum.verification.data import is_batch
 from lightning_accum.verification.joining import JoiningError, join
 from lightning_accum.verification.measure import Difference, tolerance, weights_that_fit
@@ -254,7 +256,7 @@ WRONG: dict[str, Any] = {
     "a module of one type": (Single, BATCH, {"micro_batch": 2}, 'precision="32-true"'),
     "a recurrent module of one type": (Recurrent, BATCH, {"micro_batch": 2}, 'precision="32-true"'),
     "no module": (lambda: nn.Linear(2, 2), BATCH, {"micro_batch": 2}, "takes a LightningModule"),
-    "no data": (pl.LightningModule, None, {"window": 2}, "Pass a batch, a loader or a"),
+    "no data": (pl.LightningModule, None, {"window": 2}, "Pass data=<a batch, a loader or a"),
     "an argument of the policy": (BoringModel, BATCH, {"micro_batch": 2, "weight": "auo"}, "weight='auo'"),
     "no loss": (NoLoss, BATCH, {"micro_batch": 2}, "training_step returned no loss"),
 }
@@ -396,6 +398,7 @@ def test_report_as_plain_text() -> None:
     for expected in ("Not equal: Net", "layer.9[bold]", "4 more that are closer", "3.0e-10", "0.3 apart with it, 1.0e-16 without"):
         assert expected in text
     assert "layer.10" not in text
+    assert text.index("Not equal: Net") < text.index("BatchNorm: ") < text.index("To mend it: ") < text.index("all parameters")
     assert not BROKEN
 
 
@@ -460,7 +463,27 @@ class Data(BoringDataModule):
         return torch.utils.data.DataLoader(self.random_train, batch_size=8)
 
 batch = torch.randn(8, 32)
+
+def count(batch):
+    return batch.numel()
+
+class Bag:
+    def __init__(self, values):
+        self.values = values
+
+bags = iter([Bag(torch.randn(2, 32)), Bag(torch.randn(3, 32))])
+
+def join_bags(bags):
+    return Bag(torch.cat([bag.values for bag in bags]))
+
+class OfBags(BoringModel):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch.values, batch_idx)
 """
+
+
+OF_BATCH = ["--data", "project:batch"]
+OF_BAGS = ["--data", "project:bags", "--precision", "32-true"]
 
 
 @pytest.mark.parametrize(
@@ -470,7 +493,26 @@ batch = torch.randn(8, 32)
         (["project:Good", "--window", "4"], 0, "4 loader batches"),
         (["project:wide", "--data", "project:batch", "--micro-batch", "4", "--precision", "32-true"], 0, "float32"),
         (["project:Bad", "--data", "project:Data", "--window", "2"], 1, "batch_idx: training_step reads batch_idx"),
-        (["project:Good", "--data", "project:Data"], 1, "window=<loader batches>"),
+        (["project:Good", "--data", "project:Data"], 2, "--window or --micro-batch"),
+        (["project:Good", "--data", "project:Data", "--window", "1"], 2, "--window or --micro-batch"),
+        (["project:Good", "--data", "project:Data", "--micro-batch", "8"], 1, "--micro-batch 8 has nothing to compare"),
+        (["project:Good", "--data", "project:batch", "--window", "9"], 1, "--micro-batch instead of --window"),
+        (["project:Good", "--data", "project:Data", "--micro-batch", "128tokens"], 0, "Equal: Good"),
+        (["project:Good", "--data", "project:Data", "--micro-batch", "Tokens(128)"], 0, "2 micro-batches"),
+        (["project:Good", "--window", "2", "--precision", "half"], 2, "Precision 'half' is invalid"),
+        (["project:Good", "--window", "2", "--accelerator", "abacus"], 2, "invalid accelerator name"),
+        (["project:Good", "--window", "2", "--figure", "figure.doc"], 2, "--figure figure.doc: the file has to end in one of"),
+        (["project:Good", "--window", "2", "--weight", "tokens"], 2, "--weight tokens: expected auto, equal or"),
+        (["project:Good", "--window", "2", "--weight", "project:count"], 0, "weight: count"),
+        (["project:Good", "--micro-batch", "2", "--weight", "lightning_accum:SampleCount", *OF_BATCH], 0, "SampleCount"),
+        (["project:Good", "--window", "2", "--data", "project:bags"], 1, "--join takes a function join(batches)"),
+        (["project:OfBags", "--window", "2", "--join", "project:join_bags", *OF_BAGS], 0, "Equal: OfBags"),
+        (
+            ["project:OfBags", "--window", "2", "--join", "project:join_bags", *OF_BAGS[:2]],
+            1,
+            "does not run in --precision '64-true'",
+        ),
+        (["project:Wide", "--window", "2"], 2, "project:Wide is called without arguments, but: missing a required argument"),
         (["project:Gone", "--window", "2"], 2, "'project' has no 'Gone'"),
         (["projekt:Good", "--window", "2"], 2, "no module 'projekt'"),
         (["project", "--window", "2"], 2, "package.module:name"),
@@ -484,6 +526,42 @@ def test_exit_status_is_0_only_where_equality_holds(arguments: list[str], status
     captured = capsys.readouterr()
     assert text in captured.out + captured.err
     monkeypatch.delitem(sys.modules, "project", raising=False)
+
+
+WRONG_OPTIONS: dict[str, Any] = {
+    "no tokens": (
+        ["verify", "project:Good", "--micro-batch", "0tokens"],
+        "argument --micro-batch: '0' is not a whole number from 1",
+    ),
+    "words": (["verify", "project:Good", "--micro-batch", "few"], "argument --micro-batch: 'few' is not a whole number from 1"),
+    "a folder that is not there": (["verify", "project:Good", "--figure", "no/where.png"], "there is no folder 'no'"),
+    "no module": (["verify"], "MODULE"),
+    "no command": ([], "COMMAND"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_wrong_options_are_usage_errors(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, message = WRONG_OPTIONS[name]
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"lightning-accum {version('lightning-accum')}\n"
+
+
+def test_messages_about_arguments_of_python_speak_of_options() -> None:
+    text = (
+        'verify(micro_batch=Tokens(8)): pass verify(join=...) or data=<a batch>; GradientAccumulation(micro_batch=4, weight="auto")'
+    )
+    expected = '--micro-batch Tokens(8): pass --join or --data <a batch>; GradientAccumulation(micro_batch=4, weight="auto")'
+    assert in_options(text) == expected
 
 
 def test_command_in_a_process_of_its_own_draws_and_finds_the_users_package() -> None:

@@ -75,6 +75,9 @@ class GradientNoiseScale(Callback):
     ``fit`` it prints the batch size that it suggests, with an interval of two standard errors, and with ``micro_batch="auto"`` how
     large a micro-batch was found to fit. :attr:`estimate` has these numbers. It goes on from a checkpoint.
 
+    The mean over the windows lags behind a noise scale that grows or shrinks. Where the windows show that it does, this is said,
+    and that end of the interval is open: the noise scale at the end of a short run may be several times the mean.
+
     Micro-batches are taken for random parts of the data: shuffle it. Rows that ``trim_padding`` has sorted by length are none.
     Units of weight are taken to be independent, which the tokens of a sample are not: in tokens the suggestion holds for samples
     of the length that was measured.

@@ -42,7 +42,15 @@ def report(estimate: NoiseScale, are_tokens: bool, largest: LargestMicroBatch) -
             f"GradientNoiseScale: the noise scale is not known yet, {measured}. Measure more windows, or windows of more"
             " micro-batches."
         )
-    if math.isinf(estimate.weight):
+    if estimate.trend and not math.isinf(estimate.weight):
+        moved, end, most = (
+            ("grew", estimate.weight_low, "least") if estimate.trend > 0 else ("shrank", estimate.weight_high, "most")
+        )
+        text = (
+            f"a window of about {units(estimate.weight)} was worth having on average, but the noise scale {moved} while it was"
+            f" measured: now it is {units(end)} at {most} (two standard errors)"
+        )
+    elif math.isinf(estimate.weight):
         text = f"a window of {units(estimate.weight_low)} or more is worth having"
     else:
         text = f"a window of about {units(estimate.weight)} is worth having"
@@ -59,6 +67,9 @@ def _advice(estimate: NoiseScale) -> str:
         return " Larger windows would take fewer steps nearly in proportion."
     if estimate.weight_per_window > estimate.weight_high:
         return " Smaller windows would learn nearly as much in a step, and cost less."
+    if estimate.trend:
+        size = "smaller" if estimate.trend > 0 else "larger"
+        return f" Before you make them {size}, measure again with a smaller smoothing=, which looks back over fewer windows."
     return " The windows have about the right size."
 
 

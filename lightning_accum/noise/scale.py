@@ -11,6 +11,10 @@ N = sum(n_i), has E|g|^2 = |G|^2 + S/N. So E sum(n_i |g_i|^2) = N |G|^2 + K S, a
 With equal n_i these are the paper's formulas for batches of s = n and b = N. They are those of an analysis of variance, which for
 a normal distribution have the least variance of all without bias. The noise scale is B = S / |G|^2. A ratio of means has less bias
 than a mean of ratios, so S and |G|^2 are smoothed each by itself.
+
+A mean over windows lags behind a noise scale that moves, and the scatter of the windows does not show it: in a short run the
+interval of the mean may be far from where the noise scale is at the end. So the slope of S - B |G|^2 over time is looked at, by
+weighted least squares; where it is significant, the interval is open to the side that the noise scale moves to.
 """
 
 from __future__ import annotations
@@ -51,14 +55,17 @@ class NoiseScale:
     """An estimate of the gradient noise scale, and so of the batch size that is worth having.
 
     Attributes:
-        weight: the noise scale in units of weight: tokens, for a language model; inf where noise hides the gradient.
-        weight_low: the lower end of its interval of two standard errors (95 %), 0 where the noise is not seen.
-        weight_high: the upper end, inf where it is not known.
+        weight: the noise scale in units of weight: tokens, for a language model; inf where noise hides the gradient. The mean over
+            the windows, of which the last count the most.
+        weight_low: the lower end of its interval of two standard errors (95 %), 0 where the noise is not seen, or has shrunk.
+        weight_high: the upper end, inf where it is not known, as where the noise scale has grown.
         weight_per_sample: the mean weight of a sample; nan where the batches do not tell how many they have.
         weight_per_window: the mean weight of a window.
         variance: S, the trace of the covariance of the gradient of a unit of weight.
         gradient: |G|^2, the squared norm of the gradient without noise.
         windows: how many were measured.
+        trend: 1 where the noise scale has grown while it was measured, -1 where it has shrunk, by a slope of more than two standard
+            errors; else 0.
     """
 
     weight: float
@@ -69,6 +76,7 @@ class NoiseScale:
     variance: float
     gradient: float
     windows: int
+    trend: int = 0
 
     @property
     def samples(self) -> float:
@@ -86,9 +94,12 @@ class NoiseScale:
         return self.weight_high / self.weight_per_sample
 
 
-# what is summed over the windows, each with a weight w that decays: w, w^2, w S, w |G|^2, their squares and product, weight and
-# samples of the window; and the windows, all alike
-_SUMS = 10
+_SUMMED = ("1", "S", "G", "SS", "SG", "GG", "weight", "samples", "a", "aa", "aS", "aG")
+"""What is summed over the windows, each with a weight w that decays: G is |G|^2, a the age in windows."""
+_SQUARED = ("1", "a", "aa")
+"""What is summed with the weight w^2."""
+_NAMES = (*_SUMMED, *(f"{name} ww" for name in _SQUARED), "windows")
+"""The last counts all windows alike."""
 
 
 class SmoothedNoise:
@@ -103,9 +114,8 @@ class SmoothedNoise:
     """
 
     def __init__(self, smoothing: float, device: torch.device, dtype: torch.dtype = torch.float64) -> None:
-        self._sums = torch.zeros(_SUMS, dtype=dtype, device=device)
-        decay = [smoothing, smoothing**2] + [smoothing] * (_SUMS - 3) + [1.0]
-        self._decay = torch.tensor(decay, dtype=dtype, device=device)
+        self._sums = torch.zeros(len(_NAMES), dtype=dtype, device=device)
+        self._ageing = torch.tensor(_ageing(smoothing), dtype=dtype, device=device)
 
     def add(self, variance: Tensor, gradient: Tensor, weight: Tensor, samples: Tensor, is_valid: Tensor) -> None:
         """Take in a window.
@@ -117,19 +127,21 @@ class SmoothedNoise:
             samples: its samples; nan where they are not known.
             is_valid: False leaves it out, and so does an estimate that is not finite.
         """
-        one = torch.ones_like(weight)
+        one, young = torch.ones_like(weight), torch.zeros_like(weight)
         products = (variance * variance, variance * gradient, gradient * gradient)
-        new = torch.stack((one, one, variance, gradient, *products, weight, samples, one))
-        is_valid = is_valid & new[:8].isfinite().all()
-        self._sums = torch.where(is_valid, self._sums * self._decay + new, self._sums)
+        new = torch.stack((one, variance, gradient, *products, weight, samples, *[young] * 4, one, young, young, one))
+        is_valid = is_valid & new[:7].isfinite().all()
+        self._sums = torch.where(is_valid, self._ageing @ self._sums + new, self._sums)
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
         """Go on on a device."""
-        self._sums, self._decay = self._sums.to(device, dtype), self._decay.to(device, dtype)
+        self._sums, self._ageing = self._sums.to(device, dtype), self._ageing.to(device, dtype)
 
     def shown(self) -> dict[str, Tensor]:
         """What is logged, on the device: the noise scale in weight and in samples, and the two that it is the ratio of."""
-        total, _, variance, gradient, _, _, _, weight, samples, _ = self._sums.unbind()
+        total, variance, gradient, weight, samples = (
+            self._sums[_NAMES.index(name)] for name in ("1", "S", "G", "weight", "samples")
+        )
         scale = torch.where(gradient > 0, (variance / gradient).clamp(min=0), math.inf)
         scale = torch.where(total > 0, scale, math.nan)
         return {
@@ -143,14 +155,17 @@ class SmoothedNoise:
         """The noise scale and its interval; None before the second window. Waits for the device.
 
         The interval is Fieller's for a ratio: all B for which the mean of S - B |G|^2 is within two standard errors of 0, these
-        from the scatter of the windows. It is right also where |G|^2 is not well known, and then has no upper end.
+        from the scatter of the windows. It is right also where |G|^2 is not well known, and then has no upper end. It is open to
+        the side that the noise scale has moved to meanwhile.
         """
-        total, squares, *sums, windows = self._sums.tolist()
+        sums = dict(zip(_NAMES, self._sums.tolist(), strict=True))
+        total, squares, windows = sums["1"], sums["1 ww"], int(sums["windows"])
         if windows < 2:
             return None
-        s, g, ss, sg, gg, weight, samples = (value / total for value in sums)
+        mean = {name: sums[name] / total for name in _SUMMED}
+        s, g, weight, samples = mean["S"], mean["G"], mean["weight"], mean["samples"]
         four = 4 * squares / (total**2 - squares)  # two standard errors, squared
-        var_s, cov, var_g = four * max(ss - s * s, 0.0), four * (sg - s * g), four * max(gg - g * g, 0.0)
+        var_s, cov, var_g = four * max(mean["SS"] - s * s, 0.0), four * (mean["SG"] - s * g), four * max(mean["GG"] - g * g, 0.0)
         # B^2 a - 2 B b + c <= 0
         a, b, c = g * g - var_g, s * g - cov, s * s - var_s
         root = math.sqrt(max(b * b - a * c, 0.0))
@@ -159,12 +174,50 @@ class SmoothedNoise:
         high = (b + root) / a if is_gradient_seen else math.inf
         scale = max(s, 0.0) / g if g > 0 else math.inf
         per_sample = weight / samples if samples > 0 else math.nan
-        return NoiseScale(scale, low, max(high, scale), per_sample, weight, s, g, int(windows))
+        trend = _trend(sums, scale)
+        low, high = 0.0 if trend < 0 else low, math.inf if trend > 0 else max(high, scale)
+        return NoiseScale(scale, low, high, per_sample, weight, s, g, windows, trend)
 
     def state_dict(self) -> dict[str, Any]:
         """The sums, as plain numbers."""
-        return {"sums": self._sums.tolist()}
+        return {"sums": dict(zip(_NAMES, self._sums.tolist(), strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict`."""
-        self._sums = torch.tensor(state["sums"], dtype=self._sums.dtype, device=self._sums.device)
+        sums = state["sums"]
+        if isinstance(sums, list):  # of a version that knew no ages
+            sums = dict(zip(("1", "1 ww", "S", "G", "SS", "SG", "GG", "weight", "samples", "windows"), sums, strict=True))
+        values = [sums.get(name, 0.0) for name in _NAMES]
+        self._sums = torch.tensor(values, dtype=self._sums.dtype, device=self._sums.device)
+
+
+def _ageing(smoothing: float) -> list[list[float]]:
+    """The matrix that makes of the sums what they are one window later."""
+    # (a + 1) x = a x + x, and (a + 1)^2 = a^2 + 2 a + 1
+    grown = {"a": {"a": 1, "1": 1}, "aa": {"aa": 1, "a": 2, "1": 1}, "aS": {"aS": 1, "S": 1}, "aG": {"aG": 1, "G": 1}}
+    rows = []
+    for name in _NAMES:
+        what, _, squared = name.partition(" ")
+        decay = 1.0 if name == "windows" else smoothing**2 if squared else smoothing
+        parts = {f"{part} ww" if squared else part: factor for part, factor in grown.get(what, {what: 1}).items()}
+        rows.append([decay * parts.get(column, 0) for column in _NAMES])
+    return rows
+
+
+def _trend(sums: Mapping[str, float], scale: float) -> int:
+    """The sign of the slope of S - B |G|^2 over time, 0 where it is within two standard errors of 0."""
+    total, squares = sums["1"], sums["1 ww"]
+    degrees = total**2 - 2 * squares  # of freedom, but for a factor: a mean and a slope are taken out
+    mean = {name: sums[name] / total for name in _SUMMED}
+    age, spread = mean["a"], mean["aa"] - mean["a"] ** 2
+    if degrees <= 0 or spread <= 0:
+        return 0
+    s_part, g_part = (1.0, scale) if math.isfinite(scale) else (0.0, 1.0)
+    covariance = s_part * (mean["aS"] - age * mean["S"]) - g_part * (mean["aG"] - age * mean["G"])
+    middle = s_part * mean["S"] - g_part * mean["G"]
+    variance = s_part**2 * mean["SS"] - 2 * s_part * g_part * mean["SG"] + g_part**2 * mean["GG"] - middle**2
+    residual = max(variance - covariance**2 / spread, 0.0) * total**2 / degrees
+    lever = sums["aa ww"] - 2 * age * sums["a ww"] + age**2 * squares
+    error = math.sqrt(residual * lever) / (total * spread)
+    slope = -covariance / spread  # over time, not over age
+    return 0 if abs(slope) <= 2 * error else 1 if slope > 0 else -1

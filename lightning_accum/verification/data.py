@@ -152,8 +152,8 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
         owner = module
         if not is_overridden("train_dataloader", owner):
             raise MisconfigurationException(
-                f"verify needs data: {type(module).__name__} has no train_dataloader. Pass a batch, a loader or a"
-                " LightningDataModule."
+                f"verify needs data: {type(module).__name__} has no train_dataloader. Pass data=<a batch, a loader or"
+                " a LightningDataModule>."
             )
     if data is None or isinstance(data, pl.LightningDataModule):
         owner.prepare_data()

@@ -121,18 +121,18 @@ class Report:
 
     def plain(self) -> str:
         """As plain text of up to 100 columns."""
-        lines = [self._wrapped(self.verdict), self._wrapped(self.compared), ""]
-        width = max(len(name) for name, _, _ in self._rows())
-        lines += [f"{name:<{width}}  {gradient:>9}  {update:>9}" for name, gradient, update in self._rows()]
-        if len(self.parameters) > SHOWN:
-            lines.append(f"... and {len(self.parameters) - SHOWN} more that are closer")
-        lines += ["", *(self._wrapped(f"{name}: {value}") for name, value in self._facts())]
+        lines = [self._wrapped(self.verdict), self._wrapped(self.compared)]
         for found in self.breaks:
             lines += [
                 "",
                 self._wrapped(f"{found.name}: {found.found} {_effect(found)}"),
                 self._wrapped(f"    To mend it: {found.mend}"),
             ]
+        width = max(len(name) for name, _, _ in self._rows())
+        lines += ["", *(f"{name:<{width}}  {gradient:>9}  {update:>9}" for name, gradient, update in self._rows())]
+        if len(self.parameters) > SHOWN:
+            lines.append(f"... and {len(self.parameters) - SHOWN} more that are closer")
+        lines += ["", *(self._wrapped(f"{name}: {value}") for name, value in self._facts())]
         if self.notes:
             lines += ["", *(self._wrapped(f"- {note}") for note in self.notes)]
         return "\n".join(lines)
@@ -178,16 +178,17 @@ class Report:
             style = "green" if difference <= self.tolerance else "red"
             is_first = name == rows[0][0]
             table.add_row(Text(name), Text(shown, style), update, end_section=is_first, style="bold" if is_first else "")
-        parts: list[Any] = [Text(self.verdict, f"bold {colour}"), Text(self.compared), Text(), Padding(table, (0, 0, 0, 2))]
+        parts: list[Any] = [Text(self.verdict, f"bold {colour}"), Text(self.compared)]
+        for found in self.breaks:
+            parts += [Text(), Text.assemble((found.name, "bold red"), f": {found.found} {_effect(found)}")]
+            parts.append(Padding(Text.assemble(("To mend it: ", "bold"), found.mend), (0, 0, 0, 4)))
+        parts += [Text(), Padding(table, (0, 0, 0, 2))]
         if len(self.parameters) > SHOWN:
             parts.append(Text(f"  ... and {len(self.parameters) - SHOWN} more that are closer", "dim"))
         facts = Table.grid(padding=(0, 2))
         for name, value in self._facts():
             facts.add_row(Text(name, "bold"), Text(value))
         parts += [Text(), facts]
-        for found in self.breaks:
-            parts += [Text(), Text.assemble((found.name, "bold red"), f": {found.found} {_effect(found)}")]
-            parts.append(Padding(Text.assemble(("To mend it: ", "bold"), found.mend), (0, 0, 0, 4)))
         if self.notes:
             notes = Table.grid(padding=(0, 1))
             for note in self.notes:

@@ -96,8 +96,9 @@ def verify(
             if not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
                 raise
             raise MisconfigurationException(
-                f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters and batches are converted to"
-                ' it; pass verify(precision="32-true") for operations that it is too wide for.'
+                f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters, buffers and batches are"
+                " converted to it (but no tensors in objects of a class of their own); pass"
+                ' verify(precision="32-true") for operations that it is too wide for.'
             ) from error
     if examination.window is not None and examination.window.parts < 2 and size < 2:
         raise MisconfigurationException(

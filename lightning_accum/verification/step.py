@@ -122,7 +122,7 @@ class Bench:
         with (
             self.state.restored_afterwards(),
             warnings.catch_warnings(record=True) as caught,
-            _quiet(),
+            quiet(),
             torch.enable_grad(),
             suppress(StepTakenError),
         ):
@@ -243,7 +243,7 @@ def _data(batches: Sequence[Any], hooks: pl.LightningDataModule | None) -> dict[
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the Trainers' own words to themselves."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
