@@ -61,7 +61,9 @@ class Accumulation:
         """The ranks that have batches of their own."""
         self.boundary = Boundary(policy.tail)
         self.window = Window(ranks.device, ranks.size, ranks.group, counts_left_out=policy.on_nonfinite == "skip")
-        may_be_at_once = policy.weight == "auto" and ranks.size > 1 and splitting is None
+        # the totals are known before the backward, unless its gradient may still be left out of them
+        are_totals_known = ranks.size > 1 and splitting is None and policy.on_nonfinite == "propagate"
+        may_be_at_once = policy.weight == "auto" and are_totals_known
         self._terms_at_once = TermsAtOnce() if may_be_at_once else None
         self.weigher = Weigher(policy.weight, warn, hands_out_terms=self._terms_at_once is not None)
         if isinstance(policy.weight, tuple):
@@ -189,10 +191,10 @@ class Accumulation:
     def _is_one_micro_batch(self) -> bool:
         return self.plan is None and self.world_size == 1 and self.boundary.size == 1
 
-    def count_ahead(self) -> None:
-        """The micro-batches of the plan are about to run: what their terms are divided by is counted in all of them."""
-        if isinstance(self.window.terms, TermsCountedAhead) and self.plan is not None and not self.is_stand_in:
-            self.window.terms.count(self.plan.batch)
+    def count_ahead(self, batch: Any) -> None:
+        """A loader batch is about to run, whole or in micro-batches: what its terms are divided by is counted in all of it."""
+        if isinstance(self.window.terms, TermsCountedAhead) and not self.is_stand_in:
+            self.window.terms.count(batch)
 
     def begin_micro_batch(self, batch: Any) -> None:
         """Enter training_step."""

@@ -90,6 +90,13 @@ def test_each_term_of_a_split_batch_is_that_of_the_batch(optimizer: str, micro_b
     assert error_of_updates(module, by_hand, Rated(optimizer)) <= 1e-12
 
 
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_each_term_of_a_batch_that_fits_whole_is_its_own_where_it_may_be_left_out(on_nonfinite: Any) -> None:
+    batches, module = rated(3), Rated()
+    trainer(callbacks=[GradientAccumulation(micro_batch=ROWS, weight=EACH, on_nonfinite=on_nonfinite)]).fit(module, loader(batches))
+    assert error_of_updates(module, train_by_hand(Rated(), batches, epochs=1), Rated()) <= 1e-12
+
+
 def test_each_term_takes_no_second_backward() -> None:
     batches, module = rated(2), Rated()
     trainer(callbacks=[GradientAccumulation(micro_batch=4, weight=EACH, trim_padding=False)]).fit(module, loader(batches))
@@ -141,6 +148,23 @@ def test_windows_of_one_micro_batch_on_each_rank_are_exact_without_being_told() 
     trainer(ddp(), devices=2, max_epochs=2).fit(module)
     by_hand = train_by_hand(Rated("adamw"), batches, epochs=2)
     assert error_of_updates(module, by_hand, Rated("adamw")) <= 1e-12
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_terms_share_one_weight_where_ranks_may_leave_a_micro_batch_out(on_nonfinite: Any) -> None:
+    """What it is left out of would be the totals, which have to be known before its backward."""
+    batches = rated(3)
+    parts = [[rows_of(batch, slice(0, 5)) for batch in batches], [rows_of(batch, slice(5, None)) for batch in batches]]
+    module, by_hand = Rated(by_rank=parts), Rated()
+    trainer(ddp(), devices=2, callbacks=[GradientAccumulation(on_nonfinite=on_nonfinite)]).fit(module)
+
+    def of_one_weight(index: int) -> Tensor:
+        own = [rank[index] for rank in parts]
+        weights = [(batch["labels"][:, 1:] != -100).sum() for batch in own]
+        return sum(n * by_hand.training_step(batch, 0) for n, batch in zip(weights, own, strict=True)) / sum(weights)
+
+    train_by_hand(by_hand, range(3), epochs=1, loss=of_one_weight)
+    assert error_of_updates(module, by_hand, Rated()) <= 1e-12
 
 
 def test_a_rank_without_a_term_or_without_a_loss_holds_nobody_up() -> None:

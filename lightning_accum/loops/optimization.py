@@ -226,6 +226,7 @@ class WindowClosure(Closure):
         accumulation = strategy.accumulation
         assert accumulation is not None
         ends_window, accumulation.is_boundary = accumulation.is_boundary, False
+        accumulation.count_ahead(next(iter(self._kwargs.values())))
         with collecting_logs(trainer) if accumulation.policy.on_nonfinite == "skip" else nullcontext() as log:
             guard.begin_micro_batch()
             with strategy.blocked():
