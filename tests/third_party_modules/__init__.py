@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, default_collate
 class Case:
     """A module and its data.
 
-    ``module`` makes it anew, with the same parameters where torch's seed is the same. ``rows`` are what ``collate`` joins into a batch;
-    ``loader`` makes a loader that yields the rows of each of the given lists of indices, for packages with loaders of their own.
-    ``arguments`` go to GradientAccumulation, and their names into the table. ``precision`` is the Trainer's.
+    ``module`` makes it anew, with the same parameters where torch's seed is the same. ``rows`` are what ``collate`` joins into a
+    batch; ``loader`` makes a loader whose batches have the rows of the given lists of indices, for packages with loaders of their own.
+    ``arguments`` go to GradientAccumulation where batches are split, and their names into the table. ``precision`` is the Trainer's.
     """
 
     name: str
