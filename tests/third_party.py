@@ -1,8 +1,8 @@
 """Modules of other packages, unchanged: does a window of theirs take the step of one batch?
 
 For each package an environment is made, in which its modules are trained on a little data four times, in float64 and with SGD: on
-batches of 8 with plain Lightning (the reference); with this package on batches of 3, 3 and 2 in windows of three, and on batches of 8
-that are split into micro-batches of 3; and on the small batches with Lightning's own ``accumulate_grad_batches``. The table has the
+batches of 8 with plain Lightning (the reference); with this package on batches of 3, 3 and 2 in windows of three, and on batches
+of 8 that are split into micro-batches of 3; and on the small ones with Lightning's own ``accumulate_grad_batches``. The table has the
 deviation of the last three from the reference: the norm of the difference of all parameters over that of what training has changed.
 
     python tests/third_party.py                          # all, in environments that are deleted afterwards
@@ -37,11 +37,9 @@ FLOAT32_LIMIT = 1e-4
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from third_party_modules import (  # noqa: E402  # noqa: E402, F401  # each puts its packages there
-    PACKAGES,
-    Package,
-)
+from third_party_modules import Package, packages  # noqa: E402
 
+PACKAGES = packages()
 Row = dict[str, Any]
 
 
@@ -131,13 +129,13 @@ def _said(row: Row) -> str:
 
 def page(rows: list[Row], versions: str) -> str:
     """The page of the guide."""
-    packages = {row["package"] for row in rows if "failed" not in row}
+    names = {row["package"] for row in rows if "failed" not in row}
     introduction = (
-        f"{len(packages)} packages, {len(rows)} modules, each unchanged. `python tests/third_party.py --write` installs the packages,"
-        " trains the modules and writes this page.",
+        f"{len(names)} packages and their modules, unchanged. `python tests/third_party.py --write` installs the packages, trains"
+        " the modules and writes this page.",
         "Each module is trained in float64 with SGD, dropout off, BatchNorm as the module has it, other random numbers the same for"
-        " every row, for two epochs of 24 rows: whole (batches of 8, plain Lightning); *in windows* (`GradientAccumulation(3)`, batches"
-        " of 3, 3 and 2); *split* (`GradientAccumulation(micro_batch=3)`, batches of 8); and with *Lightning's own*"
+        " every row, for two epochs of 24 rows: whole (batches of 8, plain Lightning); *in windows* (`GradientAccumulation(3)`,"
+        " batches of 3, 3 and 2); *split* (`GradientAccumulation(micro_batch=3)`, batches of 8); and with *Lightning's own*"
         " `accumulate_grad_batches=3` on batches of 3, 3 and 2. The numbers say how far the parameters are from those of the whole"
         " batches, in parts of what training has changed.",
         "*exact*: at most 1e-9, and nothing was said. Warnings and errors are quoted with their first words. An argument behind a"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import PACKAGES, Case
+from . import Case, packages
 
 MICRO_BATCH, MICRO_BATCHES, SIZES, WINDOWS, EPOCHS = 3, 3, (3, 3, 2), 3, 2
 ROWS = sum(SIZES) * WINDOWS
@@ -44,7 +44,7 @@ def examine(name: str) -> list[Row]:
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     torch.set_num_threads(1)
     kept = make_torchvision_importable()
-    entry = PACKAGES[name]
+    entry = packages()[name]
     version = importlib.metadata.version(name)
     for imports in ("lightning.pytorch", "pytorch_lightning"):
         importlib.import_module(imports)  # which sets the level
@@ -126,7 +126,7 @@ def trained(
 ) -> tuple[torch.Tensor, set[str]]:
     """All parameters after training, as one vector, and the warnings that there were.
 
-    SGD takes the place of the module's optimizer: where a gradient is 0 but for rounding, Adam divides the rounding by its own size.
+    SGD takes the place of the module's optimizer: where a gradient is 0 but for rounding, Adam divides this by its own size.
     Dropout is off, and other random numbers are the same for every row.
     """
     from lightning_accum.verification.randomness import SameForEveryRow, seed_everything, switch_off_dropout
