@@ -2,8 +2,9 @@
 
 For each package an environment is made, in which its modules are trained on a little data four times, in float64 and with SGD: on
 batches of 8 with plain Lightning (the reference); with this package on batches of 3, 3 and 2 in windows of three, and on batches
-of 8 that are split into micro-batches of 3; and on the small ones with Lightning's own ``accumulate_grad_batches``. The table has the
-deviation of the last three from the reference: the norm of the difference of all parameters over that of what training has changed.
+of 8 that are split into micro-batches of 3; and on the small ones with Lightning's own ``accumulate_grad_batches``. The table has
+the deviation of the last three from the reference: the norm of the difference of all parameters over that of what training has
+changed.
 
     python tests/third_party.py                          # all, in environments that are deleted afterwards
     python tests/third_party.py chemprop gluonts         # some

@@ -121,6 +121,12 @@ def accumulation_for(imports: str) -> str:
     return own if has_own else "lightning_accum"
 
 
+def randomness_module() -> str:
+    """Where this package keeps what holds random numbers."""
+    own = "lightning_accum.randomness"
+    return own if importlib.util.find_spec(own) else "lightning_accum.verification.randomness"
+
+
 def trained(
     case: Case, pl: Any, batches: list[list[int]], is_trained: bool = True, **arguments: Any
 ) -> tuple[torch.Tensor, set[str]]:
@@ -129,20 +135,20 @@ def trained(
     SGD takes the place of the module's optimizer: where a gradient is 0 but for rounding, Adam divides this by its own size.
     Dropout is off, and other random numbers are the same for every row.
     """
-    from lightning_accum.verification.randomness import SameForEveryRow, seed_everything, switch_off_dropout
+    randomness: Any = importlib.import_module(randomness_module())
 
-    class SameAlways(SameForEveryRow):  # Lightning's hooks do not say when a micro-batch begins
+    class SameAlways(randomness.SameForEveryRow):  # Lightning's hooks do not say when a micro-batch begins
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
                 return args[0]  # torch hands a number over that was a tensor once
             self.restart()
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    seed_everything(7)
+    randomness.seed_everything(7)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module = case.module()
-        switch_off_dropout(module)
+        randomness.switch_off_dropout(module)
         if case.precision == "64-true":
             module.double()
         if module.automatic_optimization:
