@@ -11,7 +11,7 @@ changed.
     python tests/third_party.py --environment DIR        # make the environments there, or use those that are there
     python tests/third_party.py --write                  # also writes notebooks/third_party.md
 
-The exit code is 1 where a module is silently wrong: more than 1e-9 off (1e-4 in float32) without a warning or an error.
+The exit code is 1 where a module is silently wrong: more than 1e-9 off without a warning or an error.
 Where packages come from, and which torch, is pip's own configuration: PIP_CONSTRAINT can keep it from installing another torch.
 """
 
@@ -33,8 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "notebooks" / "third_party.md"
 BASE = ["torch", "lightning", "pytorch-lightning", "torchmetrics", "numpy", "pandas", "scikit-learn", "scipy"]
 WAYS = ("windows", "split")
-LIMIT = {"64-true": 1e-9}
-FLOAT32_LIMIT = 1e-4
+LIMIT = 1e-9
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -98,8 +97,7 @@ def examined(directory: Path, package: Package) -> list[Row]:
 
 def is_silently_wrong(row: Row) -> bool:
     """Whether a way deviates, or is not a number, and nothing was said."""
-    limit = LIMIT.get(row.get("precision", "64-true"), FLOAT32_LIMIT)
-    return any(not row["said"][way] and not row["deviations"][way] <= limit for way in row.get("said", ()))
+    return any(not row["said"][way] and not row["deviations"][way] <= LIMIT for way in row.get("said", ()))
 
 
 def table(rows: list[Row]) -> str:

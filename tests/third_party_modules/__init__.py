@@ -19,8 +19,7 @@ class Case:
 
     ``module`` makes it anew, with the same parameters where torch's seed is the same. ``rows`` are what ``collate`` joins into a
     batch; for packages with loaders of their own, ``loader`` makes one whose batches have the rows of the given lists of indices.
-    ``arguments`` go to GradientAccumulation where batches are split, and their names into the table. ``precision`` is that of the
-    Trainer.
+    ``arguments`` go to GradientAccumulation where batches are split, and their names into the table.
     """
 
     name: str
@@ -30,7 +29,6 @@ class Case:
     loader: Callable[[list[list[int]]], Any] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.01
-    precision: str = "64-true"
 
     def new_loader(self, batches: list[list[int]]) -> Any:
         """A loader whose batches have these rows."""

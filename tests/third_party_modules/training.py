@@ -12,6 +12,8 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,6 +123,17 @@ def accumulation_for(imports: str) -> str:
     return own if has_own else "lightning_accum"
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New tensors have this type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def randomness_module() -> str:
     """Where this package keeps what holds random numbers."""
     own = "lightning_accum.randomness"
@@ -147,16 +160,18 @@ def trained(
     randomness.seed_everything(7)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        module = case.module()
+        with default_dtype(
+            torch.float64 if case.precision == "64-true" else torch.float32
+        ):  # of metrics too, as Trainer.init_module
+            module = case.module()
         randomness.switch_off_dropout(module)
-        if case.precision == "64-true":
-            module.double()
+        module.double()
         if module.automatic_optimization:
             module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=case.learning_rate)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1,
-            precision=case.precision,
+            precision="64-true",
             max_epochs=EPOCHS,
             logger=False,
             enable_checkpointing=False,
