@@ -1,37 +1,39 @@
 """Modules of other packages, each with a little data of its kind. ``tests/third_party.py`` trains them.
 
-A file here is one field. It imports its packages inside of functions, since each has an environment of its own.
+A file here is one field, or two. It imports its packages, and torch, inside of functions: each has an environment of its own.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import DataLoader, default_collate
+FIELDS = ("forecasting", "chemistry", "graphs", "single_cell", "tabular", "recommenders", "vision", "speech")
 
 
 @dataclass(frozen=True)
 class Case:
     """A module and its data.
 
-    ``module`` makes it anew, with the same parameters where torch's seed is the same. ``rows`` are what ``collate`` joins into a batch;
-    ``loader`` makes a loader that yields the rows of each of the given lists of indices, for packages with loaders of their own.
-    ``arguments`` go to GradientAccumulation, and their names into the table. ``precision`` is the Trainer's.
+    ``module`` makes it anew, with the same parameters where torch's seed is the same. ``rows`` are what ``collate`` joins into a
+    batch; for packages with loaders of their own, ``loader`` makes one whose batches have the rows of the given lists of indices.
+    ``arguments`` go to GradientAccumulation where batches are split, and their names into the table.
     """
 
     name: str
     module: Callable[[], Any]
     rows: Sequence[Any] = ()
-    collate: Callable[[list[Any]], Any] = default_collate
+    collate: Callable[[list[Any]], Any] | None = None
     loader: Callable[[list[list[int]]], Any] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.01
-    precision: str = "64-true"
 
     def new_loader(self, batches: list[list[int]]) -> Any:
         """A loader whose batches have these rows."""
+        from torch.utils.data import DataLoader
+
         if self.loader is not None:
             return self.loader(batches)
         return DataLoader(self.rows, batch_sampler=batches, collate_fn=self.collate)  # type: ignore[arg-type]
@@ -49,14 +51,20 @@ class Package:
     without_dependencies: Sequence[str] = ()
 
 
-PACKAGES: dict[str, Package] = {}
-"""By name on PyPI."""
+_PACKAGES: dict[str, Package] = {}
+
+
+def packages() -> dict[str, Package]:
+    """All of them, by name on PyPI."""
+    for field_ in FIELDS:
+        importlib.import_module(f"{__name__}.{field_}")
+    return _PACKAGES
 
 
 def package(
     name: str, field: str, imports: str, *requirements: str, without_dependencies: Sequence[str] = ()
 ) -> Callable[[Callable[[], list[Case]]], Callable[[], list[Case]]]:
-    """Put the cases that the decorated function returns into :data:`PACKAGES`.
+    """Put the cases that the decorated function returns into :func:`packages`.
 
     Args:
         name: on PyPI.
@@ -68,7 +76,7 @@ def package(
 
     def register(cases: Callable[[], list[Case]]) -> Callable[[], list[Case]]:
         wanted = requirements or (() if without_dependencies else (name,))
-        PACKAGES[name] = Package(name, field, imports, cases, wanted, without_dependencies)
+        _PACKAGES[name] = Package(name, field, imports, cases, wanted, without_dependencies)
         return cases
 
     return register

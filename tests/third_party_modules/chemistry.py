@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 from . import Case, package
@@ -28,17 +29,50 @@ def chemprop() -> list[Case]:
     )
 
     def module() -> Any:
-        return models.MPNN(nn.BondMessagePassing(d_h=16, depth=2), nn.MeanAggregation(), nn.RegressionFFN(n_tasks=2, hidden_dim=16, input_dim=16))
+        return models.MPNN(
+            nn.BondMessagePassing(d_h=16, depth=2), nn.MeanAggregation(), nn.RegressionFFN(n_tasks=2, hidden_dim=16, input_dim=16)
+        )
 
     def collate(molecules: list[Any]) -> Any:
         batch = collate_batch(molecules)
         batch.bmg.V, batch.bmg.E = batch.bmg.V.double(), batch.bmg.E.double()
         return batch
 
-    return [Case("MPNN", module, rows, collate)]
+    def split(batch: Any, size: int) -> list[Any]:
+        graph, parts = batch.bmg, []
+        for start in range(0, len(graph), size):
+            is_atom = (graph.batch >= start) & (graph.batch < start + size)
+            is_bond = is_atom[graph.edge_index[0]]
+            part = copy.copy(graph)
+            part.V, part.E, part.batch = graph.V[is_atom], graph.E[is_bond], graph.batch[is_atom] - start
+            part.edge_index = (is_atom.cumsum(0) - 1)[graph.edge_index[:, is_bond]]
+            part.rev_edge_index = (is_bond.cumsum(0) - 1)[graph.rev_edge_index[is_bond]]
+            part._BatchMolGraph__size = int(part.batch[-1]) + 1
+            parts.append(batch._replace(bmg=part, Y=batch.Y[start : start + size], w=batch.w[start : start + size]))
+        return parts
+
+    return [Case("MPNN", module, rows, collate), Case("MPNN", module, rows, collate, arguments={"split": split})]
 
 
-@package("schnetpack", "chemistry", "pytorch_lightning")
+@package(
+    "schnetpack",
+    "chemistry",
+    "pytorch_lightning",
+    *(
+        "ase",
+        "h5py",
+        "hydra-core",
+        "matscipy",
+        "torch-ema",
+        "dirsync",
+        "fasteners",
+        "hydra-colorlog",
+        "tensorboardX",
+        "tensorboard",
+        "rich",
+    ),
+    without_dependencies=["schnetpack"],  # the sympy that it asks for is older than torch's
+)
 def schnetpack() -> list[Case]:
     from typing import TypeVar
 
@@ -60,24 +94,48 @@ def schnetpack() -> list[Case]:
         row["forces"] = torch.from_numpy(generator.normal(size=(number, 3)))
         rows.append(row)
 
-    def case(name: str, has_forces: bool, **arguments: Any) -> Case:
+    def case(name: str, has_forces: bool, arguments: Mapping[str, Any]) -> Case:
         def module() -> Any:
             basis = spk.nn.GaussianRBF(n_rbf=6, cutoff=4.0)
             schnet = spk.representation.SchNet(8, 1, basis, spk.nn.CosineCutoff(4.0))
             heads: list[Any] = [spk.atomistic.Atomwise(n_in=8, output_key="energy")]
-            outputs = [spk.task.ModelOutput("energy", torch.nn.MSELoss(), 0.1)]
+            outputs = [spk.task.ModelOutput("energy", torch.nn.MSELoss(), 0.1, {})]
             if has_forces:
                 heads.append(spk.atomistic.Forces(energy_key="energy", force_key="forces"))
-                outputs.append(spk.task.ModelOutput("forces", torch.nn.MSELoss(), 0.9))
-            model = spk.model.NeuralNetworkPotential(schnet, input_modules=[spk.atomistic.PairwiseDistances()], output_modules=heads)
+                outputs.append(spk.task.ModelOutput("forces", torch.nn.MSELoss(), 0.9, {}))
+            model = spk.model.NeuralNetworkPotential(
+                schnet, input_modules=[spk.atomistic.PairwiseDistances()], output_modules=heads
+            )
             return spk.task.AtomisticTask(model, outputs, torch.optim.SGD, {"lr": 0.01})
 
         return Case(name, module, rows, _atoms_collate_fn, arguments=arguments)
 
     def split(batch: dict[str, Any], size: int) -> list[Any]:
-        return [_atoms_collate_fn([rows[int(index)] for index in part]) for part in np.split(np.arange(8), [3, 6])]
+        parts = []
+        for start in range(0, len(batch["_n_atoms"]), size):
+            is_atom = (batch["_idx_m"] >= start) & (batch["_idx_m"] < start + size)
+            is_pair, first = is_atom[batch["_idx_i"]], int(is_atom.int().argmax())
+            part = {}
+            for key, value in batch.items():
+                if key == "_idx_m":
+                    part[key] = value[is_atom] - start
+                elif key in ("_idx_i", "_idx_j"):
+                    part[key] = value[is_pair] - first
+                elif key in ("_offsets", "_idx_i_local", "_idx_j_local"):
+                    part[key] = value[is_pair]
+                elif key in ("_positions", "_atomic_numbers", "forces"):
+                    part[key] = value[is_atom]
+                else:
+                    of_each = len(value) // len(batch["_n_atoms"])
+                    part[key] = value[start * of_each : (start + size) * of_each]
+            parts.append(part)
+        return parts
 
-    return [case("SchNet, energy", False), case("SchNet, energy and forces", True)]
+    return [
+        case("SchNet, energy", False, {}),
+        case("SchNet, energy", False, {"split": split}),
+        case("SchNet, energy and forces", True, {"split": split}),
+    ]
 
 
 @package("matgl", "chemistry", "lightning")
@@ -94,14 +152,36 @@ def matgl() -> list[Case]:
     generator = np.random.default_rng(0)
     elements = ("H", "C", "N", "O")
     converter = Molecule2Graph(element_types=elements, cutoff=4.0)
-    rows = []
+    energies, potentials = [], []
     for number in generator.integers(2, 7, size=24):
-        graph, lattice, state = converter.get_graph(Molecule(list("CHONHH")[:number], generator.normal(scale=1.5, size=(number, 3))))
-        graph.pos = torch.as_tensor(graph.frac_coords if "pos" not in graph else graph.pos)
-        rows.append((graph, lattice, torch.tensor(state), {"energy": float(number)}))
-    del Batch, collate_fn_pes, TensorNet, PotentialLightningModule
+        graph, lattice, state = converter.get_graph(
+            Molecule(list("CHONHH")[:number], generator.normal(scale=1.5, size=(number, 3)))
+        )
+        forces = torch.from_numpy(generator.normal(size=(number, 3)))
+        energies.append((graph, lattice, torch.tensor(state), {"energy": float(number)}))
+        potentials.append((graph, lattice, torch.tensor(state), {"energies": float(number), "forces": forces}))
 
     def megnet() -> Any:
-        return ModelLightningModule(MEGNet(dim_node_embedding=8, dim_edge_embedding=8, dim_state_embedding=2, nblocks=1, element_types=elements))
+        net = MEGNet(dim_node_embedding=8, dim_edge_embedding=8, dim_state_embedding=2, nblocks=1, element_types=elements)
+        return ModelLightningModule(net)
 
-    return [Case("MEGNet", megnet, rows, collate_fn_graph)]
+    def potential() -> Any:
+        return PotentialLightningModule(TensorNet(element_types=elements, units=8, nblocks=1, is_intensive=False, cutoff=4.0))
+
+    def split(batch: Any, size: int) -> list[Any]:
+        graphs, _, *others = batch
+        parts = []
+        for start in range(0, len(others[0]), size):
+            part = Batch.from_data_list(graphs.to_data_list()[start : start + size])
+            rest = [other[start : start + size] for other in others]
+            parts.append((part, batch[1][start : start + size], *rest))
+        return parts
+
+    def pes(rows: list[Any]) -> Any:
+        return collate_fn_pes(rows, include_stress=False)
+
+    return [
+        Case("MEGNet", megnet, energies, collate_fn_graph),
+        Case("MEGNet", megnet, energies, collate_fn_graph, arguments={"split": split}),
+        Case("TensorNet, energy and forces", potential, potentials, pes),
+    ]

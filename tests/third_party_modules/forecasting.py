@@ -61,7 +61,7 @@ def gluonts() -> list[Case]:
     from gluonts.torch.model.simple_feedforward import SimpleFeedForwardLightningModule
     from gluonts.torch.model.tft import TemporalFusionTransformerLightningModule
 
-    def case(name: str, make: Any, missing: bool = True, **model: Any) -> Case:
+    def case(name: str, make: Any, **model: Any) -> Case:
         def module() -> Any:
             return make(model_kwargs=model)
 
@@ -74,22 +74,24 @@ def gluonts() -> list[Case]:
                 is_number = kinds[key].is_floating_point
                 row[key] = torch.randn(shape, generator=generator) if is_number else torch.zeros(shape, dtype=kinds[key])
                 if "observed" in key:
-                    row[key] = (torch.rand(shape, generator=generator) > 0.2 * missing).float()
+                    row[key] = (torch.rand(shape, generator=generator) > 0.2).float()
             row["future_target"] = torch.randn(model["prediction_length"], generator=generator)
-            row["future_observed_values"] = (torch.rand(model["prediction_length"], generator=generator) > 0.3 * missing).float()
+            is_observed = torch.rand(model["prediction_length"], generator=generator) > 0.3
+            row["future_observed_values"] = is_observed.float()
             rows.append(row)
         return Case(name, module, rows)
 
     length = {"context_length": 8, "prediction_length": 4}
+    counts = {"num_feat_dynamic_real": 2, "num_feat_static_real": 1, "num_feat_static_cat": 1}
+    patches: dict[str, Any] = {"patch_len": 4, "stride": 2, "padding_patch": "end", "num_feat_dynamic_real": 0, "scaling": "mean"}
+    encoder = {"d_model": 8, "nhead": 2, "dim_feedforward": 8, "dropout": 0.0, "activation": "relu", "norm_first": True}
+    tft: dict[str, Any] = {"d_var": 8, "d_hidden": 8, "num_heads": 2, "c_feat_static_cat": [1]}
     return [
-        case("DeepAR", DeepARLightningModule, freq="D", **length, num_feat_dynamic_real=2, num_feat_static_real=1, num_feat_static_cat=1,
-             cardinality=[1], hidden_size=8, lags_seq=[1, 2]),
+        case("DeepAR", DeepARLightningModule, freq="D", **length, **counts, cardinality=[1], hidden_size=8, lags_seq=[1, 2]),
         case("SimpleFeedForward", SimpleFeedForwardLightningModule, **length, hidden_dimensions=[8]),
-        case("PatchTST", PatchTSTLightningModule, **length, num_feat_dynamic_real=0, patch_len=4, stride=2, padding_patch="end", d_model=8, nhead=2, dim_feedforward=8,
-             dropout=0.0, activation="relu", norm_first=True, num_encoder_layers=1, scaling="mean"),
-        case("TemporalFusionTransformer", TemporalFusionTransformerLightningModule, **length, d_var=8, d_hidden=8, num_heads=2,
-             c_feat_static_cat=[1]),
-    ]  # fmt: skip
+        case("PatchTST", PatchTSTLightningModule, **length, **patches, **encoder, num_encoder_layers=1),
+        case("TemporalFusionTransformer", TemporalFusionTransformerLightningModule, **length, **tft),
+    ]
 
 
 @package("neuralforecast", "forecasting", "pytorch_lightning")
@@ -134,7 +136,7 @@ def darts() -> list[Case]:
             model = make(input_chunk_length=8, output_chunk_length=4, **kwargs)
             return model._setup_for_train(model._build_train_dataset(series, None, None, None, None, 1), epochs=1)
 
-        loader = set_up()["train_loader"]
+        loader = set_up()["datamodule"].train_dataloader()
         return Case(name, lambda: set_up()["model"], loader.dataset, loader.collate_fn)
 
     return [

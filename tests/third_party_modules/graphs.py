@@ -41,16 +41,15 @@ def torch_geometric() -> list[Case]:
 @package("pykeen", "knowledge graphs", "pytorch_lightning")
 def pykeen() -> list[Case]:
     import torch
-    from pykeen.contrib.lightning import LCWALitModule, SLCWALitModule
+    from pykeen.contrib.lightning import LCWALitModule
 
-    def case(make: Any, model: str, **kwargs: Any) -> Case:
+    def case(model: str, **kwargs: Any) -> Case:
         def module() -> Any:
-            return make(dataset="nations", model=model, model_kwargs={"embedding_dim": 8, "random_seed": 1, **kwargs})
+            return LCWALitModule(dataset="nations", model=model, model_kwargs={"embedding_dim": 8, "random_seed": 1, **kwargs})
 
         torch.manual_seed(0)
         data = module().train_dataloader()
-        rows = [data.dataset[index] for index in range(24)] if make is LCWALitModule else None
-        return Case(f"{make.__name__}, {model}, {kwargs['loss']}", module, rows or [], data.collate_fn)
+        rows = [data.dataset[index] for index in range(24)]
+        return Case(f"LCWALitModule, {model}, {kwargs['loss']}", module, rows, data.collate_fn)
 
-    del SLCWALitModule
-    return [case(LCWALitModule, "distmult", loss="bcewithlogits"), case(LCWALitModule, "distmult", loss="crossentropy")]
+    return [case("distmult", loss="bcewithlogits"), case("distmult", loss="crossentropy"), case("tucker", loss="bcewithlogits")]

@@ -59,7 +59,14 @@ def rectools() -> list[Case]:
     table = pd.DataFrame({Columns.User: users, Columns.Item: generator.integers(10, size=len(users)), Columns.Weight: 1.0})
     table[Columns.Datetime] = pd.Timestamp("2020-01-01") + pd.to_timedelta(np.arange(len(users)), unit="D")
     dataset = Dataset.construct(table)
-    small = {"n_blocks": 1, "n_factors": 8, "n_heads": 2, "session_max_len": 6, "dropout_rate": 0.0, "train_min_user_interactions": 2}
+    small = {
+        "n_blocks": 1,
+        "n_factors": 8,
+        "n_heads": 2,
+        "session_max_len": 6,
+        "dropout_rate": 0.0,
+        "train_min_user_interactions": 2,
+    }
 
     def case(make: Any, loss: str) -> Case:
         def model() -> Any:

@@ -11,9 +11,18 @@ from . import Case, package
     "asteroid",
     "speech",
     "pytorch_lightning",
-    "scipy", "soundfile", "huggingface-hub", "pyyaml", "pandas",
-    without_dependencies=["asteroid", "asteroid-filterbanks", "julius", "torch-optimizer", "pytorch-ranger", "pb-bss-eval", "torch-stoi"],
-)  # fmt: skip
+    *("soundfile", "huggingface-hub", "pyyaml", "librosa"),
+    # torchaudio, which it asks for, needs a torch with CUDA on some machines, and is only used for augmentation
+    without_dependencies=[
+        "asteroid",
+        "asteroid-filterbanks",
+        "julius",
+        "torch-optimizer",
+        "pytorch-ranger",
+        "pb-bss-eval",
+        "torch-stoi",
+    ],
+)
 def asteroid() -> list[Case]:
     import torch
     from asteroid.engine import System

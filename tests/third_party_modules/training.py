@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from . import PACKAGES, Case
+from . import Case, packages
 
 MICRO_BATCH, MICRO_BATCHES, SIZES, WINDOWS, EPOCHS = 3, 3, (3, 3, 2), 3, 2
 ROWS = sum(SIZES) * WINDOWS
@@ -41,15 +45,13 @@ def examine(name: str) -> list[Row]:
     os.chdir(tempfile.mkdtemp())
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     torch.set_num_threads(1)
-    entry = PACKAGES[name]
-    if os.environ.get("THIRD_PARTY_ALIAS"):
-        import lightning.pytorch as lp
-
-        for key, value in list(sys.modules.items()):
-            for a, b in (("lightning.pytorch", "pytorch_lightning"), ("lightning.fabric", "lightning_fabric")):
-                if key == a or key.startswith(a + "."):
-                    sys.modules[b + key.removeprefix(a)] = value
+    kept = make_torchvision_importable()
+    entry = packages()[name]
     version = importlib.metadata.version(name)
+    for imports in ("lightning.pytorch", "pytorch_lightning"):
+        importlib.import_module(imports)  # which sets the level
+    for logger in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
     rows = []
     for case in entry.cases():
         row = {"package": name, "version": version, "field": entry.field, "imports": entry.imports, "module": case.name}
@@ -58,29 +60,44 @@ def examine(name: str) -> list[Row]:
         except Exception as error:  # the reference itself cannot be trained
             show(error)
             rows.append({**row, "deviations": {}, "said": {}, "failed": first_line(error)})
+    del kept
     return rows
+
+
+def make_torchvision_importable() -> Any:
+    """Have torchvision imported, without its operators, where its build for CUDA lies beside a torch without CUDA.
+
+    Returns:
+        What must be kept as long as torchvision is used.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return None
+    if not subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, check=False).returncode:
+        return None
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
+    return library
 
 
 def examined(case: Case, imports: str) -> Row:
     """The four ways of one module."""
-    if os.environ.get("THIRD_PARTY_ALIAS"):
-        import lightning.pytorch
-
-        imports = "lightning"
     pl: Any = importlib.import_module("lightning.pytorch" if imports == "lightning" else imports)
-    for logger in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
     start, _ = trained(case, pl, joined_batches(), is_trained=False)
     whole, known = trained(case, pl, joined_batches())
     plain, also_known = trained(case, pl, micro_batches(), accumulate_grad_batches=MICRO_BATCHES)
     known |= also_known
     changed = (whole - start).norm()
-    row: Row = {"arguments": sorted(case.arguments), "deviations": {"lightning": float((plain - whole).norm() / changed)}, "said": {}}
+    row: Row = {
+        "arguments": sorted(case.arguments),
+        "deviations": {"lightning": float((plain - whole).norm() / changed)},
+        "said": {},
+    }
     for way, batches, policy in (
         ("windows", micro_batches(), {"window": MICRO_BATCHES}),
         ("split", joined_batches(), {"micro_batch": MICRO_BATCH}),
     ):
-        arguments = {key: value for key, value in case.arguments.items() if way == "split" or key != "split"}
+        arguments = case.arguments if way == "split" else {}
         try:
             accum = importlib.import_module(accumulation_for(imports))
             found, warned = trained(
@@ -106,34 +123,55 @@ def accumulation_for(imports: str) -> str:
     return own if has_own else "lightning_accum"
 
 
-def trained(case: Case, pl: Any, batches: list[list[int]], is_trained: bool = True, **arguments: Any) -> tuple[torch.Tensor, set[str]]:
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New tensors have this type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def randomness_module() -> str:
+    """Where this package keeps what holds random numbers."""
+    own = "lightning_accum.randomness"
+    return own if importlib.util.find_spec(own) else "lightning_accum.verification.randomness"
+
+
+def trained(
+    case: Case, pl: Any, batches: list[list[int]], is_trained: bool = True, **arguments: Any
+) -> tuple[torch.Tensor, set[str]]:
     """All parameters after training, as one vector, and the warnings that there were.
 
-    SGD takes the place of the module's optimizer: where a gradient is 0 but for rounding, Adam divides the rounding by its own size.
+    SGD takes the place of the module's optimizer: where a gradient is 0 but for rounding, Adam divides this by its own size.
     Dropout is off, and other random numbers are the same for every row.
     """
-    from lightning_accum.verification.randomness import SameForEveryRow, seed_everything, switch_off_dropout
+    randomness: Any = importlib.import_module(randomness_module())
 
-    class SameAlways(SameForEveryRow):
+    class SameAlways(randomness.SameForEveryRow):  # Lightning's hooks do not say when a micro-batch begins
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
                 return args[0]  # torch hands a number over that was a tensor once
             self.restart()
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    seed_everything(7)
+    randomness.seed_everything(7)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        module = case.module()
-        switch_off_dropout(module)
-        if case.precision == "64-true":
-            module.double()
+        with default_dtype(
+            torch.float64 if case.precision == "64-true" else torch.float32
+        ):  # of metrics too, as Trainer.init_module
+            module = case.module()
+        randomness.switch_off_dropout(module)
+        module.double()
         if module.automatic_optimization:
             module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=case.learning_rate)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1,
-            precision=case.precision,
+            precision="64-true",
             max_epochs=EPOCHS,
             logger=False,
             enable_checkpointing=False,
@@ -162,7 +200,11 @@ def is_refusal(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1].filename.replace(os.sep, "/")
     raises = (frames[-1].line or "").startswith("raise ")
-    return (raises and "/lightning_accum/" in last) or "/accelerator_connector" in last or type(error).__name__ == "MisconfigurationException"
+    return (
+        (raises and "/lightning_accum/" in last)
+        or "/accelerator_connector" in last
+        or type(error).__name__ == "MisconfigurationException"
+    )
 
 
 def show(error: BaseException) -> None:
