@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
-from lightning_accum.loops.launch import name_first_failure
+from lightning_accum.loops.launch import naming_launcher
 from lightning_accum.loops.manual import WindowManualOptimization
 from lightning_accum.loops.optimization import WindowOptimization, loss_unlogged
 from lightning_accum.loops.results import BatchResults
@@ -40,7 +40,7 @@ __all__ = [
     "loader_batches_seen",
     "log_metrics",
     "loss_unlogged",
-    "name_first_failure",
+    "naming_launcher",
     "samples_of_loader",
     "show_metrics",
     "stop",

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -18,16 +18,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_accum.failures import telling_the_first_failure
 
 
-def name_first_failure(strategy: Strategy) -> None:
-    """Have a strategy launch fits so that all ranks raise what the first of them failed with, before training too."""
-    if strategy._launcher is None and isinstance(strategy, ParallelStrategy):
-        # where torchrun has started the ranks, sharding strategies have none; that of DDP then starts none either
-        assert strategy.cluster_environment is not None
-        strategy._launcher = _SubprocessScriptLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)  # type: ignore[attr-defined]
-    if strategy._launcher is not None:
+def naming_launcher(strategy: Strategy) -> _Launcher | None:
+    """The launcher of a strategy; it runs fits so that all ranks raise what the first of them failed with, before training too."""
+    launcher, environment = strategy._launcher, getattr(strategy, "cluster_environment", None)
+    if launcher is None and environment is not None and environment.creates_processes_externally:
+        # sharding strategies have none, under torchrun for example; that of DDP then starts no process either
+        launcher = strategy._launcher = _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)  # type: ignore[attr-defined]
+    if launcher is not None and "launch" not in vars(launcher):
         # an attribute and not a class, since a launcher is pickled where it spawns processes
-        launch = partial(_launch, type(strategy._launcher).launch, strategy._launcher)
-        strategy._launcher.launch = launch  # type: ignore[method-assign]
+        launcher.launch = partial(_launch, type(launcher).launch, launcher)  # type: ignore[method-assign]
+    return launcher
 
 
 def _launch(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -75,10 +76,10 @@ class AccumulationMixin(WindowHooks):
             fit, self._fit = self._fit, None
             fit.close()
 
+    @property
     @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        loops.name_first_failure(self)
+    def launcher(self) -> Any:
+        return loops.naming_launcher(self)
 
     @override
     def setup_environment(self) -> None:
