@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -141,6 +142,8 @@ class GradientAccumulation(Callback):
         self._state: dict[str, Any] = {}
         self._trainers_own: int | None = None
         self._metrics: WindowMetrics | None = None
+        self._partial_window: Callable[[], PartialWindow | None] | None = None
+        self._may_gather = False
 
     # --- before training --------------------------------------------------------------------------------------------
 
@@ -257,19 +260,17 @@ class GradientAccumulation(Callback):
     # --- after training ---------------------------------------------------------------------------------------------
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._give_back(trainer)
-        self._metrics = None
-
-    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # other callbacks may take a checkpoint now, on this rank alone unless all were told to end
         self._may_gather = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
-        self._give_back(trainer)
 
-    def _give_back(self, trainer: pl.Trainer) -> None:
+    def disconnect(self, trainer: pl.Trainer) -> None:
+        """A fit has ended, or failed: keep its state for a checkpoint, and nothing else of it. Called by the strategy."""
+        with suppress(RuntimeError):  # a device that has failed
+            self._state = self._counts()
         if self._metrics is not None:
             self._metrics.close()
+        self._accumulation, self._manual, self._metrics, self._partial_window = None, None, None, None
         put_back_idle_hooks(self)
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
@@ -278,12 +279,16 @@ class GradientAccumulation(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._manual is not None:
-            state = self._manual.state_dict(self._may_gather)
+            return {**self._counts(), **self._manual.unfinished_window(self._may_gather)}
+        partial = None if self._partial_window is None or not self._may_gather else self._partial_window()
+        return self._counts() if partial is None else {**self._counts(), "window": partial.state_dict()}
+
+    def _counts(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on, but for the gradients of an unfinished window."""
+        if self._manual is not None:
+            state = self._manual.counts()
         elif self._accumulation is not None:
             state = self._accumulation.state_dict()
-            partial = self._partial_window() if self._may_gather else None
-            if partial is not None:
-                state["window"] = partial.state_dict()
         else:
             return self._state
         if self._metrics is not None:

@@ -62,13 +62,13 @@ def first_failure() -> Failure | None:
 
 
 @contextmanager
-def telling_the_first_failure(rank: int, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+def telling_the_first_failure(rank: int | None = None, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     """Note an error of the body, or raise what another rank failed with before.
 
     An error passes unchanged if it is the first, if the first was the same, or if none was noted. All ranks enter equally often.
 
     Args:
-        rank: this rank.
+        rank: this rank; None for that of the process group, of which there may be none yet.
         passing: exceptions that are not errors, beside KeyboardInterrupt and SystemExit; they pass and are not noted.
 
     Raises:
@@ -81,6 +81,8 @@ def telling_the_first_failure(rank: int, passing: tuple[type[BaseException], ...
     except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, RankFailedError, *passing)):
             raise
+        if rank is None:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         own = failure_of(error, rank)
         first = _first(patience=_PATIENCE) if _is_of_communication(error) else _first(own)
         if first is None or first.rank == rank or first.error == own.error:

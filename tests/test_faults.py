@@ -262,6 +262,13 @@ class WithFaults:
     options: dict[str, Any]
     """Of the loader."""
 
+    def setup(self, stage: str) -> None:
+        self.fault("setup", self.global_rank, 0)
+
+    def configure_optimizers(self) -> Any:
+        self.fault("configure_optimizers", self.global_rank, 0)
+        return super().configure_optimizers()
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen += 1
         self.fault("training_step", self.global_rank, batch_idx)
@@ -398,6 +405,18 @@ def test_rank_that_raises_in_the_middle_of_a_window_ends_all_and_is_named(strate
     assert end.all("step") == 1
 
 
+@strategies("ddp", "fsdp2")
+@pytest.mark.parametrize(("where", "rank"), [("setup", 1), ("configure_optimizers", 0), ("configure_optimizers", 1)])
+def test_rank_that_raises_before_training_ends_all_and_is_named(strategy: str, where: str, rank: int) -> None:
+    assert_failed(ranks(partial(train, strategy, Fault("raises", {rank: 0}, where))), rank)
+
+
+def test_forked_rank_that_raises_before_training_is_named() -> None:
+    end = forked_by_lightning(partial(train, "ddp, forked", Fault("raises", {1: 0}, "setup")))
+    assert end.statuses == [1]
+    assert "ValueError: boom on rank 1" in end.said[0]
+
+
 def test_all_other_ranks_name_the_one_that_raised() -> None:
     assert_failed(ranks(partial(train, "ddp", Fault("raises", {2: 2}), devices=3), world_size=3), 2)
 
@@ -511,6 +530,15 @@ def test_sigterm_ends_all_ranks_after_the_window(strategy: str, told: tuple[int,
     assert_ended_together(end, windows=2)
     assert end.statuses == [0, 0]
     assert end.all("batches") == 8
+
+
+@pytest.mark.parametrize("where", ["setup", "configure_optimizers"])
+def test_sigterm_to_a_rank_before_training_ends_all_and_is_named(where: str) -> None:
+    end = ranks(partial(train, "ddp", Fault("SIGTERM", {1: 0}, where)))
+    assert end.statuses == [1, 128 + signal.SIGTERM]
+    assert end.was_soon()
+    told = r"RankFailedError: Rank 1 failed first, with [\w.]*SIGTERMException: SIGTERM came before training began\. "
+    assert re.match(told, end.notes[0]["ended_with"])
 
 
 @strategies("ddp", "fsdp1", "fsdp2")

@@ -14,6 +14,9 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
@@ -57,7 +60,9 @@ def parameters(function) -> list[str]:
         (Strategy.batch_to_device, ["self", "batch", "device", "dataloader_idx"]),
         (_ResultCollection.update_metrics, ["self", "key", "value", "batch_size"]),
         (_FitLoop.setup_data, ["self"]),
-        (_FitLoop.run, ["self"]),
+        (_SignalConnector.register_signal_handlers, ["self"]),
+        (_MultiProcessingLauncher.launch, ["self", "function", "args", "trainer", "kwargs"]),
+        (_SubprocessScriptLauncher.launch, ["self", "function", "args", "trainer", "kwargs"]),
         (_PrefetchDataFetcher.__iter__, ["self"]),
         (_PrefetchDataFetcher.__next__, ["self"]),
         (_DataConnector._prepare_dataloader, ["self", "dataloader", "shuffle", "mode"]),
@@ -115,6 +120,17 @@ def test_a_loader_batch_is_to_lightning_what_it_was_when_it_was_read() -> None:
         "increment_processed", "update_lr_schedulers", "update_lr_schedulers",
         "on_train_batch_end", "on_train_batch_end", "on_batch_end", "increment_completed", "update_train_step_metrics",
     ]  # fmt: skip
+
+
+def test_a_fit_is_launched_connected_and_torn_down_where_this_package_looks() -> None:
+    handled = inspect.getsource(call._call_and_handle_interrupt)
+    assert "trainer.strategy.launcher.launch(trainer_fn, *args, trainer=trainer, **kwargs)" in handled
+    assert handled.count("trainer._teardown()") == 3  # after the Tuner, an interrupt, any other error
+    run = inspect.getsource(pl.Trainer._run)
+    steps = ["strategy.connect(", "setup_environment()", "strategy.setup(self)", "register_signal_handlers()", "self._teardown()"]
+    assert [run.count(step) for step in steps] == [1] * 5
+    assert [run.index(step) for step in steps] == sorted(run.index(step) for step in steps)
+    assert "self.strategy.teardown()" in inspect.getsource(pl.Trainer._teardown)
 
 
 def test_the_divisor_has_one_place() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from sharded import fsdp1, fsdp2, needs_sharding_on_cpu, shard, whole_parameters
 from support import OPTIMIZERS, ddp, fp16_on_cpu, loader, relative_error, trainer
 from test_resume import StatefulLoader
@@ -570,31 +571,17 @@ def test_ranks_of_tensor_parallelism_find_the_same(data: int) -> None:
 
 def say_what_ranks_end_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in forked processes, whose errors Lightning tells nobody but their parent."""
-    run_stage = pl.Trainer._run_stage
+    wrapping_function = _MultiProcessingLauncher._wrapping_function
 
-    def run_stage_and_say(self: pl.Trainer) -> Any:
+    def wrap_and_say(self: _MultiProcessingLauncher, process_idx: int, trainer: pl.Trainer, *args: Any) -> None:
         try:
-            return run_stage(self)
+            wrapping_function(self, process_idx, trainer, *args)
         except BaseException as error:
-            said = f"{self.lightning_module.steps} steps, {type(error).__name__}: {error}"
-            Path(f"{self.global_rank}.said").write_text(said)
+            said = f"{trainer.lightning_module.steps} steps, {type(error).__name__}: {error}"
+            Path(f"{trainer.global_rank}.said").write_text(said)
             raise
 
-    monkeypatch.setattr(pl.Trainer, "_run_stage", run_stage_and_say)
-
-
-@pytest.mark.parametrize("micro_batch", [None, 2, "auto"])
-@pytest.mark.parametrize("fault", FAULTS, ids=FAULTS.get)
-def test_raise_names_batch_and_loss_or_parameter_before_any_step(fault: int, micro_batch: Any) -> None:
-    module = OfBatches([labels(0, 1, 2, 3), labels(2, 1, 1, 2, fault=fault)])
-    with pytest.raises(FloatingPointError) as raised:
-        fit(module, "accum", 2, on_nonfinite="raise", micro_batch=micro_batch, trim_padding=False)
-    part = " (micro-batch 1 of 2)" if micro_batch == 2 else ""
-    what = ["its loss is nan", "its loss is inf", "the gradient of 'net.first.weight' has NaN in it"]
-    what += ["the gradient of 'net.first.weight' has an infinity in it"]
-    assert str(raised.value).startswith(f"Batch 1{part} of epoch 0 on rank 0 is not finite: {what[fault - 1]}.")
-    assert module.steps == 0
-    assert_equal(module, Classifier())
+    monkeypatch.setattr(_MultiProcessingLauncher, "_wrapping_function", wrap_and_say)
 
 
 @pytest.mark.parametrize("fault", [NAN_LOSS, INF_GRADIENT], ids=FAULTS.get)

@@ -4,24 +4,28 @@ This folder is the only place that touches Lightning's internals (underscored na
 ``tests/test_lightning_internals.py`` fails loudly when a release moves one.
 
 The loops of a Trainer keep their identity and their progress, since checkpoints, tuners and callbacks hold on to them: each
-gets a subclass of its own class instead of a successor.
+gets a subclass of its own class instead of a successor, for as long as a fit takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
+from lightning_accum.loops.launch import naming_launcher
 from lightning_accum.loops.loggers import WindowRows
 from lightning_accum.loops.manual import WindowManualOptimization
 from lightning_accum.loops.optimization import WindowOptimization, loss_unlogged
 from lightning_accum.loops.results import BatchResults
+from lightning_accum.loops.seams import specialised
 from lightning_accum.loops.trainer import AccumulatingTrainer
 from lightning_accum.loops.uneven import PatientSignals, UnrepeatingData, stop
 
@@ -29,53 +33,64 @@ if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
 
 __all__ = [
-    "end_metrics",
     "end_window_inside_batch",
     "flush_metrics",
-    "install",
+    "handle_sigterm_before_training",
+    "installed",
     "is_logging_due",
     "loader_batches_into_window",
     "loader_batches_seen",
     "log_metrics",
     "loss_unlogged",
+    "naming_launcher",
     "samples_of_loader",
     "show_metrics",
     "stop",
+    "trainer_of",
 ]
 
 
-def install(trainer: pl.Trainer) -> None:
-    """Hand the decisions of the Trainer's fit loop over to its strategy."""
-    fit_loop = trainer.fit_loop
-    _specialise(trainer, AccumulatingTrainer)
-    cast("AccumulatingTrainer", trainer).window_metrics = {}
-    _specialise(trainer._data_connector, UnrepeatingData)
-    _specialise(trainer._signal_connector, PatientSignals)
-    _specialise(trainer._logger_connector, WindowRows)
-    cast("WindowRows", trainer._logger_connector).pending = {}
-    _specialise(fit_loop, AccumulatingFitLoop)
-    _specialise(fit_loop.epoch_loop, AccumulatingEpochLoop)
-    _specialise(fit_loop.epoch_loop.automatic_optimization, WindowOptimization)
-    _specialise(fit_loop.epoch_loop.manual_optimization, WindowManualOptimization)
-    _specialise(fit_loop.epoch_loop._results, BatchResults)
-    results = cast("BatchResults", fit_loop.epoch_loop._results)
-    results.metrics_of_module, results.strategy = None, cast("AccumulationMixin", trainer.strategy)
-    results.look_and_log = None
-    epoch_loop = fit_loop.epoch_loop
-    for loop in (epoch_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization):
-        cast("AccumulatingEpochLoop | WindowOptimization | WindowManualOptimization", loop).strategy = cast(
-            "AccumulationMixin", trainer.strategy
-        )
+@contextmanager
+def installed(trainer: pl.Trainer) -> Iterator[None]:
+    """Hand the decisions of the Trainer's fit loop over to its strategy, for one fit.
+
+    Afterwards the Trainer, its loops and its connectors have the types and attributes that they had.
+
+    Raises:
+        SIGTERMException: (at the end) SIGTERM has come, and there was no window any more that could have told the other ranks.
+    """
+    strategy = cast("AccumulationMixin", trainer.strategy)
+    fit_loop, epoch_loop, signals = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector
+    with (
+        specialised(trainer, AccumulatingTrainer, is_users_first=True, window_metrics={}),
+        specialised(trainer._data_connector, UnrepeatingData),
+        specialised(signals, PatientSignals, before_training=ExitStack()),
+        specialised(trainer._logger_connector, WindowRows, pending={}),
+        specialised(fit_loop, AccumulatingFitLoop, seams=ExitStack()),
+        specialised(epoch_loop, AccumulatingEpochLoop, strategy=strategy),
+        specialised(epoch_loop.automatic_optimization, WindowOptimization, strategy=strategy),
+        specialised(epoch_loop.manual_optimization, WindowManualOptimization, strategy=strategy),
+        specialised(epoch_loop._results, BatchResults, strategy=strategy),
+        cast("PatientSignals", signals).before_training,
+        cast("AccumulatingFitLoop", fit_loop).seams,
+    ):
+        yield
+        epoch_loop.manual_optimization.on_run_end()  # a step that raised left the optimizers' hooks in place
+        cast("AccumulatingTrainer", trainer).show_window_metrics()  # those of another run take their place
+        is_unheard = cast("PatientSignals", signals).is_waiting and not signals.received_sigterm
+    if is_unheard and trainer.state.status == TrainerStatus.RUNNING:
+        raise SIGTERMException
 
 
-def _specialise(instance: Any, mixin: type) -> None:
-    if not isinstance(instance, mixin):
-        instance.__class__ = _subclass(mixin, instance.__class__)
+def handle_sigterm_before_training(trainer: pl.Trainer) -> None:
+    """The ranks of a fit are connected: have one that gets SIGTERM name itself on the others."""
+    signals = cast("PatientSignals", trainer._signal_connector)
+    signals.before_training.enter_context(signals.handled_before_training())
 
 
-@cache
-def _subclass(mixin: Any, base: Any) -> type:
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """The Trainer that a module is attached to."""
+    return module._trainer
 
 
 def loader_batches_seen(trainer: pl.Trainer) -> int:
@@ -120,11 +135,6 @@ def is_logging_due(trainer: pl.Trainer) -> bool:
 def show_metrics(trainer: pl.Trainer, metrics: Mapping[str, Tensor | float]) -> None:
     """Add to ``trainer.callback_metrics`` and ``logged_metrics``, numbers in double precision."""
     cast("AccumulatingTrainer", trainer).window_metrics.update(metrics)
-
-
-def end_metrics(trainer: pl.Trainer) -> None:
-    """What was shown is there for good: those of another run of the Trainer take its place."""
-    cast("AccumulatingTrainer", trainer).show_window_metrics()
 
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections import OrderedDict
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,15 +13,13 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
-from lightning_accum.failures import telling_the_first_failure
 from lightning_accum.loops.optimization import WindowOptimization
+from lightning_accum.loops.seams import specialised
 from lightning_accum.loops.uneven import EvenFetcher, Lengths, is_agreeing
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
@@ -39,6 +37,9 @@ _IS_READ = pl.__version__.startswith(("2.5.", "2.6."))
 class AccumulatingFitLoop(_FitLoop):
     """The last window ends with the training, and an epoch is as long as that of the rank that has the most."""
 
+    seams: ExitStack
+    """Ends with the fit."""
+
     @_FitLoop.restarting.setter  # type: ignore[attr-defined, untyped-decorator]  # a property
     def restarting(self, restarting: bool) -> None:
         _FitLoop.restarting.fset(self, restarting)
@@ -46,20 +47,6 @@ class AccumulatingFitLoop(_FitLoop):
         if epoch.processed == epoch.ready and self.epoch_loop.batch_progress.is_last_batch:
             # Lightning, where max_steps is set, goes back to the end of the epoch, and from there counts it twice
             _Loop.restarting.fset(self, False)
-
-    @override
-    def run(self) -> None:
-        trainer = self.trainer
-        if trainer.world_size == 1:
-            super().run()
-            return
-        try:
-            with telling_the_first_failure(trainer.global_rank, passing=(SIGTERMException,)):
-                super().run()
-        except SIGTERMException as told:
-            if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
-                told.code = 128 + signal.SIGTERM  # with status 0 the process that forked this one waits for its result
-            raise
 
     @override
     def setup_data(self) -> None:
@@ -76,9 +63,8 @@ class AccumulatingFitLoop(_FitLoop):
             self._take_length(int(longest) if longest != float("inf") else longest)
         if type(fetcher) is not _PrefetchDataFetcher:
             return
-        fetcher.__class__ = EvenFetcher
+        self.seams.enter_context(specialised(fetcher, EvenFetcher, strategy=strategy))
         even = cast("EvenFetcher", fetcher)
-        even.strategy = strategy
         # beside tensor parallelism the weights of a window do not go to all ranks, and a SIGTERM neither
         if longest != float("inf") and ranks.size == ranks.world_size:
             even.lengths = Lengths(int(longest), int(-shortest), int(source))
@@ -110,7 +96,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     strategy: AccumulationMixin
     _inspected: Any = None
-    _takes_batch_idx = False
+    _takes_batch_idx: bool = False
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:

@@ -23,7 +23,7 @@ class WindowManualOptimization(_ManualOptimization):
 
     strategy: AccumulationMixin
     _plan: Plan | None = None
-    _is_boundary = True
+    _is_boundary: bool = True
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class WindowOptimization(_AutomaticOptimization):
     """A loader batch adds to a window instead of being a part of one."""
 
     strategy: AccumulationMixin
-    visited = 0
+    visited: int = 0
     """The loader batch whose training_step ran last, counted from 1 over all epochs."""
 
     @override

@@ -32,7 +32,7 @@ class BatchResults(_ResultCollection):
     look_and_log: tuple[Callable[..., None], Callable[..., None]] | None = None
     """The module's own ``log``, and what stands in for it while a split batch runs."""
     shown: set[int]
-    _is_batch_size_given = False
+    _is_batch_size_given: bool = False
 
     @override
     def log(self, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:

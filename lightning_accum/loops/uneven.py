@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
@@ -51,7 +55,7 @@ class EvenFetcher(_PrefetchDataFetcher):
 
     strategy: AccumulationMixin
     lengths: Lengths | None = None
-    _own_done = False
+    _own_done: bool = False
     _last: Any = None
 
     @override
@@ -181,8 +185,41 @@ class PatientSignals(_SignalConnector):
     Lightning broadcasts from inside of the handler, between whatever collectives the ranks are in, and stops a rank by itself.
     """
 
-    _is_waiting = False
+    is_waiting: bool = False
     """SIGTERM has come in this fit."""
+    before_training: ExitStack
+    """Ends where Lightning takes over SIGTERM."""
+
+    @contextmanager
+    def handled_before_training(self) -> Iterator[None]:
+        """Have SIGTERM raise an error that all ranks name, where nobody handles it: Lightning does so only when training begins."""
+        trainer, process = self.trainer, os.getpid()
+
+        def on_sigterm(signum: int, frame: Any) -> None:
+            if os.getpid() != process:  # one that was forked meanwhile, and is no rank
+                signal.signal(signum, signal.SIG_DFL)
+                os.kill(os.getpid(), signum)
+                return
+            error = SIGTERMException("SIGTERM came before training began")
+            error.code = 128 + signum
+            note_failure(error, trainer.global_rank)
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.kill(signal.SIGTERM)
+            raise error
+
+        is_free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if is_free:
+            signal.signal(signal.SIGTERM, on_sigterm)
+        try:
+            yield
+        finally:
+            if is_free and signal.getsignal(signal.SIGTERM) is on_sigterm:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    @override
+    def register_signal_handlers(self) -> None:
+        self.before_training.close()
+        super().register_signal_handlers()
 
     @override
     def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:
@@ -190,19 +227,13 @@ class PatientSignals(_SignalConnector):
         accumulation = cast("AccumulationMixin", trainer.strategy).accumulation
         has_begun = trainer.fit_loop._data_fetcher is not None  # the sanity check comes before
         if accumulation is None or trainer.world_size == 1 or (has_begun and not is_agreeing(trainer)):
-            super()._sigterm_notifier_fn(signum, frame)
+            # without super(), since Lightning restores the handlers after this object has its own class again
+            _SignalConnector._sigterm_notifier_fn(self, signum, frame)
             return
         launcher = trainer.strategy.launcher
         if launcher is not None and not accumulation.window.is_last:
             launcher.kill(signum)
-        accumulation.window.is_last = self._is_waiting = True
-
-    @override
-    def teardown(self) -> None:
-        super().teardown()
-        is_waiting, self._is_waiting = self._is_waiting, False
-        if is_waiting and not self.received_sigterm and self.trainer.state.status == TrainerStatus.RUNNING:
-            raise SIGTERMException  # there was no window any more that could have told the others
+        accumulation.window.is_last = self.is_waiting = True
 
 
 def stop(trainer: pl.Trainer) -> None:

@@ -228,25 +228,29 @@ class ManualOptimization:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def state_dict(self, may_gather: bool) -> dict[str, Any]:
-        """What a checkpoint needs to go on. Called on all ranks where it ``may_gather`` what they have."""
-        windows, strategy = self.windows, self._strategy
-        state: dict[str, Any] = {
+    def counts(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on counting."""
+        windows = self.windows
+        return {
             "format": FORMAT,
             "epoch": windows.epoch,
             "optimizer_steps": windows.windows,
             "total_weight": windows.total_weight,
         }
+
+    def unfinished_window(self, may_gather: bool) -> dict[str, Any]:
+        """What a checkpoint needs to go on inside a window. Called on all ranks where it ``may_gather`` what they have."""
+        windows, strategy = self.windows, self._strategy
         position = windows.boundary.position(loops.loader_batches_seen(strategy.trainer()))
         if position <= 0:
-            return state
+            return {}
         if windows.is_under_way or not may_gather:
             self._warn(
                 "The checkpoint is taken inside a window and does not hold its gradients: training_step was under way, or not all"
                 " ranks can take part. Going on from it, a new window begins."
             )
-            return state
-        return {**state, "micro_batches": windows.micro_batches, "calls": [self._partial(call, position) for call in windows.calls]}
+            return {}
+        return {"micro_batches": windows.micro_batches, "calls": [self._partial(call, position) for call in windows.calls]}
 
     def _partial(self, call: Call, position: int) -> dict[str, Any]:
         windows, strategy, ranks = self.windows, self._strategy, self.windows.ranks
@@ -262,7 +266,7 @@ class ManualOptimization:
         return partial.state_dict()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave; nothing where training begins.
+        """Take what :meth:`counts` and :meth:`unfinished_window` gave; nothing where training begins.
 
         Raises:
             ValueError: another version of the package has written it.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -22,6 +25,7 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
 from lightning_accum.listeners import Audience, callbacks_of
+from lightning_accum.loops.seams import drop_own_attributes
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import begin_manual
 from lightning_accum.policy import Policy
@@ -29,7 +33,6 @@ from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.strategies.preparation import check_optimizers, guard
 from lightning_accum.strategies.window_hooks import WindowHooks
-from lightning_accum.sync import Sync
 from lightning_accum.user_warnings import rank_zero_warn
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
@@ -42,19 +45,42 @@ class AccumulationMixin(WindowHooks):
     """How many windows of tokens a training will have; None where it was not asked."""
     _keeper: Keeper | None = None
     _hidden_size: int | None = None
+    _fit: ExitStack | None = None
+    """Undoes what a fit does to the Trainer, its optimizers and callbacks, and to this strategy."""
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        trainer = model.trainer
-        if trainer.state.fn != TrainerFn.FITTING:
+        trainer = loops.trainer_of(model)
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
-        loops.install(trainer)
+        self._end_fit()  # one that could not be torn down
+        before, self._fit = set(vars(self)), ExitStack()
+        self._fit.callback(self._forget_fit, before)
+        self._fit.enter_context(loops.installed(trainer))
+        self._fit.callback(self._show_window_size)  # if something fails before it is
         if not model.automatic_optimization:
             # Lightning refuses manual optimization with it, and looks only once, before the environment is set up
             self._hidden_size, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
         if _callback_of(trainer) is None:
-            callbacks_of(trainer).insert(0, GradientAccumulation())  # the strategy alone: default policy
+            self._fit.enter_context(_inserted(GradientAccumulation(), trainer))  # the strategy alone: default policy
+        self._fit.callback(_disconnect_callbacks, trainer)
+
+    def _forget_fit(self, before: set[str]) -> None:
+        """Drop what this package has stored in the strategy since."""
+        for owner in type(self).__mro__:
+            if owner.__module__.startswith("lightning_accum."):
+                drop_own_attributes(self, owner, but=before)
+
+    def _end_fit(self) -> None:
+        if self._fit is not None:
+            fit, self._fit = self._fit, None
+            fit.close()
+
+    @property
+    @override
+    def launcher(self) -> Any:
+        return loops.naming_launcher(self)
 
     @override
     def _configure_launcher(self) -> None:
@@ -74,6 +100,8 @@ class AccumulationMixin(WindowHooks):
         super().setup_environment()
         self._show_window_size()
         self.ranks = self._ranks()
+        if self._fit is not None and self.ranks.world_size > 1:
+            loops.handle_sigterm_before_training(self.trainer())
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             let_gloo_rest_at_exit()
 
@@ -99,11 +127,15 @@ class AccumulationMixin(WindowHooks):
         assert self.ranks is not None
         sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
         self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(module))
-        self.accumulation.sums = sums
+        assert self._fit is not None
+        if sums is not None:
+            self.accumulation.sums = sums
+            self._fit.callback(sums.close)
         self._callback = callback
         self._keeper = None
         self.guard = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
         self._watch = StepWatch(self.optimizers[0])
+        self._fit.callback(lambda: self._watch.remove())  # there may be another by then
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self.takes_gradient = not is_overridden("backward", module)
         self._is_announced = False
@@ -118,6 +150,8 @@ class AccumulationMixin(WindowHooks):
         self.manual = begin_manual(self, trainer.accumulate_grad_batches, rank_zero_warn)
         if self.manual is None:
             return
+        assert self._fit is not None
+        self._fit.callback(self.manual.end)
         self._callback = callback
         if callback is not None:
             callback.connect_manual(self.manual)
@@ -175,19 +209,10 @@ class AccumulationMixin(WindowHooks):
 
     @override
     def teardown(self) -> None:
-        self.sync, self.guard = Sync(), None
-        if self.accumulation is not None or self.manual is not None:
-            loops.end_metrics(self.trainer())
-        if self.accumulation is not None:
-            self._watch.remove()
-            if self.accumulation.sums is not None:
-                self.accumulation.sums.close()
-            self.accumulation = None
-        if self.manual is not None:
-            self.manual.end()
-            self.manual = None
-        self._show_window_size()  # if something failed before it was
-        super().teardown()
+        try:
+            self._end_fit()
+        finally:
+            super().teardown()
 
     @property
     def keeper(self) -> Keeper:
@@ -210,3 +235,17 @@ def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:
     if len(callbacks) > 1:
         raise MisconfigurationException(f"There are {len(callbacks)} GradientAccumulation callbacks in the Trainer; keep one.")
     return callbacks[0] if callbacks else None
+
+
+@contextmanager
+def _inserted(callback: GradientAccumulation, trainer: pl.Trainer) -> Iterator[None]:
+    callbacks_of(trainer).insert(0, callback)
+    yield
+    callbacks = callbacks_of(trainer)  # Lightning and its tuners exchange the list
+    callbacks[:] = [other for other in callbacks if other is not callback]
+
+
+def _disconnect_callbacks(trainer: pl.Trainer) -> None:
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, GradientAccumulation):
+            callback.disconnect(trainer)

@@ -42,7 +42,7 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
     """The loader batch in hand, as it was before it was moved to the device."""
     _last_batch: Any = None
     """The last that had a loss, or the last part of one."""
-    _is_last_moved = False
+    _is_last_moved: bool = False
 
     @override
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
@@ -56,6 +56,8 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
             )
         refuse_sharded(self.policy, type(self).__name__)
         self.sync = self._sharded_sync = self._make_sync()
+        assert self._fit is not None
+        self._fit.callback(self.sync.close)
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(self.policy.accumulate_dtype)
 
@@ -70,13 +72,6 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
     @abstractmethod
     def _make_sync(self) -> ShardedSync:
         """The reduction of the engine, once the module is sharded."""
-
-    @override
-    def teardown(self) -> None:
-        if isinstance(self.sync, ShardedSync):
-            self.sync.close()
-        self._stand_in = self._snapshot = self._batch = self._last_batch = None
-        super().teardown()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:

@@ -31,12 +31,12 @@ class WindowHooks(Engine):
 
     manual: ManualOptimization | None = None
     """The windows of a module that optimizes by itself; None for any other, and where a window is one micro-batch on one rank."""
-    takes_gradient = True
+    takes_gradient: bool = True
     """``backward`` takes the ``gradient`` argument."""
     _callback: GradientAccumulation | None = None
-    joins_batches = False
+    joins_batches: bool = False
     """Micro-batches of a batch run together, for BatchNorm layers to see all of it."""
-    is_weighed = False
+    is_weighed: bool = False
     """The loss that comes to :meth:`backward` is that of several micro-batches, which are in the window already, and"""
     joint_seed: Tensor | None = None
     """this is the ``gradient`` of its backward."""
@@ -45,8 +45,8 @@ class WindowHooks(Engine):
     guard: Guard | None = None
     """Looks whether micro-batches are finite; None where nobody does."""
     _watch: StepWatch
-    _is_announced = False
-    _have_all_batches = False
+    _is_announced: bool = False
+    _have_all_batches: bool = False
 
     def is_plain(self) -> bool:
         """Whether the window is one micro-batch on one rank, so that everything is left to Lightning."""
