@@ -14,7 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
@@ -53,8 +53,7 @@ class ByStep:
 class Point:
     """A training, and where it is stopped.
 
-    ``batches`` has a string a rank, with a letter a loader batch: b, n (with a NaN) or 0 (None). ``stop`` is the hook that takes the
-    checkpoint, from loader batch ``after`` on, counted over all epochs.
+    ``batches`` has a string a rank, with a letter a loader batch: b, n (with a NaN) or 0 (None). ``hook`` takes the checkpoints.
     """
 
     seed: int
@@ -68,8 +67,8 @@ class Point:
     clip: float | None
     memory: int
     sync: str
-    stop: str
-    after: int = 0
+    stops: int
+    hook: str
 
 
 def draw(seed: int, ranks: int) -> Point:
@@ -110,7 +109,8 @@ def draw(seed: int, ranks: int) -> Point:
         clip=rng.choice([None, None, 0.1]),
         memory=rng.randint(1, 3) if policy["micro_batch"] == "auto" else 1000,
         sync=rng.choice(["window", "micro_batch"]),
-        stop=rng.choice(["on_train_batch_end", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]),
+        stops=rng.choice([1, 1, 2]),
+        hook=rng.choice(["on_train_batch_end", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]),
     )
 
 
@@ -205,14 +205,14 @@ class RandomState(Callback):
 
 
 class Stop(Callback):
-    """Takes a checkpoint in the hook ``stop``, once ``after`` loader batches are done, or at the end; and ends the training."""
+    """Takes a checkpoint in a hook, once ``after`` loader batches are done, or at the end; and ends the training."""
 
-    def __init__(self, point: Point) -> None:
-        self.point, self.is_done = point, False
+    def __init__(self, hook: str, after: int | None) -> None:
+        self.hook, self.after, self.is_done = hook, after, False
 
     def stop(self, trainer: pl.Trainer, hook: str) -> None:
-        is_due = trainer.fit_loop.epoch_loop.batch_progress.total.ready >= self.point.after > 0
-        if is_due and not self.is_done and hook in (self.point.stop, "on_train_end"):
+        is_due = self.after is not None and trainer.fit_loop.epoch_loop.batch_progress.total.ready >= self.after
+        if is_due and not self.is_done and hook in (self.hook, "on_train_end"):
             self.is_done = trainer.should_stop = True
             trainer.save_checkpoint("stopped.ckpt")
 
@@ -264,8 +264,8 @@ class Record(Callback):
 _NOT_OF_THE_WINDOW = ("window/weight_per_second", "window/loss_epoch")  # the clock's, and the epoch's before
 
 
-def train(point: Point, checkpoint: str | None = None) -> Record:
-    """Train; stop where the point says, if it does; go on from a checkpoint."""
+def train(point: Point, stops_after: int | None = None, resumes: bool = False) -> Record:
+    """Train, to the end or to a stop, from the beginning or from the last stop."""
     record, ranks = Record(), len(point.batches)
     run = trainer(
         DDPAccumulationStrategy(sync=point.sync) if ranks > 1 else "accum",
@@ -274,11 +274,11 @@ def train(point: Point, checkpoint: str | None = None) -> Record:
         max_steps=point.max_steps,
         gradient_clip_val=point.clip,
         num_sanity_val_steps=0,
-        limit_val_batches=1 if point.stop == "on_validation_end" else 0,
+        limit_val_batches=1 if point.hook == "on_validation_end" else 0,
         val_check_interval=1 + point.seed % min(map(len, point.batches)),
-        callbacks=[GradientAccumulation(**point.policy), RandomState(), record, Stop(point)],
+        callbacks=[GradientAccumulation(**point.policy), RandomState(), record, Stop(point.hook, stops_after)],
     )
-    run.fit(Module(point), ckpt_path=checkpoint)
+    run.fit(Module(point), ckpt_path="stopped.ckpt" if resumes else None)
     record.end(run)
     return record
 
@@ -301,19 +301,16 @@ def differences(found: Any, expected: Any, where: str) -> list[str]:
 
 
 def examine(point: Point) -> list[str]:
-    """What differs, on this rank, between the training of a point and the one that was stopped and went on."""
-    whole = train(replace(point, after=0))
-    point = replace(point, after=random.Random(point.seed + 10**6).randint(1, max(1, whole.batches - 1)))
-    stopped = train(point)
-    resumed = train(replace(point, after=0), "stopped.ckpt")
-    at = max(stopped.windows, default=0)
-    begun = min(resumed.windows, default=10**9)
-    found = differences(resumed.at_end, whole.at_end, "at the end,")
-    found += differences(stopped.windows, {n: window for n, window in whole.windows.items() if n <= at}, "before the stop, window at")
-    later = {n: window for n, window in whole.windows.items() if n > point.after and n >= begun}
-    found += differences(resumed.windows, later, "after it, window at")
-    found += differences(resumed.epochs, {epoch: whole.epochs.get(epoch) for epoch in resumed.epochs}, "window/loss_epoch of")
-    return found and [str(point), *found]
+    """What differs, on this rank, between the training of a point and the one that was stopped once or twice and went on."""
+    whole, rng = train(point), random.Random(point.seed)
+    stops = sorted(rng.randint(1, max(1, whole.batches - 1)) for _ in range(point.stops))
+    parts = [train(point, after, number > 0) for number, after in enumerate([*stops, None])]
+    windows = {at: window for part in parts for at, window in part.windows.items()}
+    epochs = {epoch: loss for part in parts for epoch, loss in part.epochs.items()}  # stopped inside one, it is not the last word
+    found = differences(parts[-1].at_end, whole.at_end, "at the end,")
+    found += differences(windows, whole.windows, "the window that ended with loader batch")
+    found += differences(epochs, whole.epochs, "window/loss_epoch of epoch")
+    return found and [f"{point}, stopped after {stops}", *found]
 
 
 # --- one process, and two ------------------------------------------------------------------------------------------------
@@ -338,7 +335,9 @@ class Pair:
         command = [sys.executable, str(Path(__file__).resolve())]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
         self.processes = [
-            subprocess.Popen(command, env={**os.environ, **here, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.DEVNULL, **pipes)
+            subprocess.Popen(
+                command, env={**os.environ, **here, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.DEVNULL, **pipes
+            )
             for rank in ("0", "1")
         ]
         self.answers: Queue[str] = Queue()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -40,13 +39,20 @@ class AccumulatingFitLoop(_FitLoop):
     seams: ExitStack
     """Ends with the fit."""
 
-    @_FitLoop.restarting.setter  # type: ignore[attr-defined, untyped-decorator]  # a property
-    def restarting(self, restarting: bool) -> None:
-        _FitLoop.restarting.fset(self, restarting)
-        epoch = self.epoch_progress.current
-        if epoch.processed == epoch.ready and self.epoch_loop.batch_progress.is_last_batch:
-            # Lightning, where max_steps is set, goes back to the end of the epoch, and from there counts it twice
-            _Loop.restarting.fset(self, False)
+    @override
+    def reset(self) -> None:
+        super().reset()
+        epoch_loop, epoch = cast("AccumulatingEpochLoop", self.epoch_loop), self.epoch_progress.current
+        is_processed = epoch.processed == epoch.ready  # type: ignore[attr-defined]  # the tracker of epochs has it
+        if not self.restarting or not is_processed or not epoch_loop.batch_progress.is_last_batch:
+            return
+        # The checkpoint is from after the last batch of an epoch. Lightning has ended that epoch, or does so once more where
+        # max_steps is set, but takes the next for the one that was under way: without its start, and on what its loader had left
+        if self.restarted_on_epoch_end:
+            self.epoch_progress.increment_completed()
+        self.reset_restart_stage()
+        self._restarting = self._resuming_from_checkpoint = False
+        epoch_loop.begins_anew = True
 
     @override
     def setup_data(self) -> None:
@@ -95,8 +101,18 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     """Windows end where the boundary says; schedulers step when their clock says."""
 
     strategy: AccumulationMixin
+    begins_anew = False
+    """The epoch of the checkpoint is over."""
     _inspected: Any = None
     _takes_batch_idx: bool = False
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        if self.begins_anew:
+            self.begins_anew = self.restarting = False
+            self.reset_restart_stage()
+            super().reset()
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
