@@ -18,6 +18,7 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan
+from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
@@ -25,7 +26,8 @@ from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCoun
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
 
-_STATE = ("format", "epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches", "is_at_boundary")
+_COUNTED = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
+_STATE = ("format", *_COUNTED, "is_at_boundary", "is_checked")
 """What :meth:`Accumulation.state_dict` always has."""
 
 
@@ -110,6 +112,10 @@ class Accumulation:
         """The micro-batch in hand gave one."""
         self.before_backward: Callable[[], None] | None = None
         """Called in every micro-batch that is added to the window, once its weight is known."""
+        self.checks_left = 0
+        """At how many loader batches more the check may be tried: until one has two rows on every rank."""
+        self.verdict: Verdict | None = None
+        """What the check found in this fit."""
         self._warn = warn
         self._warned: set[str] = set()
 
@@ -160,6 +166,8 @@ class Accumulation:
         self.clock.hold()
         self.total_weight = float(state["total_weight"])
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
+        if state.get("is_checked"):
+            self.checks_left = 0
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
             self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
         if self.splitting is not None and "padding" in state:
@@ -176,6 +184,12 @@ class Accumulation:
             )
             return None
         return partial
+
+    @property
+    def weighs_terms(self) -> bool:
+        """Each term of a loss is weighed by itself in the windows of now."""
+        at_once = self._terms_at_once is not None and self.boundary.size in (None, 1)
+        return at_once or self.window.terms is not None
 
     # --- one loader batch -----------------------------------------------------------------------------------------
 
@@ -421,6 +435,8 @@ class Accumulation:
         parts.append(f"weight: {self.weigher.criterion}")
         if self.sums is not None:
             parts.append(f"gradients are added up in {self.sums.dtype}")
+        if self.verdict is not None:
+            parts.append(str(self.verdict))
         if self.weigher.unweighed_terms:
             parts.append(f"the same weight for: {', '.join(self.weigher.unweighed_terms)}")
         return f"GradientAccumulation: {'; '.join(parts)}."
@@ -468,6 +484,7 @@ class Accumulation:
             "total_weight": float(self.total_weight),
             "skipped_micro_batches": self.total_left_out,
             "is_at_boundary": self.position == 0,
+            "is_checked": self.checks_left == 0,
         }
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()

@@ -43,8 +43,9 @@ def checked(policy: Policy) -> Policy:
         )
     _check_is_one_of("on_nonfinite", policy.on_nonfinite, "propagate", "skip", "raise")
     _check_is_one_of("batch_norm", policy.batch_norm, "warn", "exact")
-    if not isinstance(policy.log, bool):
-        raise MisconfigurationException(f"log={policy.log!r}: expected True or False")
+    for name, value in (("log", policy.log), ("check", policy.check)):
+        if not isinstance(value, bool):
+            raise MisconfigurationException(f"{name}={value!r}: expected True or False")
     return replace(policy, weight=weight)
 
 

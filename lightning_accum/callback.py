@@ -92,6 +92,10 @@ class GradientAccumulation(Callback):
             It is tried on two rows first, without dropout, and left out where the loss depends on padding.
         split: a function ``split(batch, size)`` that returns the micro-batches as a list, for batches that are no nested
             containers of tensors with one entry a sample.
+        check: whether to try out, on up to 8 rows of the first batch, that the weighed losses of parts add up to that of the whole,
+            and their gradients too. It runs ``training_step`` a few times more, with dropout off, and leaves everything as it was.
+            Where they do not add up there is an error before the first step. A window that is one micro-batch on one rank needs
+            no check, ``weight="equal"`` asks for what does not add up, and sharded modules are not checked.
         log: whether to log the metrics above, and to show the loss and the number of steps in the progress bar (``w_loss``,
             ``w_steps``).
 
@@ -120,6 +124,7 @@ class GradientAccumulation(Callback):
         batch_norm: BatchNormPolicy = "warn",
         trim_padding: bool | str = True,
         split: Split | None = None,
+        check: bool = True,
         log: bool = True,
     ) -> None:
         self.policy = checked(
@@ -135,6 +140,7 @@ class GradientAccumulation(Callback):
                 accumulate_dtype,
                 on_nonfinite,
                 batch_norm,
+                check,
             )
         )
         self._accumulation: Accumulation | None = None

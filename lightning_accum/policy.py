@@ -52,6 +52,7 @@ class Policy:
     accumulate_dtype: torch.dtype | None = None
     on_nonfinite: OnNonfinite = "propagate"
     batch_norm: BatchNormPolicy = "warn"
+    check: bool = True
 
     def size_at(self, epoch: int, step: int) -> int | None:
         """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say.

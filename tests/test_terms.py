@@ -223,9 +223,14 @@ def test_a_micro_batch_without_loss_is_named() -> None:
 
 
 def test_a_weight_that_counts_something_else_is_named() -> None:
-    run = trainer(callbacks=[GradientAccumulation(micro_batch=4, weight=[TokenCount(), TokenCount()])])
+    def run(**check: bool) -> None:
+        accumulation = GradientAccumulation(micro_batch=4, weight=[TokenCount(), TokenCount()], **check)
+        trainer(callbacks=[accumulation]).fit(Rated(), loader(rated(1)))
+
+    with pytest.raises(ValueError, match="do not add up.*the gradient is"):
+        run()
     with pytest.warns(UserWarning, match="mean squared error.*only where the two are proportional"):
-        run.fit(Rated(), loader(rated(1)))
+        run(check=False)
 
 
 def test_terms_without_weight_and_penalties_keep_their_share() -> None:

@@ -106,8 +106,8 @@ class HidesIt(Scalar):
 UNEVEN = [x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)]
 
 
-def fit(module, weight="auto", window: int = 2, **kwargs):
-    run = trainer(callbacks=[GradientAccumulation(window, weight=weight)], **kwargs)
+def fit(module, weight="auto", window: int = 2, check: bool = True, **kwargs):
+    run = trainer(callbacks=[GradientAccumulation(window, weight=weight, check=check)], **kwargs)
     run.fit(module)
     return run
 
@@ -240,13 +240,19 @@ def warnings_of(module, recwarn, weight="auto") -> str:
     return "\n".join(str(warning.message) for warning in recwarn.list)
 
 
-@pytest.mark.parametrize("weight", ["auto", "equal", SampleCount()])
-def test_contrastive_loss_is_warned_of_by_name(recwarn, weight) -> None:
-    class Contrasts(Scalar):
-        def loss(self, x):
-            return F.cross_entropy(self.w * torch.outer(x, x), torch.arange(len(x)))
+class Contrasts(Scalar):
+    def loss(self, x):
+        return F.cross_entropy(self.w * torch.outer(x, x), torch.arange(len(x)))
 
-    assert "The loss is contrastive" in warnings_of(Contrasts([x(1, 2, 3), x(4, 5, 6)]), recwarn, weight)
+
+@pytest.mark.parametrize("weight", ["auto", SampleCount()])
+def test_contrastive_loss_is_refused(weight) -> None:
+    with pytest.raises(ValueError, match="do not add up"):
+        fit(Contrasts([x(1, 2, 3), x(4, 5, 6)]), weight)
+
+
+def test_contrastive_loss_is_warned_of_by_name_where_the_mean_of_means_is_wanted(recwarn) -> None:
+    assert "The loss is contrastive" in warnings_of(Contrasts([x(1, 2, 3), x(4, 5, 6)]), recwarn, "equal")
 
 
 def test_batch_norm_is_warned_of_by_name(recwarn) -> None:
@@ -289,12 +295,13 @@ def test_terms_with_the_same_counts_are_not(recwarn) -> None:
     assert "plain mean" not in said
 
 
-def test_mean_weight_for_a_sum_is_warned_of(recwarn) -> None:
+def test_mean_weight_for_a_sum_is_refused() -> None:
     class Sums(Scalar):
         def loss(self, x):
             return (self.w * x).sum()
 
-    assert "The loss is a sum" in warnings_of(Sums(UNEVEN), recwarn, SampleCount())
+    with pytest.raises(ValueError, match=r'Pass GradientAccumulation\(weight="auto"\): with it they add up'):
+        fit(Sums(UNEVEN), SampleCount())
 
 
 def test_sums_are_added() -> None:
@@ -316,6 +323,8 @@ def test_sum_in_one_micro_batch_and_mean_in_the_other_is_refused() -> None:
             return (self.w * x).sum() if len(x) == 1 else (self.w * x).mean()
 
     with pytest.raises(ValueError, match="In 1 of the window's 2 micro-batches the loss is a sum"):
+        fit(Mixes(UNEVEN), check=False)
+    with pytest.raises(ValueError, match="the loss is a sum in some parts, and a mean in others"):
         fit(Mixes(UNEVEN))
 
 
@@ -339,7 +348,10 @@ def test_factor_that_goes_with_the_batch_is_warned_of(recwarn) -> None:
         def loss(self, x):
             return (self.w * x).mean() * len(x)
 
-    assert "A factor of the loss changes" in warnings_of(Scales(UNEVEN), recwarn)
+    with pytest.raises(ValueError, match="do not add up"):
+        fit(Scales(UNEVEN))
+    fit(Scales(UNEVEN), check=False)
+    assert "A factor of the loss changes" in "".join(str(warning.message) for warning in recwarn)
 
 
 def test_no_graph_is_kept_until_the_window_ends() -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
+from lightning_accum.loops.first_batch import check_first_batch
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.seams import specialised
 from lightning_accum.loops.uneven import EvenFetcher, Lengths, is_agreeing
@@ -101,7 +102,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     """Windows end where the boundary says; schedulers step when their clock says."""
 
     strategy: AccumulationMixin
-    begins_anew = False
+    begins_anew: bool = False
     """The epoch of the checkpoint is over."""
     _inspected: Any = None
     _takes_batch_idx: bool = False
@@ -330,6 +331,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if accumulation.splitting is not None:
             accumulation.splitting.plan = None
         strategy.expect_batches_of_all_ranks(has_batch=False)
+        if accumulation.checks_left and strategy.world_size > 1:
+            check_first_batch(self.trainer, strategy, OrderedDict())
         accumulation.is_boundary = self.begin_loader_batch(accumulation.boundary)
         zero_grad = optimization._make_zero_grad_fn(self.batch_idx, self.trainer.optimizers[0])
         if zero_grad is not None:  # a reduction may be next, and stale gradients must not be in it

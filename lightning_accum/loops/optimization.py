@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,10 +19,11 @@ from typing_extensions import override
 from lightning_accum.batch_norm.joint_layers import statistics_of_ranks
 from lightning_accum.batch_norm.joint_run import JointRun
 from lightning_accum.gradient_norm import noting_gradient_norm
+from lightning_accum.loops.first_batch import check_first_batch, unlogged_step
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
 from lightning_accum.splitting.batch_run import BatchRun
 from lightning_accum.splitting.proofs import Verdict
-from lightning_accum.splitting.trimming import difference_by_padding, is_narrow
+from lightning_accum.splitting.trimming import difference_by_padding
 
 if TYPE_CHECKING:
     from lightning_accum.loops.epochs import AccumulatingEpochLoop
@@ -61,6 +61,8 @@ class WindowOptimization(_AutomaticOptimization):
         accumulation.batch = next(iter(kwargs.values()), None)
         if accumulation.splitting is not None:
             accumulation.splitting.begin(accumulation.batch, partial(self._difference_by_padding, kwargs))
+        if accumulation.checks_left and not self._skip_backward:
+            check_first_batch(self.trainer, self.strategy, kwargs)
         return WindowClosure(
             self._make_step_fn(kwargs),
             self._make_backward_fn(optimizer),
@@ -73,24 +75,13 @@ class WindowOptimization(_AutomaticOptimization):
         trainer, accumulation = self.trainer, self.strategy.accumulation
         assert accumulation is not None
         assert accumulation.splitting is not None
-        precision = trainer.precision_plugin
-
-        def training_step(batch: Any) -> Any:
-            # in full precision, where rounding is the least; a module's loss hardly changes by what it sees of padding
-            is_half = isinstance(precision, HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
-            is_plain = isinstance(precision, (MixedPrecision, HalfPrecision)) and not is_half
-            context = nullcontext() if is_plain else precision.train_step_context()
-            with torch.enable_grad(), context, collecting_logs(trainer):
-                arguments = {**kwargs, next(iter(kwargs)): batch}
-                return call._call_lightning_module_hook(trainer, "training_step", *arguments.values())
-
         weigh = accumulation.policy.weight
         return difference_by_padding(
             padded,
             *trimmed,
             module=trainer.lightning_module,
             keeper=accumulation.splitting.keeper,
-            training_step=training_step,
+            training_step=unlogged_step(trainer, kwargs),
             weigh=weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
         )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,11 +25,13 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
 from lightning_accum.listeners import Audience, callbacks_of
+from lightning_accum.loops.first_batch import MOST_BATCHES
 from lightning_accum.loops.seams import drop_own_attributes
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import begin_manual
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.attempts import Splitting
+from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.strategies.preparation import check_optimizers, guard
 from lightning_accum.strategies.window_hooks import WindowHooks
@@ -131,6 +133,8 @@ class AccumulationMixin(WindowHooks):
         if sums is not None:
             self.accumulation.sums = sums
             self._fit.callback(sums.close)
+        if self.policy.check and self.policy.weight != "equal" and self._may_deviate(is_long):
+            self.accumulation.checks_left = MOST_BATCHES
         self._callback = callback
         self._keeper = None
         self.guard = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
@@ -142,6 +146,16 @@ class AccumulationMixin(WindowHooks):
         self.audience = Audience(trainer)
         if callback is not None:
             callback.connect(self.accumulation, self.partial_window)
+
+    def _may_deviate(self, is_long: bool) -> bool:
+        """Whether windows are more than one micro-batch on one rank, of a module whose training_step can run on a few rows."""
+        module = self.lightning_module
+        assert module is not None
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters or self.is_waited_for_in_forward:
+            return False
+        if self.joins_batches:  # equal by construction
+            return False
+        return is_long or self.world_size > 1 or self.policy.micro_batch is not None or isinstance(self.policy.window, Tokens)
 
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
@@ -180,8 +194,13 @@ class AccumulationMixin(WindowHooks):
         # and BatchNorm takes padding for a part of the batch, which has to be the same for all rows
         trim = False if self.is_waited_for_in_forward or self.joins_batches else policy.trim_padding
         device, has_ranks = self.root_device, self.world_size > 1
-        samples = partial(loops.samples_of_loader, self.trainer())
-        return Splitting(policy.micro_batch, trim, policy.split, module, device, has_ranks, rank_zero_warn, _log.info, samples)
+        return Splitting(
+            policy.micro_batch, trim, policy.split, module, device, has_ranks, rank_zero_warn, _log.info, self.samples_of_loader
+        )
+
+    def samples_of_loader(self) -> frozenset[int]:
+        """How many samples the loaders put into a batch; empty where one of them does not say so."""
+        return loops.samples_of_loader(self.trainer())
 
     @override
     def on_train_start(self) -> None:

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.randomness import SameForEveryRow, seed_everything
 from lightning_accum.user_warnings import AccumulationWarning
-from lightning_accum.verification.randomness import SameForEveryRow, seed_everything
 from lightning_accum.verification.state import ModuleState
 from lightning_accum.verification.watch import Step, StepTakenError, Watches, WatchesPieces, WatchesReference
 
@@ -112,7 +112,7 @@ class Bench:
             keeps_pieces: whether to keep the gradient of each micro-batch.
         """
         watcher = WatchesPieces() if keeps_pieces else Watches()
-        policy = {"log": False, **self.policy, "window": len(batches)}
+        policy = {"log": False, "check": False, **self.policy, "window": len(batches)}
         callbacks = [GradientAccumulation(**policy)]
         return self._run(batches, change, watcher, callbacks, strategy="accum", **self.trainer)
 

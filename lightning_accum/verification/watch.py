@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulates
-from lightning_accum.verification.randomness import seed_everything, switch_off_dropout
+from lightning_accum.randomness import seed_everything, switch_off_dropout
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import terms_of
 from lightning_accum.weighing.nodes import nodes_below

@@ -32,6 +32,8 @@ class Term(NamedTuple):
         is_readable: False where the node is not known.
         factor: the constant that a mean is multiplied by.
         divisions: the nodes of the divisions on its way to the loss.
+        is_divided_sum: it is a sum that was divided by what was counted elsewhere, rather than a mean.
+        rows: entries in the first dimension of such a sum.
     """
 
     criterion: str
@@ -40,6 +42,8 @@ class Term(NamedTuple):
     is_readable: bool = True
     factor: float = 1.0
     divisions: tuple[Node, ...] = ()
+    is_divided_sum: bool = False
+    rows: int = 0
 
 
 NO_REDUCTION, MEAN_REDUCTION, SUM_REDUCTION = 0, 1, 2  # at::Reduction
@@ -127,7 +131,7 @@ def criterion_of(node: Node, kind: str, scale: Sequence[Operation]) -> Term:
             factor *= step.number
         elif step.number and step.kind == "over":
             factor /= step.number
-    if factor == 0:
+    if factor == 0 or _is_of_zeros(node):
         return Term(words, node, 0.0, factor=0.0)  # `0.0 * ...` trains nothing
     divisions = tuple(step.node for step in scale if step.kind == "over" and step.number is None)
     try:
@@ -136,7 +140,16 @@ def criterion_of(node: Node, kind: str, scale: Sequence[Operation]) -> Term:
         divided = _divided_sum(node, scale)
     except UnreadableLossError as unreadable:
         return Term(unreadable.found, node, None, is_readable=False)
-    return Term(words if divided is None else f"{words} divided by a count", node, divided, divisions=divisions)
+    if divided is None:
+        return Term(words, node, None, divisions=divisions)
+    rows = next(iter(_sizes_of(node)), 0)
+    return Term(f"{words} divided by a count", node, divided, divisions=divisions, is_divided_sum=True, rows=rows)
+
+
+def _is_of_zeros(node: Node) -> bool:
+    """What is reduced was multiplied by the number 0, as in ``(logits * 0).mean()`` where a batch has nothing else."""
+    below = node.next_functions[0][0] if node.next_functions else None
+    return below is not None and kind_of(below) == "Mul" and _number_of(constant_operand(below)) == 0
 
 
 def _number_of(operand: Any) -> float | None:
@@ -158,25 +171,33 @@ def _times_divisors(count: Denominator, scale: Sequence[Operation]) -> Denominat
 
 def _divided_sum(summed: Node, scale: Sequence[Operation]) -> Denominator | None:
     """What a sum is divided by; None if by nothing."""
-    sizes = tuple(getattr(summed, "_saved_self_sym_sizes", ()))
-    if not sizes and isinstance(saved := getattr(summed, "_saved_self", None), Tensor):
-        sizes = (saved.numel(),) if saved.is_nested else tuple(saved.shape)  # a nested one has symbols among its sizes
+    sizes = _sizes_of(summed)
     outer: float = math.prod(step.operand for step in scale if step.kind == "count")
     if any(step.kind == "mean of losses" for step in scale):
         raise UnreadableLossError("a mean of sums")
     numbers = [step.number for step in scale if step.kind == "over" and step.number is not None]
     tensors = [_one_number(step.operand) for step in scale if step.kind == "over" and step.number is None]
+    if (tensors or numbers) and sizes and math.prod(sizes) == 0:
+        return 0.0  # `loss[mask].sum() / max(n, 1)` of a mask without a row
     if tensors:
         count = tensors[0] * (math.prod(numbers) * outer)
         for tensor in tensors[1:]:
             count = count * tensor
         return _zero_where_masked(summed, count)
     if numbers:
-        return _plausible_count(math.prod(numbers), sizes) * outer
+        number = _plausible_count(math.prod(numbers), sizes) * outer
+        return number if number > 1 else _zero_where_masked(summed, torch.tensor(number))
     for step in scale:
         if step.kind == "times":
             _refuse_hidden_mean(step, sizes)
     return None
+
+
+def _sizes_of(summed: Node) -> tuple[int, ...]:
+    sizes = tuple(getattr(summed, "_saved_self_sym_sizes", ()))
+    if not sizes and isinstance(saved := getattr(summed, "_saved_self", None), Tensor):
+        sizes = (saved.numel(),) if saved.is_nested else tuple(saved.shape)  # a nested one has symbols among its sizes
+    return sizes
 
 
 def _one_number(divisor: Any) -> Tensor:
@@ -186,12 +207,15 @@ def _one_number(divisor: Any) -> Tensor:
 
 
 def _zero_where_masked(summed: Node, count: Tensor) -> Tensor:
-    """``mask.sum().clamp(min=1)`` hides that nothing was counted; the mask under the sum still shows it."""
+    """``mask.sum().clamp(min=1)`` hides that nothing was counted; the mask under the sum still shows it.
+
+    Where all factors are 0 and more was counted, they are no mask: advantages, say, that happen to be 0.
+    """
     below = summed.next_functions[0][0]
     while below is not None and kind_of(below) == "Mul" and len(inputs := inputs_of(below)) == 1:
         mask = constant_operand(below)
         if isinstance(mask, Tensor) and mask.dim() > 0:
-            return torch.where(mask.any(), count, torch.zeros_like(count))
+            return torch.where(mask.any() | (count.to(mask.device) > 1), count.to(mask.device), 0)
         below = inputs[0][0]
     return count
 

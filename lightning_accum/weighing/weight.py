@@ -213,7 +213,7 @@ class Weigher:
             if not reading.others:
                 if not self._looks_for_contrast and terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
                     self._plain = (type(loss.grad_fn), CRITERIA[kind_of(loss.grad_fn)][1])
-                return Contribution(_on_host(reading.weight))
+                return Contribution(_zero_where_empty(_on_host(reading.weight), loss, terms[0]))
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             signature = 0
             if self._reader is not None and others and reading.weight is not None:
@@ -332,6 +332,18 @@ def _on_host(weight: Denominator | None) -> Denominator | None:
     if isinstance(weight, Tensor):
         return weight.item() if weight.device.type == "cpu" else weight.detach()
     return weight
+
+
+def _zero_where_empty(weight: Denominator | None, loss: Tensor, term: Term) -> Denominator | None:
+    """A loss of 0 that was divided by a count of at most 1 is that of no label: ``loss.sum() / max(int(mask.sum()), 1)``.
+
+    But for one row, whose own loss may be 0, as that of a margin that is kept.
+    """
+    if weight is None or not term.is_divided_sum or term.rows == 1:
+        return weight
+    if isinstance(weight, Tensor):
+        return torch.where((loss.detach() == 0) & (weight <= 1), torch.zeros_like(weight), weight)
+    return 0.0 if weight <= 1 and loss.item() == 0 else weight
 
 
 def _checked(weight: Any, source: Any) -> Denominator:

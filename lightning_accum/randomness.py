@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,27 @@ def switch_off_dropout(module: nn.Module) -> list[str]:
         >>> switch_off_dropout(model), model[1].p
         (['1.p'], 0.0)
     """
+    found = []
+    for path, holder, name in _dropout_in(module):
+        holder[name] = 0.0
+        found.append(path)
+    return found
+
+
+@contextmanager
+def dropout_switched_off(module: nn.Module) -> Iterator[None]:
+    """In here the probabilities of dropout in ``module`` are 0, as :func:`switch_off_dropout` sets them."""
+    before = [(holder, name, holder[name]) for _, holder, name in _dropout_in(module)]
+    switch_off_dropout(module)
+    try:
+        yield
+    finally:
+        for holder, name, probability in before:
+            holder[name] = probability
+
+
+def _dropout_in(module: nn.Module) -> list[tuple[str, MutableMapping[str, Any], str]]:
+    """The probabilities of dropout that are not 0: where each is by path, what holds it, and its name there."""
     found, seen = [], set()
     for path, layer in module.named_modules():
         has_p = any(name in type(layer).__name__.lower() for name in _NAMES_WITH_P)
@@ -38,11 +60,10 @@ def switch_off_dropout(module: nn.Module) -> list[str]:
             if id(holder) in seen:
                 continue
             seen.add(id(holder))
-            for name, value in list(holder.items()):
+            for name, value in holder.items():
                 is_named = isinstance(name, str) and ("drop" in name.lower() or (has_p and name == "p"))
                 if is_named and isinstance(value, float) and 0 < value <= 1:
-                    holder[name] = 0.0
-                    found.append(".".join(part for part in (path, prefix, name) if part))
+                    found.append((".".join(part for part in (path, prefix, name) if part), holder, name))
     return found
 
 

@@ -1,0 +1,133 @@
+"""The check of the first batch: before the first step, whether what a window does adds up on the user's own module."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.parameter import is_lazy
+
+from lightning_accum.loops.results import collecting_logs
+from lightning_accum.splitting.few_rows import few_rows
+from lightning_accum.splitting.trimming import is_narrow
+from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Rows, Verdict
+
+if TYPE_CHECKING:
+    from lightning_accum.strategies.mixin import AccumulationMixin
+
+MOST_BATCHES = 8
+"""Loader batches of a single row that are passed over."""
+
+
+def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callable[[Any], Any]:
+    """``training_step`` on another batch than that in ``kwargs``, of which nothing is logged.
+
+    It runs in full precision, where rounding is the least; a module's loss hardly changes by that.
+    """
+    precision = trainer.precision_plugin
+
+    def training_step(batch: Any) -> Any:
+        is_half = isinstance(precision, HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
+        is_plain = isinstance(precision, (MixedPrecision, HalfPrecision)) and not is_half
+        context = nullcontext() if is_plain else precision.train_step_context()
+        with torch.enable_grad(), context, collecting_logs(trainer):
+            arguments = {**kwargs, next(iter(kwargs)): batch}
+            return call._call_lightning_module_hook(trainer, "training_step", *arguments.values())
+
+    return training_step
+
+
+def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: OrderedDict[str, Any]) -> None:
+    """Check the loader batch in ``kwargs``, once a fit. Called on all ranks at each loader batch, until all have two rows.
+
+    Args:
+        trainer: whose module is checked.
+        strategy: whose accumulation takes the verdict.
+        kwargs: of ``training_step``; empty where this rank has no batch.
+
+    Raises:
+        DoesNotAddUpError: the parts of the batch, weighed, are not the batch. On all ranks.
+    """
+    accumulation, policy, ranks = strategy.accumulation, strategy.policy, strategy.ranks
+    assert accumulation is not None
+    assert ranks is not None
+
+    def largest(number: float) -> float:
+        return number if ranks.world_size == 1 else ranks.largest(number)[0]
+
+    accumulation.checks_left -= 1
+    size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
+    rows: list[Rows] = []
+    reason = "a rank has no batch of two rows"
+    try:
+        if any(map(is_lazy, trainer.lightning_module.parameters())):
+            raise CannotCheckError("lazy layers are made by the first batch")
+        if kwargs and not accumulation.is_stand_in:
+            rows = few_rows(next(iter(kwargs.values())), size, policy.split, strategy.samples_of_loader())
+    except CannotCheckError as error:
+        reason = str(error)
+    number = int(-largest(-len(rows)))  # as many forwards on every rank: they may wait for each other in one
+    if number == 0:
+        accumulation.verdict = Verdict(None, seen=reason)
+        return
+    was_late, accumulation.checks_left = accumulation.verdict is not None, 0
+    module = trainer.lightning_module
+    check = Check(
+        module,
+        unlogged_step(trainer, kwargs),
+        partial(strategy.keeper.take, watches_parameters=False),
+        policy.weight,
+        accumulation.weighs_terms,
+        largest,
+    )
+    verdict = check(rows[:number])
+    accumulation.verdict = verdict
+    if largest(float(not verdict.adds_up)) == 0:
+        if was_late:
+            rank_zero_info(f"GradientAccumulation: {verdict}.")
+    elif largest(float(verdict.has_terms)):
+        if not verdict.adds_up:
+            rank_zero_warn(
+                f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} rows of the first batch,"
+                f" {verdict.in_words}. {_OF_TERMS}"
+            )
+    else:
+        raise DoesNotAddUpError(
+            _message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows[:number]))
+        )
+
+
+_OF_TERMS = (
+    "Each is weighed by itself where a window is one loader batch that is split:"
+    " GradientAccumulation(micro_batch=..., weight=[TokenCount(), SampleCount()]), one weight for each term."
+)
+
+
+def _sizes(verdict: Verdict) -> str:
+    *first, last = map(str, verdict.rows)
+    return f"{', '.join(first)} and {last}"
+
+
+def _message(verdict: Verdict, weight: Any, mend: str | None) -> str:
+    seen = "on another rank" if verdict.adds_up else verdict.in_words
+    mends = (
+        f"Pass GradientAccumulation({mend}): with it they add up."
+        if mend is not None
+        else "No weight that was tried makes them add up: such a loss compares the rows of its batch, or divides by what no count"
+        " shows. Have the batch run whole (a window of 1, without micro_batch=), or pass the weight that its mean is divided by, as"
+        " a function of the batch."
+    )
+    return (
+        "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch:"
+        f" {sum(verdict.rows)} rows of the first batch, in parts of {_sizes(verdict)} weighed by weight={weight!r}: {seen}."
+        f' {mends} weight="equal" takes the classic mean of means instead; check=False leaves out the check.'
+    )

@@ -1,0 +1,401 @@
+"""The check: on a few rows of the first batch, the losses of parts, weighed, must add up to that of the whole.
+
+What the reader knows of a loss is a list of graph nodes, and right until somebody writes what is not on it. So what a window does
+is tried out before the first step: the weight, the loss times the weight, and its gradient, of a few rows together and in parts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
+from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum.weighing.term_nodes import scale_terms
+from lightning_accum.weighing.weight import SampleCount, TokenCount, Weigher
+
+MOST_ROWS = 8
+_SAMPLED = 2**14
+"""Elements of a gradient that are compared, spread over all of it."""
+_OF_A_PARAMETER = 1e-2
+"""A gradient smaller than this part of the whole one is compared with this part: what it is beside is rounding."""
+
+
+class Restores(Protocol):
+    """How everything was, see :class:`lightning_accum.splitting.snapshot.Snapshot`."""
+
+    def restore(self) -> None:
+        """Put everything back."""
+
+
+class DoesNotAddUpError(ValueError):
+    """The weighed losses of parts of a batch are not those of the batch."""
+
+
+class CannotCheckError(Exception):
+    """What keeps the check from an answer."""
+
+
+class Rows(NamedTuple):
+    """A few rows of a batch, together and in parts, each made anew when it is asked for: a step may take its batch apart."""
+
+    whole: Callable[[], Any]
+    parts: Sequence[Callable[[], Any]]
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check found.
+
+    Attributes:
+        deviation: how far the parts are from the whole, as part of its size; None where that could not be found out.
+        tolerance: what rounding makes of it.
+        seen: what deviates by that much, or why nothing could be found out.
+        rows: how many rows were looked at, and the sizes of the parts.
+        has_terms: the loss has several terms, which share one weight.
+    """
+
+    deviation: float | None
+    tolerance: float = 0.0
+    seen: str = ""
+    rows: tuple[int, ...] = ()
+    has_terms: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """What deviates, and by how much."""
+        return self.seen if self.deviation == math.inf else f"{self.seen} is {self.deviation:.2g} of its size off"
+
+    @property
+    def adds_up(self) -> bool:
+        """Nothing was seen that rounding does not explain."""
+        return self.deviation is None or self.deviation <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.deviation is None:
+            return f"not checked: {self.seen}"
+        words = "adds up to" if self.adds_up else "does not add up, by"
+        return f"checked: {words} {self.deviation:.1g}"
+
+
+class _Measured(NamedTuple):
+    loss: float
+    weight: float | None
+    """None for a sum, which is added as it is."""
+    gradient: dict[int, Tensor]
+    """By parameter: some of its elements, in double precision. Those without a gradient are missing."""
+    counts: tuple[float, ...]
+    """What the other terms were divided by, where each is weighed by itself."""
+    has_terms: bool
+
+
+class Check:
+    """Looks once whether the parts of a batch add up to it, and leaves everything as it was.
+
+    Dropout is off and BatchNorm in evaluation mode, so that other breaks are seen beside them; random numbers are the same for
+    every row; nothing is compiled. Random state, buffers, attributes, metrics and parameters are put back.
+
+    Args:
+        module: that is trained.
+        training_step: runs it on a batch, and logs nothing. Returns what ``training_step`` returned.
+        take_snapshot: keeps what it changes; see :class:`lightning_accum.splitting.snapshot.Keeper`.
+        weight: how micro-batches are weighed.
+        weighs_terms: each term of a loss is weighed by itself.
+        largest: of the numbers of all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        training_step: Callable[[Any], Any],
+        take_snapshot: Callable[[], Restores],
+        weight: Any,
+        weighs_terms: bool = False,
+        largest: Callable[[float], float] = lambda number: number,
+    ) -> None:
+        self._module = module
+        self._training_step = training_step
+        self._take_snapshot = take_snapshot
+        self._weight = weight
+        self._weighs_terms = weighs_terms or isinstance(weight, tuple)
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._largest = largest
+        self._snapshot: Restores | None = None
+        self._mode = _CheckMode(module.parameters())
+        self._has_drawn = False
+
+    def __call__(self, batches: Sequence[Rows]) -> Verdict:
+        """Look at some rows. Called on all ranks, with equally many.
+
+        Args:
+            batches: some rows, in several ways. A way that a module cannot take, such as a part of one row, is passed over.
+
+        Returns:
+            The worst that was found on this rank.
+        """
+        with self._held():
+            found = [self._look(rows, self._weight) for rows in batches]
+        seen = [verdict for verdict in found if verdict.deviation is not None]
+        return max(seen, key=lambda verdict: verdict.deviation or 0.0) if seen else found[0]
+
+    def weight_that_adds_up(self, batches: Sequence[Rows]) -> str | None:
+        """An argument ``weight`` with which the parts add up, in words; None where none of the usual ones does."""
+        candidates: dict[str, Any] = {
+            'weight="auto"': "auto",
+            "weight=SampleCount()": SampleCount(),
+            "weight=TokenCount()": TokenCount(),
+            "weight=TokenCount(shift=False)": TokenCount(shift=False),
+        }
+        with self._held():
+            for words, weight in candidates.items():
+                found = [self._look(rows, weight) for rows in batches]
+                if all(verdict.adds_up for verdict in found) and found[0].deviation is not None and weight != self._weight:
+                    return words
+        return None
+
+    # --- one comparison ---------------------------------------------------------------------------------------------
+
+    def _look(self, rows: Rows, weight: Any) -> Verdict:
+        """Compare some rows with their parts: with as many steps on every rank, since they may wait for each other in one."""
+        verdict = Verdict(None)
+        try:
+            whole = self._measure(rows.whole(), weight)
+            totals = (whole.weight, *whole.counts) if whole.counts else None
+            parts = [self._measure(part(), weight, totals) for part in rows.parts]
+            deviation, seen = _deviation(whole, parts)
+            verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
+        except CannotCheckError as reason:
+            verdict = Verdict(None, seen=str(reason))
+        if self._largest(float(not verdict.adds_up)) == 0:
+            return verdict
+        try:
+            again = self._measure(rows.whole(), weight)
+            if not verdict.adds_up:
+                if self._has_drawn:
+                    raise CannotCheckError("training_step draws random numbers that are others for each batch")
+                if _deviation(whole, [again])[0] > verdict.tolerance:
+                    raise CannotCheckError("training_step gives the same rows another loss each time")
+        except CannotCheckError as reason:
+            verdict = Verdict(None, seen=str(reason))
+        return verdict
+
+    def _measure(self, batch: Any, weight: Any, totals: Sequence[float | None] | None = None) -> _Measured:
+        """The loss of ``batch``, its weight, and its gradient: of all terms together, or of each by its share in ``totals``."""
+        assert self._snapshot is not None
+        self._snapshot.restore()
+        self._mode.restore()
+        self._mode.restart()
+        drawn_before = _random_state()
+        weigher = Weigher(weight, lambda message: None, hands_out_terms=self._weighs_terms and weight == "auto")
+        try:
+            with self._mode:
+                output = self._training_step(batch)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if loss is None:
+                raise CannotCheckError("training_step returns None for some of the first rows")
+            if not loss.requires_grad:
+                raise CannotCheckError("the loss of the first rows needs no gradient")
+            contribution = weigher(loss, batch)
+            nodes = weigher.take_terms()
+            counts = tuple(float(count) for count in contribution.others) if nodes else ()
+            n = None if contribution.weight is None else float(contribution.weight)
+            if counts and totals is not None:
+                shares = [d / total if total else 0.0 for d, total in zip((n or 0.0, *counts), totals, strict=True)]
+                scale_terms(nodes, shares)
+            with self._mode:
+                gradients = self._gradients(loss)
+        except CannotCheckError:
+            raise
+        except UnreadableLossError as error:
+            raise CannotCheckError("the graph of the loss shows no denominator") from error  # the first micro-batch says more
+        except Exception as error:
+            raise CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}") from error
+        finally:
+            self._has_drawn |= drawn_before != _random_state()
+        has_terms = bool(contribution.others or weigher.unweighed_terms)
+        return _Measured(float(loss.detach()), n, gradients, counts, has_terms)
+
+    def _gradients(self, loss: Tensor) -> dict[int, Tensor]:
+        if not self._trained:
+            return {}
+        try:
+            gradients = torch.autograd.grad(loss, self._trained, allow_unused=True)
+        except RuntimeError as error:
+            if "checkpoint" not in str(error).lower():
+                raise
+            self._trained = []  # reentrant checkpointing has no way to it; losses and weights are compared all the same
+            return {}
+        return {index: _sample(gradient) for index, gradient in enumerate(gradients) if gradient is not None}
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """In here the module is as the check wants it; after it as it was."""
+        with ExitStack() as stack:
+            stack.enter_context(dropout_switched_off(self._module))
+            outer = self._take_snapshot()
+            stack.callback(outer.restore)
+            stack.callback(self._mode.restore)
+            _freeze_batch_norm(self._module)
+            self._snapshot = self._take_snapshot()
+            stack.enter_context(_nothing_compiled())
+            yield
+        self._snapshot = None
+
+
+def parts_of(rows: int, size: int | None) -> list[int]:
+    """The sizes of the parts that a batch of so many rows is looked at in: unequal ones, one of a single row among them.
+
+    Args:
+        rows: of the batch.
+        size: of a micro-batch, which has memory; None for all of them.
+
+    Example:
+        >>> parts_of(64, None), parts_of(64, 4), parts_of(64, 1), parts_of(2, None)
+        ([1, 2, 5], [1, 2, 1], [1, 1], [1, 1])
+    """
+    looked_at = min(rows, MOST_ROWS, max(2, size or rows))
+    if looked_at < 4:
+        return [1, looked_at - 1]
+    return [1, 2, looked_at - 3]
+
+
+def _deviation(whole: _Measured, parts: Sequence[_Measured]) -> tuple[float, str]:
+    """How far the parts are from the whole, and what is farthest."""
+    if not math.isfinite(whole.loss):
+        raise CannotCheckError(f"the loss of the first rows is {whole.loss}")
+    if whole.weight == 0:
+        raise CannotCheckError("the first rows have no weight")
+    if not whole.counts:
+        parts = [part for part in parts if part.weight != 0]
+    if not whole.counts and not all(math.isfinite(part.loss) for part in parts):
+        raise CannotCheckError("the loss of one of the first rows is not finite")
+    if len({part.weight is None for part in (whole, *parts)}) > 1:
+        return math.inf, "the loss is a sum in some parts, and a mean in others"
+    found: list[tuple[float, str]] = []
+    if whole.counts:
+        shares = [1.0 for _ in parts]  # each term has its own in its gradient
+    elif whole.weight is None:
+        shares = [1.0 for _ in parts]
+    else:
+        total = sum(part.weight or 0.0 for part in parts)
+        if total == 0:
+            return math.inf, "the parts have no weight"
+        found.append((abs(total - whole.weight) / max(abs(total), abs(whole.weight)), "the weight"))
+        shares = [(part.weight or 0.0) / total for part in parts]
+    if not whole.counts:
+        together = sum(share * part.loss for share, part in zip(shares, parts, strict=True))
+        size = max(abs(whole.loss), sum(abs(share * part.loss) for share, part in zip(shares, parts, strict=True)))
+        found.append((abs(together - whole.loss) / size if size else 0.0, "the loss"))
+    found.append((_deviation_of_gradients(whole, parts, shares), "the gradient"))
+    return max(found, key=lambda pair: pair[0])
+
+
+def _deviation_of_gradients(whole: _Measured, parts: Sequence[_Measured], shares: Sequence[float]) -> float:
+    differences: list[tuple[float, float]] = []
+    for index in sorted({index for measured in (whole, *parts) for index in measured.gradient}):
+        weighed = [share * part.gradient[index] for share, part in zip(shares, parts, strict=True) if index in part.gradient]
+        expected = whole.gradient.get(index)
+        together = sum(weighed) if weighed else None
+        if expected is None:
+            expected = torch.zeros_like(weighed[0])
+        if together is None:
+            together = torch.zeros_like(expected)
+        size = max(float(expected.norm()), sum(float(gradient.norm()) for gradient in weighed))
+        differences.append((float((together - expected).norm()), size))
+    if not all(math.isfinite(difference) for difference, _ in differences):
+        return 0.0  # of a finite loss, as that of a distance of 0: only losses and weights can be compared
+    overall = math.sqrt(sum(size**2 for _, size in differences))
+    return max((difference / max(size, _OF_A_PARAMETER * overall) for difference, size in differences if difference), default=0.0)
+
+
+def _sample(gradient: Tensor) -> Tensor:
+    gradient = gradient.detach()
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
+    flat = gradient.reshape(-1)
+    if flat.numel() > _SAMPLED:
+        flat = flat[:: flat.numel() // _SAMPLED | 1]  # odd, so that it meets more than one column of a matrix
+    return flat.cpu().double()
+
+
+def _freeze_batch_norm(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.training = False
+            if layer.running_mean is None or layer.running_var is None:  # it has none to go by
+                device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+                layer.running_mean = torch.zeros(layer.num_features, device=device)
+                layer.running_var = torch.ones_like(layer.running_mean)
+
+
+def _nothing_compiled() -> AbstractContextManager[Any]:
+    stance = getattr(torch.compiler, "set_stance", None)  # from torch 2.6
+    return nullcontext() if stance is None else stance("force_eager")
+
+
+def _random_state() -> tuple[Any, ...]:
+    """The state of the global random generators, to compare."""
+    state: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *others = numpy.random.get_state()
+        state += [name, keys.tobytes(), *others]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state.append(torch.cuda.get_rng_state().numpy().tobytes())
+    return tuple(state)
+
+
+class _CheckMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+    """Random numbers are the same for every row, and parameters are copied before something is written into them.
+
+    Args:
+        parameters: of the module. A momentum encoder writes into its own, also through ``.data``, which counts no changes.
+
+    Attributes:
+        eps: of the coarsest type that anything was computed in.
+    """
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters = {
+            p.untyped_storage().data_ptr(): p for p in parameters if not isinstance(p, DTensor) and p.device.type != "meta"
+        }
+        self._written: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self.eps = torch.finfo(torch.float64).eps
+
+    def restore(self) -> None:
+        """Put back what was written into."""
+        with torch.no_grad():
+            for parameter, value in self._written.values():
+                parameter.data.copy_(value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self._keep_written(func._schema.arguments, args, kwargs or {})
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+                device_eps = 2**-10 if tensor.is_cuda and tensor.dtype == torch.float32 else 0.0  # TF32
+                self.eps = max(self.eps, torch.finfo(tensor.dtype).eps, device_eps)
+        return result
+
+    def _keep_written(self, arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        for place, argument in enumerate(arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.layout == torch.strided:
+                    key = tensor.untyped_storage().data_ptr()
+                    if key in self._parameters and key not in self._written:
+                        parameter = self._parameters[key]
+                        self._written[key] = (parameter, parameter.detach().clone())

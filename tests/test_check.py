@@ -1,0 +1,262 @@
+"""The check of the first batch: losses that do not add up stop a training before its first step, and nothing else is changed."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from support import ddp, loader, relative_error, train_by_hand, trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_accum import GradientAccumulation, SampleCount, TokenCount
+from lightning_accum.weighing.check import DoesNotAddUpError, parts_of
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Classifier(pl.LightningModule):
+    """Logits of four classes, and any loss of them."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 4)).double()
+        self.loss = loss
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.net(batch[0]), batch[1])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps += 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches(rows: int = 8, number: int = 4) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [torch.randn(rows, 4, generator=generator, dtype=torch.float64), torch.randint(0, 4, (rows,), generator=generator)]
+        for _ in range(number)
+    ]
+
+
+def _normalised(o: Tensor) -> Tensor:
+    return (o - o.mean(0)) / o.std(0, correction=0).clamp(min=1e-6)
+
+
+def _pairs(o: Tensor, t: Tensor) -> Tensor:
+    same = (t[:, None] == t[None]).double()
+    return (same * torch.cdist(o, o).square() + (1 - same) * F.relu(1 - torch.cdist(o, o) + 1e-9)).sum() / len(o) ** 2
+
+
+ADD_UP: dict[str, Loss] = {
+    "cross entropy": F.cross_entropy,
+    "class weights": lambda o, t: F.cross_entropy(o, t, weight=torch.tensor([1.0, 2.0, 3.0, 4.0]).to(o)),
+    "label smoothing": lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
+    "ignored labels": lambda o, t: F.cross_entropy(o, t.masked_fill(t == 0, -100)),
+    "mean squared error": lambda o, t: F.mse_loss(o, F.one_hot(t, 4).to(o)),
+    "binary cross entropy": lambda o, t: F.binary_cross_entropy_with_logits(o, F.one_hot(t, 4).to(o)),
+    "a sum": lambda o, t: F.cross_entropy(o, t, reduction="sum"),
+    "a sum over its rows": lambda o, t: F.cross_entropy(o, t, reduction="sum") / len(t),
+    "a masked mean": lambda o, t: (F.cross_entropy(o, t, reduction="none") * (t > 0)).sum() / (t > 0).sum(),
+    "a constant factor": lambda o, t: 0.5 * F.cross_entropy(o, t) + 0.1 * F.cross_entropy(o, 3 - t),
+    "focal": lambda o, t: ((1 - (c := F.cross_entropy(o, t, reduction="none")).neg().exp()).square() * c).mean(),
+    "noise": lambda o, t: F.cross_entropy(o + torch.randn_like(o), t),
+    "functional dropout": lambda o, t: F.cross_entropy(F.dropout(o, 0.5), t),
+}
+DO_NOT: dict[str, Loss] = {
+    "contrastive": lambda o, t: F.cross_entropy(F.normalize(o) @ F.normalize(o.roll(1, 1)).T / 0.1, torch.arange(len(o))),
+    "logsumexp of pairs": lambda o, t: ((o @ o.T).fill_diagonal_(-1e9).logsumexp(1) - (o * o.roll(1, 1)).sum(1)).mean(),
+    "Barlow Twins": lambda o, t: (_normalised(o).T @ _normalised(o.roll(1, 1)) / len(o) - torch.eye(4)).square().sum(),
+    "pairs": _pairs,
+    "normalised in the step": lambda o, t: (_normalised(o) * F.one_hot(t, 4)).sum(1).mean(),
+    "a constant divisor in a tensor": lambda o, t: F.cross_entropy(o, t, reduction="sum") / torch.tensor(100.0),
+    "a loss times itself": lambda o, t: (c := F.cross_entropy(o, t)) * c.detach(),
+    "softmax over the batch": lambda o, t: (o.softmax(0) * F.one_hot(t, 4)).sum(1).mean(),
+    "Dice of the batch": lambda o, t: 1 - 2 * ((p := o.softmax(1)) * (y := F.one_hot(t, 4))).sum() / (p.sum() + y.sum() + 1),
+    "class weights of the batch": lambda o, t: F.cross_entropy(o, t, weight=1 / torch.bincount(t, minlength=4).add(1).to(o)),
+}
+
+
+def _fit(module: pl.LightningModule, accumulation: GradientAccumulation, **arguments: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(callbacks=[accumulation], **arguments).fit(module, loader(batches()))
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}], ids=["windows", "split"])
+@pytest.mark.parametrize("name", ADD_UP)
+def test_a_loss_that_adds_up_is_trained(name: str, policy: dict[str, Any]) -> None:
+    _fit(module := Classifier(ADD_UP[name]), GradientAccumulation(**policy))
+    assert module.steps == (2 if "window" in policy else 4)
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}], ids=["windows", "split"])
+@pytest.mark.parametrize("name", DO_NOT)
+def test_a_loss_that_does_not_add_up_is_refused_before_the_first_step(name: str, policy: dict[str, Any]) -> None:
+    module = Classifier(DO_NOT[name])
+    before = [parameter.clone() for parameter in module.parameters()]
+    with pytest.raises(ValueError, match=r"do not add up|weight="):  # some are refused by the reader of the graph
+        _fit(module, GradientAccumulation(**policy))
+    assert module.steps == 0
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+
+
+def test_the_error_names_the_weight_that_adds_up() -> None:
+    with pytest.raises(DoesNotAddUpError, match=r'GradientAccumulation\(weight="auto"\): with it they add up'):
+        _fit(
+            Classifier(lambda o, t: F.cross_entropy(o, t.masked_fill(t == 0, -100))), GradientAccumulation(2, weight=SampleCount())
+        )
+
+
+def test_the_error_says_by_how_much() -> None:
+    # parts of 1, 2 and 5 rows are each taken for a mean over 100: a third of the loss
+    with pytest.raises(DoesNotAddUpError, match=r"8 rows .* parts of 1, 2 and 5 .* is 0\.67 of its size off"):
+        _fit(Classifier(DO_NOT["a constant divisor in a tensor"]), GradientAccumulation(2))
+
+
+@pytest.mark.parametrize("policy", [{"weight": "equal"}, {"check": False}])
+def test_the_mean_of_means_and_no_check_can_be_had(policy: dict[str, Any]) -> None:
+    _fit(module := Classifier(DO_NOT["a constant divisor in a tensor"]), GradientAccumulation(2, **policy))
+    assert module.steps == 2
+
+
+def test_a_window_of_one_batch_on_one_rank_is_plain_lightning() -> None:
+    calls = []
+    module = Classifier(lambda o, t: calls.append(1) or DO_NOT["contrastive"](o, t))
+    _fit(module, GradientAccumulation(1))
+    assert len(calls) == module.steps == 4
+
+
+class Remembering(Classifier):
+    """Everything that a step can change: buffers, parameters by their data, attributes, random numbers, metrics, logs."""
+
+    def __init__(self) -> None:
+        super().__init__(F.cross_entropy)
+        self.norm = nn.BatchNorm1d(4).double()
+        self.momentum = nn.Linear(4, 4).double().requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(3, 4, dtype=torch.float64))
+        self.seen: list[int] = []
+        self.draws: list[float] = []
+        self.logged: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.momentum.weight.data.mul_(0.9).add_(self.net[0].weight[:4].detach(), alpha=0.1)
+        self.queue.copy_(torch.cat((batch[0].mean(0, keepdim=True), self.queue[:2])))
+        self.seen.append(len(batch[0]))
+        self.draws.append(torch.rand(()).item() + random.random() + np.random.rand())
+        self.log("loss", loss := super().training_step([self.norm(batch[0]), batch[1]], batch_idx))
+        return loss
+
+
+def test_everything_is_as_if_there_had_been_no_check() -> None:
+    def trained(check: bool) -> Remembering:
+        pl.seed_everything(3, verbose=False)
+        module = Remembering()
+        _fit(module, GradientAccumulation(2, check=check), max_epochs=2)
+        return module
+
+    with_it, without = trained(True), trained(False)
+    assert with_it.seen == without.seen == [8] * 8
+    assert with_it.draws == without.draws
+    for name, value in without.state_dict().items():
+        assert torch.equal(with_it.state_dict()[name], value), name
+
+
+def test_a_checked_fit_is_not_checked_again_when_it_is_resumed(tmp_path: Any) -> None:
+    calls: list[int] = []
+
+    def module() -> Classifier:
+        return Classifier(lambda o, t: calls.append(len(o)) or F.cross_entropy(o, t))
+
+    first = trainer(callbacks=[GradientAccumulation(2)], max_epochs=1)
+    first.fit(module(), loader(batches()))
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    calls.clear()
+    second = trainer(callbacks=[GradientAccumulation(2)], max_epochs=2)
+    second.fit(module(), loader(batches()), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    assert calls == [8] * 4
+
+
+@pytest.mark.parametrize("clamp", [lambda n: max(int(n), 1), lambda n: n.clamp(min=1)], ids=["number", "tensor"])
+def test_a_part_without_any_label_weighs_nothing_though_its_count_is_clamped(clamp: Any) -> None:
+    def masked(o: Tensor, t: Tensor) -> Tensor:
+        return torch.where(t != -100, o.square().sum(1), 0.0).sum() / clamp((t != -100).sum())
+
+    data = batches()
+    data[1][1][:] = -100
+    data[0][1][-3:] = -100
+    module, by_hand = Classifier(masked), Classifier(masked)
+    for net in (module.net, by_hand.net):
+        net[2].p = 0.0
+    trainer(callbacks=[GradientAccumulation(2)]).fit(module, loader(data))
+    train_by_hand(by_hand, [[torch.cat(pair) for pair in zip(*data[i : i + 2], strict=True)] for i in (0, 2)], epochs=1)
+    assert relative_error(module.parameters(), by_hand.parameters()) <= 1e-12
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_batch_without_two_rows_is_passed_over(rows: int) -> None:
+    module = Classifier(DO_NOT["a constant divisor in a tensor"])
+    first = [[value[:1] for value in batches()[0]]] if rows else [None]
+    with pytest.raises(DoesNotAddUpError):
+        trainer(callbacks=[GradientAccumulation(3)]).fit(module, loader([*first, *batches()]))
+    assert module.steps == 0
+
+
+def test_ranks_stop_together_where_one_finds_that_losses_do_not_add_up() -> None:
+    class OnOneRank(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.loss = DO_NOT["a constant divisor in a tensor"] if self.global_rank == 1 else F.cross_entropy
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(Exception, match="do not add up"):
+        _fit(OnOneRank(F.cross_entropy), GradientAccumulation(2), strategy=ddp(), devices=2)
+
+
+def test_terms_by_their_own_weights_add_up() -> None:
+    def two(o: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(o, t) + F.mse_loss(o, torch.zeros_like(o))
+
+    def labels(batch: Any) -> Tensor:
+        return (batch[1] != -100).sum()
+
+    data = batches()
+    for batch in data:
+        batch[1][::3] = -100
+    accumulation = GradientAccumulation(micro_batch=4, weight=[labels, SampleCount()])
+    trainer(callbacks=[accumulation]).fit(module := Classifier(two), loader(data))
+    assert module.steps == 4
+    with pytest.warns(UserWarning, match=r"terms of the loss do not add up by one weight.* of its size off"):
+        trainer(callbacks=[GradientAccumulation(2)]).fit(Classifier(two), loader(data))
+
+
+def test_parts_are_no_larger_than_a_micro_batch_and_of_unequal_sizes() -> None:
+    assert parts_of(64, None) == [1, 2, 5]
+    assert parts_of(64, 4) == [1, 2, 1]
+    assert parts_of(64, 3) == [1, 2]
+    assert parts_of(64, 1) == parts_of(2, None) == [1, 1]
+
+
+def test_token_counts_that_forget_the_shift_are_found() -> None:
+    class Shifting(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits = self.net(batch["x"])
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 4, (6, 5), generator=generator)
+    for row in range(6):
+        labels[row, 1 + row % 4 :] = -100
+    data = loader([{"x": torch.randn(6, 5, 4, generator=generator, dtype=torch.float64), "labels": labels}] * 4)
+    trainer(callbacks=[GradientAccumulation(2, weight=TokenCount())]).fit(Shifting(F.cross_entropy), data)
+    with pytest.raises(DoesNotAddUpError, match=r"weight=.auto.|weight=TokenCount\(\)"):
+        trainer(callbacks=[GradientAccumulation(2, weight=TokenCount(shift=False))]).fit(Shifting(F.cross_entropy), data)
