@@ -115,7 +115,7 @@ class SameForEveryRow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         name = func.overloadpacket.__name__
         draw = _WAYS.get(name)
         if draw is None or torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
-            return func(*with_tensors(args), **kwargs)
+            return func(*with_tensors(func, args), **kwargs)
         self._draws += 1
         with torch.random.fork_rng():
             torch.manual_seed(self._draws)

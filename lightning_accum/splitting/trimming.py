@@ -238,4 +238,4 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise RuntimeError("it waits for other ranks, which may have no padding to try")
-        return func(*with_tensors(args), **(kwargs or {}))
+        return func(*with_tensors(func, args), **(kwargs or {}))

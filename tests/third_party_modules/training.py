@@ -134,12 +134,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def randomness_module() -> str:
-    """Where this package keeps what holds random numbers."""
-    own = "lightning_accum.randomness"
-    return own if importlib.util.find_spec(own) else "lightning_accum.verification.randomness"
-
-
 def trained(
     case: Case, pl: Any, batches: list[list[int]], is_trained: bool = True, **arguments: Any
 ) -> tuple[torch.Tensor, set[str]]:
@@ -148,7 +142,7 @@ def trained(
     SGD takes the place of the module's optimizer: where a gradient is 0 but for rounding, Adam divides this by its own size.
     Dropout is off, and other random numbers are the same for every row.
     """
-    randomness: Any = importlib.import_module(randomness_module())
+    from lightning_accum import randomness
 
     class SameAlways(randomness.SameForEveryRow):  # Lightning's hooks do not say when a micro-batch begins
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
