@@ -97,6 +97,7 @@ def draw(seed: int, ranks: int) -> Point:
         "scheduler_counts": rng.choice(["optimizer_steps", "micro_batches"]),
         "trim_padding": rng.choice([False, False]),
     }
+    may_reduce_at_each = on_nonfinite == "propagate" and (policy["micro_batch"] is None or type(policy["micro_batch"]) is int)
     return Point(
         seed=seed,
         batches=tuple("".join(rng.choice(letters) for _ in range(length)) for length in lengths),
@@ -108,7 +109,7 @@ def draw(seed: int, ranks: int) -> Point:
         dropout=rng.choice([0.0, 0.3]),
         clip=rng.choice([None, None, 0.1]),
         memory=rng.randint(1, 3) if policy["micro_batch"] == "auto" else 1000,
-        sync=rng.choice(["window", "micro_batch"]),
+        sync=rng.choice(["window", "micro_batch"]) if may_reduce_at_each else "window",
         stops=rng.choice([1, 1, 2]),
         hook=rng.choice(["on_train_batch_end", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]),
     )

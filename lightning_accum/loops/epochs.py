@@ -52,7 +52,6 @@ class AccumulatingFitLoop(_FitLoop):
         if self.restarted_on_epoch_end:
             self.epoch_progress.increment_completed()
         self.reset_restart_stage()
-        self._restarting = self._resuming_from_checkpoint = False
         epoch_loop.begins_anew = True
 
     @override
@@ -108,12 +107,13 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     _takes_batch_idx: bool = False
 
     @override
-    def reset(self) -> None:
-        super().reset()
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         if self.begins_anew:
-            self.begins_anew = self.restarting = False
+            fit_loop = self.trainer.fit_loop
+            fit_loop._restarting = fit_loop._resuming_from_checkpoint = self.restarting = self.begins_anew = False
             self.reset_restart_stage()
-            super().reset()
+            self.reset()
+        super().on_run_start(data_fetcher)
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
