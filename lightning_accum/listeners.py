@@ -61,7 +61,7 @@ _HOOKS_OF_A_PRECISION = (
     "clip_gradients",
 )
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
-_are_disjoint = type({}.keys()).isdisjoint
+_are_disjoint: Callable[..., bool] = type({}.keys()).isdisjoint
 
 
 def leave_out_idle_hooks(callback: pl.Callback) -> None:
