@@ -365,6 +365,142 @@ def test_around_a_loader_batch_everybody_hears_what_lightning_tells(
     assert found[2]
 
 
+class Swapping(pl.LightningModule):
+    """Changes something about the Trainer in the middle of an epoch, in its fourth batch."""
+
+    def __init__(self, swap: Callable[[Any, Callable[[str, Any], Any]], None]) -> None:
+        super().__init__()
+        self.layer, self.swap, self.called = nn.Linear(3, 1, bias=False, dtype=torch.float64), swap, []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            self.swap(self, self.noting)
+        return self.layer(batch).square().mean()
+
+    def noting(self, name: str, original: Any) -> Callable[..., Any]:
+        """A hook that notes that it was called, and in which batch."""
+
+        def hook(*arguments: Any, **options: Any) -> Any:
+            self.called.append((name, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready))
+            return original(*arguments, **options)
+
+        return hook
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Silent(pl.Callback):
+    pass
+
+
+class NowSilent(Silent):
+    pass
+
+
+HOOKS_AROUND_A_MICRO_BATCH = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
+OWNERS: dict[str, tuple[Callable[[pl.LightningModule], Any], tuple[str, ...]]] = {
+    "a callback": (lambda module: module.trainer.callbacks[-1], HOOKS_AROUND_A_MICRO_BATCH),
+    "the class of a callback": (lambda module: type(module.trainer.callbacks[-1]), HOOKS_AROUND_A_MICRO_BATCH),
+    "the module": (
+        lambda module: module,
+        (
+            *HOOKS_AROUND_A_MICRO_BATCH,
+            *TRANSFER,
+            "backward",
+            "optimizer_zero_grad",
+            "optimizer_step",
+            "configure_gradient_clipping",
+        ),
+    ),
+    "the class of the module": (type, ("on_train_batch_start", "on_after_backward", "optimizer_step", "transfer_batch_to_device")),
+    "the data": (lambda module: module.trainer.datamodule, TRANSFER),
+    "the strategy": (
+        lambda module: module.trainer.strategy,
+        (
+            "on_train_batch_start",
+            "training_step",
+            "post_training_step",
+            "pre_backward",
+            "backward",
+            "post_backward",
+            "optimizer_step",
+        ),
+    ),
+    "the precision plugin": (
+        lambda module: module.trainer.precision_plugin,
+        ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward", "optimizer_step", "clip_gradients"),
+    ),
+}
+
+
+def calls_after(swap: Callable[[Any, Any], None], strategy: str) -> list[tuple[str, int]]:
+    """Calls of a training in which something is swapped in the middle, from the batch after that."""
+
+    class Module(Swapping):
+        """Anew, since its class may be changed."""
+
+    class Callback(Silent):
+        """As above."""
+
+    module = Module(swap)
+    batches = [torch.randn(4, 3, dtype=torch.float64) for _ in range(8)]
+    data = pl.LightningDataModule()
+    data.train_dataloader = lambda: loader(batches)
+    run = trainer(strategy, callbacks=[Callback()], accumulate_grad_batches=2)
+    run.fit(module, datamodule=data)
+    assert module.called
+    return [(name, batch) for name, batch in module.called if batch > 4]
+
+
+@pytest.mark.parametrize(("owner", "hook"), [(owner, hook) for owner, (_, hooks) in OWNERS.items() for hook in hooks])
+def test_a_hook_that_appears_in_the_middle_of_an_epoch_is_called_from_the_next_batch_on(owner: str, hook: str) -> None:
+    def swap(module: Swapping, noting: Callable[[str, Any], Any]) -> None:
+        found = OWNERS[owner][0](module)
+        setattr(found, hook, noting(hook, getattr(found, hook)))
+
+    found, expected = calls_after(swap, "accum"), calls_after(swap, "auto")
+    assert found == expected != []
+
+
+def test_a_callback_that_takes_the_place_of_another_in_the_middle_of_an_epoch_is_called_from_the_next_batch_on() -> None:
+    def swap(module: Swapping, noting: Callable[[str, Any], Any]) -> None:
+        named = {hook: noting(hook, getattr(pl.Callback, hook)) for hook in HOOKS_AROUND_A_MICRO_BATCH}
+        module.trainer.callbacks[-1] = type("Noting", (pl.Callback,), named)()
+
+    found, expected = calls_after(swap, "accum"), calls_after(swap, "auto")
+    assert found == expected
+    assert {name for name, _ in found} == set(HOOKS_AROUND_A_MICRO_BATCH)
+
+
+def test_a_profiler_that_appears_in_the_middle_of_an_epoch_sees_every_call_from_the_next_batch_on() -> None:
+    counts = []
+    for strategy in ("accum", "auto"):
+
+        def swap(module: Swapping, noting: Callable[[str, Any], Any]) -> None:
+            module.called.append(("", 5))
+            module.profiler = module.trainer.profiler = SimpleProfiler()
+
+        module = Swapping(swap)
+        run = trainer(strategy, accumulate_grad_batches=2)
+        run.fit(module, loader([torch.randn(4, 3, dtype=torch.float64) for _ in range(8)]))
+        recorded = module.profiler.recorded_durations
+        wanted = ("training_step", "backward", "optimizer_step", "batch_to_device", "run_training_batch")
+        counts.append({name: len(recorded[n]) for n in recorded for name in wanted if n.endswith(f".{name}") or n == name})
+    # in the batch in which it appeared, Lightning had its backward and its optimizer step before it
+    later = [{name: count - (count % 2 == 1) for name, count in side.items()} for side in counts]
+    assert later[0] == later[1]
+    assert later[0]["training_step"] == 4
+
+
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}], ids=str)
 def test_a_batch_of_none_is_told_of_as_lightning_does(policy: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="train_dataloader yielded None"):

@@ -115,6 +115,7 @@ class WindowOptimization(_AutomaticOptimization):
             return super()._training_step(kwargs)
         # Lightning divides the loss by accumulate_grad_batches here, and refuses None on more than one rank
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        self.strategy.post_training_step()
         return _result_of(output)
 
     @override
