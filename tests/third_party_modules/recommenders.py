@@ -15,10 +15,11 @@ def replay() -> list[Case]:
     from replay.models.nn.sequential import Bert4Rec, SasRec
 
     items, longest = 10, 6
-    item = TensorFeatureInfo(
-        "item", FeatureType.CATEGORICAL, is_seq=True, feature_hint=FeatureHint.ITEM_ID, cardinality=items, padding_value=items
-    )
-    schema = TensorSchema([item])
+
+    def schema(cardinality: int) -> Any:
+        kind = {"feature_type": FeatureType.CATEGORICAL, "is_seq": True, "feature_hint": FeatureHint.ITEM_ID}
+        return TensorSchema([TensorFeatureInfo("item", **kind, cardinality=cardinality, padding_value=items, embedding_dim=8)])
+
     generator = torch.Generator().manual_seed(5)
     rows = []
     for user in range(24):
@@ -39,9 +40,9 @@ def replay() -> list[Case]:
     small = {"block_count": 1, "hidden_size": 8, "max_seq_len": longest, "dropout_rate": 0.0}
     masked = [bert_row(row) for row in rows]
     return [
-        Case("SasRec, CE", lambda: SasRec(schema, head_count=1, **small, loss_type="CE"), rows),
-        Case("SasRec, BCE", lambda: SasRec(schema, head_count=1, **small, loss_type="BCE"), rows),
-        Case("Bert4Rec, CE", lambda: Bert4Rec(schema, head_count=1, **small, loss_type="CE"), masked),
+        Case("SasRec, CE", lambda: SasRec(schema(items), head_count=1, **small, loss_type="CE"), rows),
+        Case("SasRec, BCE", lambda: SasRec(schema(items), head_count=1, **small, loss_type="BCE"), rows),
+        Case("Bert4Rec, CE", lambda: Bert4Rec(schema(items + 1), head_count=1, **small, loss_type="CE"), masked),
     ]
 
 
