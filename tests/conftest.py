@@ -26,6 +26,21 @@ def pytest_report_header(config: Any) -> str:
     return "lightning_accum: all of the tests take about 5 minutes on 2 quiet cores, and failures are shown as they come"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with the mark ``some_cases(n)``, n cases that are spread over all of them are run; the others are exhaustive."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some_cases") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        (number,) = of_test[0].get_closest_marker("some_cases").args
+        kept = {index * len(of_test) // number for index in range(number)}
+        for index, item in enumerate(of_test):
+            if index not in kept:
+                item.add_marker("exhaustive")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: Any) -> None:
     """Show failures as they come."""

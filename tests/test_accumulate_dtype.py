@@ -135,6 +135,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -176,6 +177,7 @@ def test_clipping_and_hooks_find_the_gradient_in_the_type_of_the_parameter() -> 
     assert module.seen_inside == [None] * len(module.seen_inside)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_attempt_that_runs_out_of_memory_leaves_nothing_in_the_sums(where: str) -> None:
     class LaterLimited(Limited):
@@ -198,6 +200,7 @@ def test_an_attempt_that_runs_out_of_memory_leaves_nothing_in_the_sums(where: st
     assert relative_error(found.parameters(), whole.parameters()) < 1e-5
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("policy", [{"window": 3}, {"window": 3, "micro_batch": 2}, {"window": Tokens(60)}], ids=str)
 def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: dict[str, Any], ranks: int) -> None:

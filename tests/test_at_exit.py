@@ -30,6 +30,7 @@ print(statuses, flush=True)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_gloos_threads_do_not_abort_a_process_that_is_done() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

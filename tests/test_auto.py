@@ -72,6 +72,7 @@ def fit(module: pl.LightningModule, **policy: Any) -> pl.LightningModule:
     return module
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("error", list(MESSAGES))
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -90,6 +91,7 @@ def test_auto_equals_the_size_that_it_ends_with_bit_for_bit() -> None:
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_gradients_of_earlier_batches_of_the_window_are_kept(where: str) -> None:
     whole = Language("adamw")
@@ -244,6 +246,7 @@ class Ranked(Limited):
         torch.save(sizes.size_for(24, 8), f"size-{self.global_rank}.pt")
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("most", "agreed"), [((8, 2), 2), ((3, 8), 2), ((2, 4), 2), ((1, 1), 1)])
 @pytest.mark.parametrize("window", [1, 2])

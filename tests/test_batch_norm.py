@@ -97,6 +97,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+@pytest.mark.some_cases(12)
 @pytest.mark.parametrize("size", [1, 4, 21])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_equals_the_full_batch(kind: str, size: int) -> None:

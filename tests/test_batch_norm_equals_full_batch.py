@@ -48,6 +48,7 @@ def whole(request: Any, data: list[Batch]) -> Digits:
     return module
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("size", [4, 7, 32])
 def test_three_epochs_of_split_batches_equal_the_full_batches(whole: Digits, data: list[Batch], size: int) -> None:
     module = Digits(whole.optimizer, width=4).double()
@@ -57,6 +58,7 @@ def test_three_epochs_of_split_batches_equal_the_full_batches(whole: Digits, dat
     assert error(module, whole) < EXACT
 
 
+@pytest.mark.some_cases(1)
 def test_without_it_they_do_not(whole: Digits, data: list[Batch]) -> None:
     module = Digits(whole.optimizer, width=4).double()
     trainer(max_epochs=3, callbacks=[GradientAccumulation(micro_batch=7)]).fit(module, loader(data))
@@ -92,6 +94,7 @@ def on_two_ranks(
     return module
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("size", [pytest.param(4, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow), 32])
 def test_statistics_of_two_ranks_equal_the_full_batch(whole: Digits, data: list[Batch], size: int) -> None:
     assert error(on_two_ranks(whole.optimizer, shares(data, BATCH // 2), size, epochs=3), whole) < EXACT
@@ -113,6 +116,7 @@ def test_numbers_of_micro_batches(short: Digits, data: list[Batch], size: int) -
     assert error(module, short) < EXACT
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("first", "size"), [(20, 16), (95, 24)])
 @pytest.mark.parametrize("arguments", [{}, {"find_unused_parameters": True}, {"sync": "micro_batch"}], ids=str)
 def test_ranks_with_different_numbers_of_micro_batches(

@@ -159,6 +159,7 @@ WAYS = {
 }
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_process_that_imports_only_lightning_accumulates_by_its_yaml(way: str) -> None:
     Path("project.py").write_text(A_MODULE)
@@ -400,6 +401,7 @@ ROUND_TRIPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("case", ROUND_TRIPS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_printed_configuration_builds_the_same_again(case: str, capsys: pytest.CaptureFixture[str]) -> None:

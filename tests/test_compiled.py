@@ -103,6 +103,7 @@ def test_windows_of_batches_of_many_lengths(compiled: Any, weight: Any) -> None:
     assert 1 <= by_epoch[0] <= 2, "the first length, then any"
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("micro_batch", [5, Tokens(40), "auto"])
 @pytest.mark.parametrize(("compiled", "weight"), WEIGHTS[::2])
 def test_split_batches_of_many_lengths(compiled: Any, weight: Any, micro_batch: Any) -> None:
@@ -160,6 +161,7 @@ class Logs(Small):
         return loss
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_a_compiled_step_that_logs(micro_batch: int | None) -> None:
     """Logging breaks the graph in two; still nothing is compiled anew for every batch."""
@@ -195,6 +197,7 @@ class OverRanks(Small):
         return loader([{key: rows[rank::2] for key, rows in batch.items()} for batch in self.batches])
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("micro_batch", [None, Tokens(40)])
 def test_over_ranks(is_whole: bool, micro_batch: Any) -> None:

@@ -103,6 +103,7 @@ ORDERS: list[Any] = [
 ]
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize("policy", [{"window": 3}, {"window": Tokens(60), "tail": "carry"}], ids=["3", "tokens"])
 @pytest.mark.parametrize(("workers", "order", "epoch"), ORDERS)
 def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(
@@ -736,6 +737,7 @@ def test_the_rate_finder_tries_each_rate_in_one_window(policy: Any, notes: int) 
     assert run.global_step == 5
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("policy", LIKE_TWO)
 def test_the_batch_size_finder_finds_what_it_does_with_lightning(policy: str) -> None:
     class Sized(Regression):

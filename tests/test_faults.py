@@ -558,11 +558,13 @@ def test_sigterm_ends_all_ranks_beside_tensor_parallelism() -> None:
     assert end.all("batches") == 6
 
 
+@pytest.mark.exhaustive
 def test_script_of_lightnings_own_launcher_ends_by_sigterm() -> None:
     end = script(strategy="ddp", fault=Fault("SIGTERM", {1: 5}))
     assert_ended_together(end, windows=2)
 
 
+@pytest.mark.exhaustive
 @needs_sharding_on_cpu
 def test_sigterm_to_torchrun_ends_all_ranks_after_the_window() -> None:
     def tell(pid: int) -> None:
@@ -684,6 +686,7 @@ def load(path: Path) -> tuple[int, float]:
     return checkpoint["global_step"], parameter.item()
 
 
+@pytest.mark.some_cases(4)
 @strategies("ddp", "fsdp2", "fsdp2, checkpoints in one file")
 @pytest.mark.parametrize(
     ("fault", "steps"),

@@ -115,6 +115,7 @@ class Tracking(MetricTracker):
         self.increment()
 
 
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize(
     ("make", "step"),
     [

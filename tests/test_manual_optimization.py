@@ -202,6 +202,7 @@ def full_batches(by_rank: list[list[Any]], size: int) -> list[Any]:
 ALL = [GAN, Toggled, Closures, MAML, TwoSchedulers, RawOptimizers]
 
 
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -382,6 +383,7 @@ class DependentRaw(Dependent):
 DEPENDENT = [Dependent, DependentToggled, DependentRaw]
 
 
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize("kind", [*ALL, *DEPENDENT])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_split_batches_step_together(kind: type[Manual], ranks: int) -> None:

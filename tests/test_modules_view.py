@@ -145,6 +145,7 @@ def assert_same(found: Any, wanted: Any, where: str = "") -> None:
         assert found == wanted, where
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_logs_outputs_and_hooks_are_those_of_the_whole_batch(size: int) -> None:
     whole, split = Classifier(), Classifier()

@@ -74,6 +74,7 @@ def end(node: int, torchrun: subprocess.Popen) -> None:
     torchrun.wait()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "strategy", ["accum_ddp", pytest.param("accum_model_parallel", marks=[needs_sharding_on_cpu, pytest.mark.slow])]
 )

@@ -167,6 +167,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_checkpoint_after_any_loader_batch_goes_on_to_the_bit(policy: str) -> None:
     expected = train(lambda: "accum", 1, **POLICIES[policy])
@@ -176,6 +177,7 @@ def test_a_checkpoint_after_any_loader_batch_goes_on_to_the_bit(policy: str) -> 
         assert_goes_on(expected, found, f"checkpoint after {after}")
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 @pytest.mark.parametrize("policy", ["3", "3, split", "tokens"])
 def test_on_two_ranks_too(policy: str, sync: str) -> None:
@@ -186,6 +188,7 @@ def test_on_two_ranks_too(policy: str, sync: str) -> None:
         assert_goes_on(expected, found, f"checkpoint after {after}")
 
 
+@pytest.mark.some_cases(1)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
@@ -212,6 +215,7 @@ def remove(path: str) -> None:
         Path(path).unlink(missing_ok=True)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
 def test_partial_gradients_go_on_on_another_number_of_ranks(before: int, after: int, sync: str) -> None:

@@ -113,6 +113,7 @@ def by_hand(batches: Sequence[Any], optimizer: str = "sgd", epochs: int = EPOCHS
 # --- the promise ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @SYNCS
 @ENGINES
@@ -243,6 +244,7 @@ def with_hole(batch: Batch, kind: str) -> Batch | None:
     return {**batch, "returns_none": kind.removeprefix("None ")}
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("kind", HOLES)
 @ENGINES
 def test_nothing_on_one_of_two_ranks(engine: str, kind: str) -> None:
@@ -473,6 +475,7 @@ def test_counted_tokens_equal_the_full_batch(engine: str) -> None:
     assert error(run, by_hand(windows_of(by_rank))) < EXACT
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("engine", "precision", "clip"),
     [
@@ -625,6 +628,7 @@ def collectives_in(profiled: profile) -> list[tuple[Counter[str], list[int]]]:
 GROUPS = 3  # two blocks, and what is left
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("engine", "reshard"), [("fsdp2", None), ("fsdp2", False), ("fsdp1", None)])
 @SYNCS
 def test_one_reduce_scatter_for_each_group_and_one_small_all_reduce(engine: str, sync: str, reshard: bool | None) -> None:

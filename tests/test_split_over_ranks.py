@@ -78,6 +78,7 @@ def error_over_ranks(by_rank: Any, policy: dict[str, Any], arguments: dict[str, 
     return relative_error(module.parameters(), expected.parameters())
 
 
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize("steps", [1, 3])  # DistributedDataParallel itself would speak up in the second
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(

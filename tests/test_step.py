@@ -75,6 +75,7 @@ def test_configure_gradient_clipping_of_the_module_sees_the_full_gradient() -> N
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_every_precision_is_as_near_to_the_full_batch_as_the_full_batch_itself(precision: str) -> None:
     """In low precision the full batch has rounding errors of its own. Against float64, windows may have no more than twice those
