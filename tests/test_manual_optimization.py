@@ -132,7 +132,7 @@ class MAML(Manual):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        support, query = batch  # each (tasks, samples, 3): two inputs and a target
+        support, query = batch.split((5, 4), dim=1)  # each (tasks, samples, 3): two inputs and a target
         losses = []
         for task_support, task_query in zip(support, query, strict=True):
             weights = dict(self.net.named_parameters())
@@ -184,10 +184,7 @@ def draw(module: type[Manual], ranks: int, seed: int = 3) -> list[list[Any]]:
 
     def batch(size: int) -> Any:
         if module is MAML:
-            return [
-                torch.randn(size, 5, 3, generator=generator, dtype=F64),
-                torch.randn(size, 4, 3, generator=generator, dtype=F64),
-            ]
+            return torch.randn(size, 9, 3, generator=generator, dtype=F64)
         return [torch.randn(size, 2, generator=generator, dtype=F64), torch.randn(size, 3, generator=generator, dtype=F64)]
 
     return [[batch(size) for size in sizes] for sizes in SIZES[:ranks]]

@@ -1,6 +1,7 @@
 """A random search over resume: a training that was stopped anywhere and goes on in a new Trainer is the one that was not stopped.
 
-Each seed draws a training and a place to stop, see :class:`Point`. To run one again: ``pytest -m slow -k "one_process and seed_017"``.
+Each seed draws a training and a place to stop, see :class:`Point`. To run one again:
+``pytest -m slow -k "one_process and seed_017"``.
 Over two processes all seeds run inside one pair, which reads them from its standard input.
 """
 
@@ -395,8 +396,9 @@ def test_on_two_processes(seed: int, pair: Callable[[int], list[str]]) -> None:
 
 def answer_seeds() -> None:
     """A process of the pair."""
-    import conftest  # noqa: F401  # a quiet Lightning and one thread
     import traceback
+
+    import conftest  # noqa: F401  # a quiet Lightning and one thread
 
     warnings.simplefilter("ignore")
     answers, sys.stdout = sys.stdout, sys.stderr
