@@ -15,6 +15,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# where torch.compile's backward is the first of a process, torch 2.15 starts threads for devices that are not there, and forked
+# processes cannot have a backward
+torch.zeros((), requires_grad=True).backward()
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.WARNING)
 
