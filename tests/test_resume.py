@@ -411,6 +411,54 @@ def test_the_loss_of_a_resumed_epoch_is_that_of_its_own_windows(after: int) -> N
     assert resumed.epoch_losses[1] == whole.epoch_losses[1]
 
 
+class Begins(Placed):
+    """Writes down which epochs it has seen begin."""
+
+    def __init__(self, values: list[Any]) -> None:
+        super().__init__([None if value is None else x(value) for value in values])
+        self.begun: list[int] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.begun.append(self.current_epoch)
+
+
+class SaveIn(Callback):
+    """Takes a checkpoint in a hook, after so many loader batches of all epochs, and ends."""
+
+    def __init__(self, hook: str, after: int) -> None:
+        self.after = after
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.after:
+            trainer.save_checkpoint("inside.ckpt")
+            raise Interrupted
+
+
+def assert_goes_on_after(stops: list[tuple[str, int]], values: list[Any], limit: dict[str, int], **policy: Any) -> None:
+    """A training with stops takes the steps of the one without, and sees the same epochs begin."""
+    whole, parts = Begins(values), [Begins(values) for _ in range(len(stops) + 1)]
+    trainer("accum", **limit, callbacks=[GradientAccumulation(**policy)]).fit(whole)
+    for number, part in enumerate(parts):
+        callbacks = [GradientAccumulation(**policy), *(SaveIn(*stop) for stop in stops[number : number + 1])]
+        with pytest.raises(Interrupted) if number < len(stops) else nullcontext():
+            trainer("accum", **limit, callbacks=callbacks).fit(part, ckpt_path="inside.ckpt" if number else None)
+    assert [gradient for part in parts for gradient in part.gradients] == whole.gradients
+    assert [epoch for part in parts for epoch in part.begun] == whole.begun
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 6}])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+def test_after_a_checkpoint_at_the_end_of_an_epoch_the_next_is_a_whole_one(hook: str, limit: dict[str, int]) -> None:
+    stops = [(hook, 3), ("on_train_batch_end", 4), (hook, 6)]
+    assert_goes_on_after(stops, [1, 2, 3], limit, window={0: 2, 1: 1, 2: 2})
+
+
+@pytest.mark.parametrize("after", [2, 3, 5])
+def test_a_checkpoint_after_a_loader_batch_that_is_none_goes_on_with_the_next(after: int) -> None:
+    assert_goes_on_after([("on_train_batch_end", after)], [1, None, None, 4, None], {"max_epochs": 2}, window=3, tail="carry")
+
+
 # --- states that cannot be read ------------------------------------------------------------------------------------------
 
 
