@@ -12,8 +12,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -123,17 +121,6 @@ def accumulation_for(imports: str) -> str:
     return own if has_own else "lightning_accum"
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New tensors have this type."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def trained(
     case: Case, pl: Any, batches: list[list[int]], is_trained: bool = True, **arguments: Any
 ) -> tuple[torch.Tensor, set[str]]:
@@ -142,6 +129,8 @@ def trained(
     SGD takes the place of the module's optimizer: where a gradient is 0 but for rounding, Adam divides this by its own size.
     Dropout is off, and other random numbers are the same for every row.
     """
+    from torchmetrics import Metric
+
     from lightning_accum import randomness
 
     class SameAlways(randomness.SameForEveryRow):  # Lightning's hooks do not say when a micro-batch begins
@@ -156,10 +145,12 @@ def trained(
     randomness.seed_everything(7)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with default_dtype(torch.float64):  # for metrics too, as in Trainer.init_module
-            module = case.module()
+        module = case.module()
         randomness.switch_off_dropout(module)
         module.double()
+        for metric in module.modules():  # some are the loss
+            if isinstance(metric, Metric):
+                metric.set_dtype(torch.float64)
         if module.automatic_optimization:
             module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=case.learning_rate)
         trainer = pl.Trainer(
