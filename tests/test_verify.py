@@ -584,6 +584,34 @@ def test_hooks_on_gradients_take_part_and_those_that_are_not_linear_are_named(wh
     assert verify(harmless, points(), micro_batch=5)
 
 
+def test_clipping_in_a_hook_after_backward_is_no_state_but_a_backward_that_is_not_linear() -> None:
+    class Clipping(Classifier):
+        def on_after_backward(self):
+            nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+    assert names(verify(Clipping(), points(), micro_batch=5)) == ["backward that is not linear"]
+
+
+def test_a_teacher_that_gets_a_graph_between_batches_is_put_back() -> None:
+    class Teaching(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = nn.Linear(8, 3).requires_grad_(False)
+
+        def loss(self, logits, batch, batch_idx):
+            return F.cross_entropy(logits, batch[1])
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.teacher.weight.lerp_(self.net[-1].weight, 0.1)  # without no_grad
+
+    module = Teaching()
+    before = module.teacher.weight.clone()
+    assert verify(module, points(), window=3)
+    assert torch.equal(module.teacher.weight, before)
+    assert module.teacher.weight.is_leaf
+    assert not module.teacher.weight.requires_grad
+
+
 def test_the_full_batch_has_what_hooks_make_of_its_gradient() -> None:
     from lightning_accum.verification.state import ModuleState
     from lightning_accum.verification.step import Bench

@@ -103,8 +103,16 @@ class ModuleState:
 
     @torch.no_grad()
     def _restore(self) -> None:
+        failure: Exception | None = None
         for put_back, target, saved in self._kept:
-            put_back(target, saved)
+            try:
+                put_back(target, saved)
+            except Exception as error:  # the rest has to be put back all the same
+                failure = failure or error
+        if failure is not None:
+            raise RuntimeError(
+                f"verify could not put back all of {type(self._module).__name__} as it was. Make it anew, or load a checkpoint."
+            ) from failure
 
     # --- what is kept of an object, and what it leads to ------------------------------------------------------------------
 
@@ -274,6 +282,8 @@ def _are_in_one_place(tensor: Tensor, alias: Tensor) -> bool:
 
 
 def _put_back_requires_grad(tensor: Tensor, saved: bool) -> None:
+    if not tensor.is_leaf:  # it was changed in place by something with a graph
+        tensor.detach_()
     if tensor.requires_grad != saved:
         tensor.requires_grad_(saved)
 

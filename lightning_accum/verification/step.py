@@ -24,7 +24,7 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.randomness import SameForEveryRow, seed_everything
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.state import ModuleState
-from lightning_accum.verification.watch import Step, StepTakenError, Watches, WatchesPieces, WatchesReference
+from lightning_accum.verification.watch import Step, StepTakenError, Watches, WatchesGradients, WatchesPieces, WatchesReference
 
 STEPS_IN_AN_EPOCH = 100
 """What the Trainer believes to have ahead of it, for schedules that ask: one step alone would be all warm-up, or none."""
@@ -101,7 +101,7 @@ class Bench:
             batch: the batch.
             change: what is taken out of the module.
         """
-        return self._run([batch], change, WatchesPieces(), [], strategy="auto", **self.trainer).pieces[0]
+        return self._run([batch], change, WatchesGradients(), [], strategy="auto", **self.trainer).pieces[0]
 
     def accumulated(self, batches: Sequence[Any], change: Change = Change(), keeps_pieces: bool = False) -> Step:
         """The step of this package on a window.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -79,24 +78,26 @@ class Watches(pl.Callback):
     def __init__(self, seed: int = 0) -> None:
         self.step = Step()
         self._seed = seed
+        self._trained: list[tuple[str, Tensor]] = []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trained = list(trained(pl_module, trainer.optimizers))
         self.step.dropout = switch_off_dropout(pl_module)
         self.step.batch_norm = batch_norm_layers(pl_module)
         self.step.gradient_hooks = [
             name
-            for name, parameter in trained(pl_module, trainer.optimizers)
+            for name, parameter in self._trained
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         ]
         seed_everything(self._seed)
-        self.step.before = _copies(pl_module, trainer.optimizers)
+        self.step.before = _copies(self._trained)
         for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(functools.partial(self._after_step, trainer, pl_module))
+            optimizer.register_step_post_hook(self._after_step)
 
-    def _after_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.step.after = _copies(module, trainer.optimizers)
-        self.step.gradients = _gradients(module, trainer.optimizers)
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.step.after = _copies(self._trained)
+        self.step.gradients = _gradients(self._trained)
 
     @override
     def on_train_batch_end(
@@ -135,9 +136,17 @@ class WatchesReference(Watches):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        for name, parameter in trained(pl_module, trainer.optimizers):
+        for name, parameter in self._trained:
             if self.gradients is not None and parameter.grad is not None:
                 parameter.grad = self.gradients[name].to(parameter.device, parameter.dtype)
+
+
+class WatchesGradients(Watches):
+    """Also keeps what the backward has left, before hooks around the step change it."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        self.step.pieces = [_gradients(self._trained)]
 
 
 class WatchesPieces(Watches):
@@ -149,14 +158,15 @@ class WatchesPieces(Watches):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        now = {name: gradient.to(torch.float64) for name, gradient in _gradients(pl_module, trainer.optimizers).items()}
+        now = {name: gradient.to(torch.float64) for name, gradient in _gradients(self._trained).items()}
         added = {name: gradient - self._sum.get(name, 0.0) for name, gradient in now.items()}
         self._sum = now
-        accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Accumulates) else None
-        weight = None if accumulation is None else accumulation.weight
-        factor = 1.0
-        if accumulation is not None and accumulation.window.terms is None and weight:  # a sum has none
-            factor = (accumulation.window.reference or 1.0) / float(weight)
+        accumulation, weight, factor = None, None, 1.0
+        if isinstance(trainer.strategy, Accumulates) and (accumulation := trainer.strategy.accumulation) is not None:
+            weight = accumulation.weight
+            factor /= cast("Any", trainer.strategy).loss_scale()
+            if accumulation.window.terms is None and weight:  # a sum has none
+                factor *= (accumulation.window.reference or 1.0) / float(weight)
         self.step.pieces.append({name: gradient * factor for name, gradient in added.items()})
         self.step.weights.append(None if weight is None else float(weight))
 
@@ -190,13 +200,13 @@ def trained(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tupl
         yield from ((f"parameter {index} outside of the module, in optimizer {number}", p) for index, p in enumerate(others))
 
 
-def _copies(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    return {name: parameter.detach().cpu().clone() for name, parameter in trained(module, optimizers)}
+def _copies(parameters: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: parameter.detach().cpu().clone() for name, parameter in parameters}
 
 
-def _gradients(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+def _gradients(parameters: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
     found = {}
-    for name, parameter in trained(module, optimizers):
+    for name, parameter in parameters:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
         found[name] = gradient.detach().cpu().clone()
