@@ -308,10 +308,9 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         if interval == "step":
             # the first thing that Lightning does after every loader batch, also where it was None and nothing ran
-            progress, fetcher = self.batch_progress, self.trainer.fit_loop._data_fetcher
-            # where on_train_batch_start has ended the epoch, it calls this batch the last, and there are more
-            is_ended = progress.is_last_batch and fetcher is not None and not fetcher.done
-            if progress.total.started < progress.total.ready and not is_ended:  # type: ignore[attr-defined]  # the tracker has it
+            progress = self.batch_progress
+            is_forgotten = progress.current.started < progress.current.ready  # type: ignore[attr-defined]  # the tracker has it
+            if is_forgotten and not progress.is_last_batch:  # nor the one with which on_train_batch_start ends the epoch
                 progress.increment_started()  # which it forgets for None, and then resumes one batch too early
             if not update_plateau_schedulers and self.batch_progress.total.ready != self.optimization.visited:
                 self._visit_skipped_batch()
