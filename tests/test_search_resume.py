@@ -265,7 +265,8 @@ class Record(Callback):
         }
 
 
-_NOT_OF_THE_WINDOW = ("window/weight_per_second", "window/loss_epoch")  # the clock's, and the epoch's before
+_NOT_OF_THE_WINDOW = ("window/weight_per_second", "window/loss_epoch", "window/micro_batch_size")
+"""The clock's, the epoch's before, and what a rank without a batch goes on showing of its last one."""
 
 
 def train(point: Point, stops_after: int | None = None, resumes: bool = False) -> Record:

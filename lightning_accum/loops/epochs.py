@@ -110,7 +110,9 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         if self.begins_anew:
             fit_loop = self.trainer.fit_loop
-            fit_loop._restarting = fit_loop._resuming_from_checkpoint = self.restarting = self.begins_anew = False
+            fit_loop._restarting = self.restarting = self.begins_anew = False
+            # without a length a batch has been drawn ahead, which is the new epoch's first
+            fit_loop._resuming_from_checkpoint = data_fetcher.length is None and not data_fetcher.done
             self.reset_restart_stage()
             self.reset()
         super().on_run_start(data_fetcher)
