@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, KeysView
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from operator import attrgetter, is_
+from types import CodeType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
@@ -112,6 +114,8 @@ class Audience:
         hears_micro_batch: there are hooks around the backward of a micro-batch.
         hears_step: there is something between the gradients of a window and its optimizer step.
         is_step_bare: ``training_step`` needs nothing around it: no wrapper of the module, no autocast.
+        step_counters: the module and callbacks whose ``on_train_batch_end`` reads ``global_step``, as Lightning's
+            EMAWeightAveraging does to see each optimizer step once. No checkpoint callbacks: theirs are of whole loader batches.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -148,6 +152,9 @@ class Audience:
         self.hears_micro_batch = self.is_profiled or _is_micro_batch_heard(trainer)
         self.hears_step = self.is_profiled or _is_step_heard(trainer)
         self.is_step_bare = _is_step_bare(trainer)
+        owners: list[Any] = [callback for callback in self._callbacks if not isinstance(callback, Checkpoint)]
+        owners.append(trainer.lightning_module)
+        self.step_counters = [owner for owner in owners if _reads(owner, "on_train_batch_end", "global_step")]
 
 
 class _Hooks:
@@ -239,6 +246,31 @@ def _is_step_bare(trainer: pl.Trainer) -> bool:
         and strategy.model is trainer.lightning_module
         and _is_inherited(trainer.precision_plugin, Precision, ("train_step_context", "forward_context"))
     )
+
+
+def _reads(owner: object, hook: str, name: str) -> bool:
+    """Whether a hook of the user's reads an attribute of that name, by itself or in a method of the same object that it calls."""
+    libraries = {*pl.LightningModule.__mro__, *pl.Callback.__mro__}
+    namespaces = [vars(owner), *(vars(kind) for kind in type(owner).__mro__ if kind not in libraries)]
+    left, seen = [hook], set()
+    while left:
+        called = left.pop()
+        if called == name:
+            return True
+        if called not in seen:
+            seen.add(called)
+            for function in (namespace.get(called) for namespace in namespaces):
+                left += _names_in(getattr(getattr(function, "func", function), "__code__", None))
+    return False
+
+
+def _names_in(code: CodeType | None) -> Iterator[str]:
+    """Those of attributes and functions, also in functions inside of it."""
+    if code is not None:
+        yield from code.co_names
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                yield from _names_in(inner)
 
 
 def _is_of_this_package(strategy: Strategy, name: str) -> bool:

@@ -638,6 +638,75 @@ def test_weight_averaging_takes_in_every_optimizer_step_once(name: str) -> None:
     assert module.w.item() == pytest.approx(average, rel=1e-13)
 
 
+class CountsSteps(Callback):
+    """Notes the parameter after each optimizer step, as one writes it: through a method of its own."""
+
+    def __init__(self) -> None:
+        self.step, self.parameters = 0, []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.has_stepped(trainer):
+            assert any(torch.equal(batch, other) for other in SEVEN)
+            self.parameters.append((module.w.item(), float(outputs["loss"])))
+
+    def has_stepped(self, trainer: pl.Trainer) -> bool:
+        before, self.step = self.step, trainer.global_step
+        return self.step > before
+
+
+class CountsBatches(Callback):
+    """Sees each loader batch once."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch_idx)
+
+
+class CountsItsSteps(Distance):
+    """A module that does."""
+
+    def __init__(self) -> None:
+        super().__init__(SEVEN)
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps.append(self.trainer.global_step)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_callbacks_that_count_optimizer_steps_see_each_of_several_in_a_loader_batch(tokens: int) -> None:
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    numbers, w, average, parameters, losses = [float(n) for batch in SEVEN for n in batch], 0.0, None, [], []
+    for _ in range(2):
+        for window in (numbers[i : i + tokens] for i in range(0, len(numbers), tokens)):
+            losses.append(sum((w - n) ** 2 for n in window) / len(window))
+            w -= 0.1 * sum(2 * (w - n) for n in window) / len(window)
+            average = w if average is None else 0.75 * average + 0.25 * w
+            parameters.append(w)
+    module, steps, batches = CountsItsSteps(), CountsSteps(), CountsBatches()
+    callbacks = [GradientAccumulation(Tokens(tokens), micro_batch=1), averaging.EMAWeightAveraging(decay=0.75), steps, batches]
+    trainer(callbacks=callbacks, max_epochs=2).fit(module)
+    assert module.w.item() == pytest.approx(average, rel=1e-13)
+    assert [w for w, _ in steps.parameters] == pytest.approx(parameters, rel=1e-13)
+    inside = [loss for _, loss in steps.parameters[:2]]
+    assert tokens != 1 or inside == pytest.approx(losses[:2], rel=1e-13)
+    assert sorted(set(module.steps) - {0}) == list(range(1, len(parameters) + 1))
+    assert batches.seen == 2 * list(range(7))
+
+
+def test_callbacks_that_count_optimizer_steps_see_that_of_a_window_that_an_early_stop_cuts_short() -> None:
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.fit_loop.epoch_loop.batch_progress.total.ready == 4
+
+    _, parameters = by_hand([[0, 1, 2], [3]])
+    steps = CountsSteps()
+    trainer(callbacks=[GradientAccumulation(3), steps, Stops()]).fit(Distance(SEVEN))
+    assert [w for w, _ in steps.parameters] == pytest.approx(parameters, rel=1e-13)
+
+
 class Regression(pl.LightningModule):
     """On equal loader batches, where Lightning's own accumulation is right too and can be compared with."""
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -19,6 +20,7 @@ from typing_extensions import override
 from lightning_accum.boundary import Boundary
 from lightning_accum.loops.first_batch import check_first_batch
 from lightning_accum.loops.optimization import WindowOptimization
+from lightning_accum.loops.results import current_hook
 from lightning_accum.loops.seams import specialised
 from lightning_accum.loops.uneven import EvenFetcher, Lengths, is_agreeing
 from lightning_accum.splitting.micro_batch import Tokens
@@ -103,6 +105,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     strategy: AccumulationMixin
     begins_anew: bool = False
     """The epoch of the checkpoint is over."""
+    batch: Any = None
+    """The last loader batch, where a callback is to get it that counts optimizer steps."""
     _inspected: Any = None
     _takes_batch_idx: bool = False
 
@@ -219,6 +223,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         super().run(data_fetcher)
         if self.strategy.policy.tail != "carry":
             self.finish_window(is_end_of_training=False)
+        self.batch = None
 
     @override
     def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
@@ -254,11 +259,12 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         assert accumulation is not None
         if not accumulation.is_full() or self.global_step == self.max_steps:
             return
-        accumulation.is_inside_batch = True
+        accumulation.is_inside_batch, steps = True, self.global_step
         try:
             self._step_without_batch()
         finally:
             accumulation.is_inside_batch = False
+        self._tell_step_counters(since=steps)
         cast("WindowRows", self.trainer._logger_connector).flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
@@ -283,11 +289,27 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             self.strategy.drop_gradients()
             return
         accumulation.boundary.cut_short(seen)
+        steps = self.global_step
         self._step_without_batch()
+        self._tell_step_counters(since=steps)
         cast("WindowRows", self.trainer._logger_connector).flush()
         if self.trainer.lightning_module.automatic_optimization:
             super().update_lr_schedulers("step", update_plateau_schedulers=False)
             super().update_lr_schedulers("step", update_plateau_schedulers=True)
+
+    def _tell_step_counters(self, since: int) -> None:
+        """Have those that count optimizer steps at the end of loader batches see one that no end of a loader batch comes after."""
+        trainer, strategy = self.trainer, self.strategy
+        accumulation, module = strategy.accumulation, trainer.lightning_module
+        assert accumulation is not None
+        if self.global_step == since or not strategy.audience.step_counters:
+            return
+        closed, dtype = accumulation.closed, accumulation.window.dtype
+        outputs = {"loss": None if closed is None else torch.as_tensor(closed.loss, dtype=dtype, device=strategy.root_device)}
+        with current_hook(module, "on_train_batch_end"):
+            for owner in strategy.audience.step_counters:
+                arguments = (outputs, self.batch, self.batch_idx)
+                owner.on_train_batch_end(*(arguments if owner is module else (trainer, module, *arguments)))
 
     def _drop_manual_window(self, windows: ManualWindows, seen: int) -> None:
         """Only the module's own training_step steps, and no loader batch is left for it to do so."""

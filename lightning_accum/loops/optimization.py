@@ -59,6 +59,8 @@ class WindowOptimization(_AutomaticOptimization):
             accumulation.window.discard()
         accumulation.is_boundary = epoch_loop.begin_loader_batch(accumulation.boundary)
         accumulation.batch = next(iter(kwargs.values()), None)
+        if self.strategy.audience.step_counters:
+            epoch_loop.batch = accumulation.batch
         if accumulation.splitting is not None:
             accumulation.splitting.begin(accumulation.batch, partial(self._difference_by_padding, kwargs))
         if accumulation.checks_left and not self._skip_backward:
