@@ -78,6 +78,7 @@ DO_NOT: dict[str, Loss] = {
     "logsumexp of pairs": lambda o, t: ((o @ o.T).fill_diagonal_(-1e9).logsumexp(1) - (o * o.roll(1, 1)).sum(1)).mean(),
     "Barlow Twins": lambda o, t: (_normalised(o).T @ _normalised(o.roll(1, 1)) / len(o) - torch.eye(4)).square().sum(),
     "pairs": _pairs,
+    "batch norm by function": lambda o, t: (F.batch_norm(o, None, None, training=True) * F.one_hot(t, 4)).sum(1).mean(),
     "normalised in the step": lambda o, t: (_normalised(o) * F.one_hot(t, 4)).sum(1).mean(),
     "a constant divisor in a tensor": lambda o, t: F.cross_entropy(o, t, reduction="sum") / torch.tensor(100.0),
     "a loss times itself": lambda o, t: (c := F.cross_entropy(o, t)) * c.detach(),
@@ -239,10 +240,11 @@ def test_terms_by_their_own_weights_add_up() -> None:
         trainer(callbacks=[GradientAccumulation(2)]).fit(Classifier(two), loader(data))
 
 
-def test_parts_are_no_larger_than_a_micro_batch_and_of_unequal_sizes() -> None:
+def test_parts_are_few_rows_and_of_unequal_sizes() -> None:
     assert parts_of(64, None) == [1, 2, 5]
     assert parts_of(64, 4) == [1, 2, 1]
-    assert parts_of(64, 3) == [1, 2]
+    assert parts_of(64, 3) == [1, 2, 1]
+    assert parts_of(3, None) == [1, 2]
     assert parts_of(64, 1) == parts_of(2, None) == [1, 1]
 
 

@@ -334,7 +334,9 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             # the first thing that Lightning does after every loader batch, also where it was None and nothing ran
             progress = self.batch_progress
             is_forgotten = progress.current.started < progress.current.ready  # type: ignore[attr-defined]  # the tracker has it
-            if is_forgotten and not progress.is_last_batch:  # nor the one with which on_train_batch_start ends the epoch
+            # on_train_batch_start ends an epoch with a batch that Lightning then calls the last
+            is_cut = progress.is_last_batch and progress.current.ready < self.trainer.num_training_batches
+            if is_forgotten and not is_cut:
                 progress.increment_started()  # which it forgets for None, and then resumes one batch too early
             if not update_plateau_schedulers and self.batch_progress.total.ready != self.optimization.visited:
                 self._visit_skipped_batch()

@@ -257,13 +257,13 @@ def parts_of(rows: int, size: int | None) -> list[int]:
 
     Args:
         rows: of the batch.
-        size: of a micro-batch, which has memory; None for all of them.
+        size: of a micro-batch, which has memory, and so have 4 rows (2 where a micro-batch is one); None for all of them.
 
     Example:
-        >>> parts_of(64, None), parts_of(64, 4), parts_of(64, 1), parts_of(2, None)
-        ([1, 2, 5], [1, 2, 1], [1, 1], [1, 1])
+        >>> parts_of(64, None), parts_of(64, 6), parts_of(64, 2), parts_of(64, 1), parts_of(2, None)
+        ([1, 2, 5], [1, 2, 3], [1, 2, 1], [1, 1], [1, 1])
     """
-    looked_at = min(rows, MOST_ROWS, max(2, size or rows))
+    looked_at = min(rows, MOST_ROWS, rows if size is None else 2 if size == 1 else max(4, size))
     if looked_at < 4:
         return [1, looked_at - 1]
     return [1, 2, looked_at - 3]
