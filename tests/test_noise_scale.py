@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -182,6 +183,17 @@ def test_windows_of_tokens_that_end_inside_split_batches() -> None:
     estimate = fit(Quadratic(batches), GradientAccumulation(Tokens(4), micro_batch=2))
     pieces = [piece for batch in batches for piece in batch.split(2)]
     assert_agrees(estimate, quadratic_by_hand([pieces[i : i + 2] for i in range(0, 9, 2)]), 4)
+
+
+def test_windows_of_tokens_that_end_inside_split_batches_of_two_ranks() -> None:
+    ranks = [samples(4, 6), samples(5, 2, seed=1)]
+    estimate = fit(Quadratic(by_rank=ranks), GradientAccumulation(Tokens(4), micro_batch=2), strategy=ddp(), devices=2)
+    parts = [[list(batch.split(2)) for batch in rank] for rank in ranks]
+    rounds = [own for of_ranks in zip(*parts, strict=True) for own in zip_longest(*of_ranks)]
+    windows = [[part for part in own if part is not None] for own in rounds]
+    windows[2:4] = [windows[2] + windows[3]]  # one row alone does not fill it
+    windows[-2:] = [windows[-2] + windows[-1]]
+    assert_agrees(estimate, quadratic_by_hand(windows), len(windows))
 
 
 def test_micro_batches_that_ran_out_of_memory_are_forgotten(caplog: pytest.LogCaptureFixture) -> None:

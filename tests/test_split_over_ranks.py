@@ -138,6 +138,24 @@ def test_parameter_that_no_rank_used_in_a_window_stays_where_a_rank_has_no_loss(
     assert error_over_ranks(UNEVEN, {"window": window, **policy}, arguments) < 1e-12
 
 
+class Hooked(Heads):
+    """Its hooks on gradients take tensors, as all do."""
+
+    def on_fit_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-100, 100))
+
+
+@pytest.mark.parametrize("policy", [{}, {"on_nonfinite": "skip"}, {"window": Tokens(6), "micro_batch": 1}], ids=str)
+def test_hooks_on_gradients_get_no_none_where_a_rank_has_no_loss(policy: dict[str, Any]) -> None:
+    parameters = []
+    for kind in (Heads, Hooked):
+        module = kind(UNEVEN)
+        trainer(ddp(find_unused_parameters=True), devices=2, callbacks=[GradientAccumulation(**policy)]).fit(module)
+        parameters.append(list(module.parameters()))
+    assert relative_error(*parameters) == 0
+
+
 @pytest.mark.parametrize("find_unused_parameters", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("micro_batch", [None, 2, "auto"])
 def test_parameter_that_only_a_skipped_micro_batch_used_stays_on_all_ranks(micro_batch: Any, find_unused_parameters: bool) -> None:

@@ -141,7 +141,7 @@ class WindowHooks(Engine):
     def end_window_apart(self) -> Tensor | None:
         """The window has ended with the last micro-batch, which did not know: only now the gradients are reduced."""
         assert self.accumulation is not None
-        self.accumulation.is_boundary = True
+        self.accumulation.is_boundary, self.accumulation.has_loss = True, False  # what runs from here is no micro-batch
         self._reduce_apart()
         return self._end_window()
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_accum.sync.base import Sync, SyncPolicy, forward_replaced
 from lightning_accum.weighing.nodes import Node, nodes_below
-from lightning_accum.weighing.safeguards import zero_without_gradients
+from lightning_accum.weighing.safeguards import no_gradients, zero_loss_of
 
 
 class DDPSync(Sync):
@@ -57,7 +57,7 @@ class DDPSync(Sync):
         """Run ``step`` inside the wrapper's forward, where it prepares its reduction.
 
         Where ``step`` returns None, this rank still has to take part in the reduction of the others: a loss of 0 that depends on
-        the parameters, and gives them no gradient, stands in for the missing one and waits for :meth:`backward_without_loss`.
+        the parameters stands in for the missing one, and waits for :meth:`backward_without_loss`.
         """
 
         def or_stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class DDPSync(Sync):
                 left = [parameter for parameter in left if parameter.grad is not None]
             if not left:
                 raise
-            torch.autograd.backward(zero_without_gradients(left))
+            _backward_without_gradients(zero_loss_of(left))
             self._ddp.reducer._check_reducer_finalized()
 
     def forward_without_batch(self) -> None:
@@ -109,7 +109,7 @@ class DDPSync(Sync):
     def backward_without_loss(self) -> None:
         """Take part in the other ranks' backward, adding nothing."""
         if self._stand_in is not None:
-            torch.autograd.backward(self._stand_in)
+            _backward_without_gradients(self._stand_in)
             self._stand_in = None
 
     def reduce_without_loss(self) -> None:
@@ -149,7 +149,7 @@ class DDPSync(Sync):
         """The gradients of an unfinished window were put back: torch has to know that these parameters were used."""
         if self._ddp.find_unused_parameters:
             with self._ddp.no_sync():
-                torch.autograd.backward(zero_without_gradients(self._trainable))
+                _backward_without_gradients(zero_loss_of(self._trainable))
 
     def _settle(self) -> None:
         # In the forward after a reduction DistributedDataParallel sends buffers to all ranks, and after the first also the order in
@@ -170,4 +170,10 @@ class DDPSync(Sync):
         parameters = self._trainable
         if self._ddp.static_graph:  # it is an error to reach others than were recorded
             parameters = [parameter for parameter in self._trainable if parameter.grad is not None] or self._used or parameters
-        return zero_without_gradients(parameters)
+        return zero_loss_of(parameters)
+
+
+def _backward_without_gradients(loss: Tensor) -> None:
+    """DistributedDataParallel sees that each parameter below ``loss`` is done; hooks on gradients see zeros, and none is kept."""
+    with no_gradients(loss):
+        torch.autograd.backward(loss)

@@ -65,21 +65,20 @@ def no_gradients(loss: Tensor) -> Iterator[None]:
             handle.remove()
 
 
-class _ZeroWithoutGradients(torch.autograd.Function):
+class _Zero(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.number = len(parameters)
+        ctx.parameters = parameters
         return parameters[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        number: int = ctx.number
-        return (None,) * number
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(parameter) for parameter in ctx.parameters)
 
 
-def zero_without_gradients(parameters: Sequence[Tensor]) -> Tensor:
-    """A loss of 0 whose backward reaches each of ``parameters``, and gives it no gradient."""
-    zero: Tensor = _ZeroWithoutGradients.apply(*parameters)  # type: ignore[no-untyped-call]
+def zero_loss_of(parameters: Sequence[Tensor]) -> Tensor:
+    """A loss of 0 whose backward reaches each of ``parameters``, whatever their values, with a gradient of zeros."""
+    zero: Tensor = _Zero.apply(*parameters)  # type: ignore[no-untyped-call]
     return zero
 
 
