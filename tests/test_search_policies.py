@@ -1,0 +1,231 @@
+"""A search over combinations of policy arguments: each point trains as a hand-written loop does on full batches.
+
+A point is drawn from its seed, and a failure shows it; ``pytest -m slow -k "one_rank and seed017" tests/test_search_policies.py`` runs
+one again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from search_by_hand import ByHand, Outcome, optimizer_of, scheduler_of
+from search_points import Batch, Net, Point, draw
+from sharded import needs_sharding_on_cpu, shard, whole_parameters
+from support import ListOfBatches, relative_error, trainer
+from test_failures import run_ranks
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_accum import DDPAccumulationStrategy, GradientAccumulation, GradientNoiseScale, ModelParallelAccumulationStrategy
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+SEEDS = {"accum": range(330), "ddp": range(66), "fsdp2": range(24)}
+EXACT = 1e-12
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+REFUSED = (MisconfigurationException, ValueError, FloatingPointError)
+
+
+class Stream(IterableDataset):
+    """Without a length."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Searched(pl.LightningModule):
+    """Trains the net of a point, and notes what each optimizer step was made of."""
+
+    def __init__(self, point: Point) -> None:
+        super().__init__()
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self.point, self.net, self.outcome = point, Net(point), Outcome()
+
+    def configure_model(self) -> None:
+        if self.point.engine == "fsdp2":
+            shard(self, [self.net])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        if self.point.memory is not None and len(batch["labels"]) > self.point.memory:
+            raise torch.OutOfMemoryError("the test says so")
+        loss = self.net(batch)
+        return loss if batch["has_loss"] else None
+
+    def train_dataloader(self) -> Any:
+        batches = self.point.batches[self.trainer.global_rank]
+        return DataLoader(ListOfBatches(batches) if self.point.is_sized else Stream(batches), batch_size=None)
+
+    def configure_optimizers(self) -> Any:
+        optimizer, module = optimizer_of(self.point, self.net), self
+
+        class Noting(type(optimizer)):
+            def step(self, closure: Any = None) -> Any:
+                loss = closure()
+                module.outcome.rates.append(self.param_groups[0]["lr"])
+                module.outcome.losses.append(float(module.trainer.strategy.accumulation.closed.loss))
+                super().step()
+                return loss
+
+        optimizer.__class__ = Noting
+        scheduler = {key: value for key, value in self.point.scheduler.items() if key != "kind"}
+        return [optimizer], [{"scheduler": scheduler_of(self.point, optimizer), **scheduler}]
+
+    def on_train_end(self) -> None:
+        self.outcome.last_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+
+
+class Listener(pl.Callback):
+    """Has hooks, so that all of them are called."""
+
+    def on_before_backward(self, *_: Any) -> None: ...
+
+    def on_before_zero_grad(self, *_: Any) -> None: ...
+
+    def on_before_optimizer_step(self, *_: Any) -> None: ...
+
+    def on_train_batch_start(self, *_: Any) -> None: ...
+
+
+class Saver(pl.Callback):
+    """Takes a checkpoint after every loader batch, which changes nothing."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint("any.ckpt")
+
+
+class Stopper(pl.Callback):
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.left -= 1
+        trainer.should_stop |= self.left == 0
+
+
+def train(point: Point) -> Outcome:
+    """As the package does."""
+    callbacks = [GradientAccumulation(**point.arguments())]
+    known = {"listener": Listener, "saver": Saver, "noise": GradientNoiseScale}
+    callbacks += [known[name]() for name in point.callbacks]
+    callbacks += [] if point.stops_after is None else [Stopper(point.stops_after)]
+    strategy: Any = "accum"
+    if point.engine == "ddp":
+        strategy = DDPAccumulationStrategy(**point.strategy)
+    elif point.engine == "fsdp2":
+        strategy = ModelParallelAccumulationStrategy(2, 1, save_distributed_checkpoint=False, **point.strategy)
+    module = Searched(point)
+    run = trainer(strategy, devices=point.ranks, callbacks=callbacks, **point.trainer)
+    run.fit(module)
+    module.outcome.parameters = list(whole_parameters(module.net).values())
+    assert run.global_step == len(module.outcome.rates)
+    if point.policy["log"] and module.outcome.losses:
+        assert float(run.callback_metrics["window/loss"]) == pytest.approx(module.outcome.losses[-1], rel=EXACT, nan_ok=True)
+    return module.outcome
+
+
+def compare(found: Outcome, point: Point) -> None:
+    expected = ByHand(point).train()
+    assert len(found.rates) == len(expected.rates), "optimizer steps"
+    assert found.rates == pytest.approx(expected.rates, rel=EXACT), "learning rates"
+    assert found.last_rate == pytest.approx(expected.last_rate, rel=EXACT), "learning rate at the end"
+    assert found.losses == pytest.approx(expected.losses, rel=1e-11, abs=EXACT, nan_ok=True), "window/loss"
+    # of a narrow type, a sum on the other side of a tie is rounded to the neighbour, once a step; so is the parameter
+    bound = EXACT if not point.is_low_precision else 2 * UNIT[point.dtype] * max(1, len(found.rates))
+    assert relative_error(found.parameters, expected.parameters) < bound, "parameters"
+
+
+def check(point: Point, found: Outcome | BaseException) -> None:
+    """That a point came out as by hand, or was refused where it has to be."""
+    print(point)
+    refusals = point.refusals()
+    if isinstance(found, BaseException):
+        said = str(found)
+        if not any(re.search(re.escape(refusal), said) for refusal in refusals):
+            raise AssertionError(f"{point}\nwas not to be refused") from found
+        return
+    assert not refusals, f"{point}\nwas to be refused: {refusals}"
+    try:
+        compare(found, point)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{point}") from None
+
+
+def attempt(point: Point) -> Outcome | BaseException:
+    try:
+        return train(point)
+    except REFUSED as error:
+        return error
+
+
+def seeds(engine: str) -> Any:
+    return pytest.mark.parametrize("seed", SEEDS[engine], ids=lambda seed: f"seed{seed:03d}")
+
+
+@seeds("accum")
+def test_one_rank(seed: int) -> None:
+    point = draw(seed)
+    check(point, attempt(point))
+
+
+# --- two ranks: all points in one pair of processes ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of both ranks, by engine and seed: those of the tests that were asked for."""
+    folder = tmp_path_factory.mktemp("outcomes")
+    asked = [
+        item.callspec.params for item in request.session.items if "engine" in getattr(getattr(item, "callspec", None), "params", {})
+    ]
+
+    def work(rank: int) -> None:
+        os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE="2", NODE_RANK="0")
+        for params in asked:
+            (folder / f"at{rank}").write_text(f"{params['engine']} {params['seed']}")
+            try:
+                found = attempt(draw(params["seed"], params["engine"]))
+            except Exception:
+                found = RuntimeError(traceback.format_exc())
+            torch.save(found, folder / f"{params['engine']}{params['seed']}.{rank}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return folder, run_ranks(work, 2, deadline=600)
+
+
+@pytest.mark.parametrize(
+    ("engine", "seed"),
+    [pytest.param("ddp", seed, id=f"ddp-seed{seed:03d}") for seed in SEEDS["ddp"]]
+    + [pytest.param("fsdp2", seed, id=f"fsdp2-seed{seed:03d}", marks=needs_sharding_on_cpu) for seed in SEEDS["fsdp2"]],
+)
+@pytest.mark.timeout(900)
+def test_two_ranks(outcomes: tuple[Path, list[str]], engine: str, seed: int) -> None:
+    folder, said = outcomes
+    point = draw(seed, engine)
+    found = []
+    for rank in range(2):
+        file = folder / f"{engine}{seed}.{rank}"
+        assert file.is_file(), f"{point}\nthe ranks ended with {said}, at {[(folder / f'at{r}').read_text() for r in range(2)]}"
+        found.append(torch.load(file, weights_only=False))
+    for of_rank in found:
+        check(point, of_rank)
+    if not isinstance(found[0], BaseException):
+        assert all(torch.equal(a, b) for a, b in zip(found[0].parameters, found[1].parameters, strict=True)), point
+
+
+def test_at_most_a_third_of_the_points_is_refused() -> None:
+    for engine, drawn in SEEDS.items():
+        refused = sum(bool(draw(seed, engine).refusals()) for seed in drawn)
+        assert refused <= len(drawn) / 3, engine
