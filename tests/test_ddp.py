@@ -44,7 +44,8 @@ def test_one_gradient_reduction_and_one_small_all_reduce_a_window(sync: str, red
     module = Profiled(by_rank=[[x(i) for i in range(16)], [x(i, i) for i in range(16)]])
     module.big = torch.nn.Linear(100, 1, bias=False).double()
     module.loss = lambda x: (module.w * x).mean() + module.big(x.new_ones(1, 100)).mean() * 0
-    trainer(ddp(sync=sync), devices=2, accumulate_grad_batches=4).fit(module)
+    # batches of one row cannot be checked, and the ranks would ask at each of the first eight
+    trainer(ddp(sync=sync), devices=2, callbacks=[GradientAccumulation(4, check=False)]).fit(module)
     collectives = torch.load("collectives.pt")
     all_reduces = [size for name, size in collectives if "all_reduce" in name]
     gradients = [size for size in all_reduces if size > 8]

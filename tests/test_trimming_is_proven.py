@@ -172,7 +172,7 @@ def test_memory_that_runs_out_in_the_trial_is_no_dependence_and_it_is_tried_agai
 
     module = Crowded()
     batches = [padded(LENGTHS, 8, seed) for seed in range(4)]
-    trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(module, loader(batches))
+    trainer(callbacks=[GradientAccumulation(micro_batch=2, check=False)]).fit(module, loader(batches))
     # refused in the trials of the first two batches, not asked with the third, then found right
     assert module.widths == [8, *WHOLE, 8, *WHOLE, *WHOLE, *PROOF, *TRIMMED]
     (warning,) = warnings_of(recwarn)
@@ -187,7 +187,7 @@ def test_a_loss_that_is_not_finite_is_no_dependence_and_it_is_tried_again(recwar
     batches = [{**padded(LENGTHS, 8, seed), "scale": torch.ones(6).double()} for seed in range(2)]
     batches[0]["scale"][3] = float("nan")  # the shortest row
     module = Spoilt()
-    trainer(callbacks=[GradientAccumulation(micro_batch=2, on_nonfinite="skip")]).fit(module, loader(batches))
+    trainer(callbacks=[GradientAccumulation(micro_batch=2, check=False, on_nonfinite="skip")]).fit(module, loader(batches))
     assert module.widths == [*PROOF, *WHOLE, *PROOF, *TRIMMED]
     (warning,) = warnings_of(recwarn)
     assert "could not be found out (its loss or gradient is not finite)" in warning
@@ -214,7 +214,7 @@ def long(seed: int) -> dict[str, Tensor]:
 def test_rounding_in_bfloat16_is_no_dependence(recwarn: pytest.WarningsRecorder) -> None:
     module = NearlyTrained()
     before = list(module.parameters())
-    run = trainer(callbacks=[GradientAccumulation(micro_batch=2)], precision="bf16-true")
+    run = trainer(callbacks=[GradientAccumulation(micro_batch=2, check=False)], precision="bf16-true")
     run.fit(module, loader([long(0), long(1)]))
     assert not warnings_of(recwarn)
     assert module.widths == [97, 26, 97, 53, 26, 97, 53, 26]
@@ -264,10 +264,10 @@ def test_a_resumed_training_keeps_what_was_found_out(tmp_path: Any) -> None:
                 run.save_checkpoint(path)
 
     module = Widths()
-    trainer(callbacks=[GradientAccumulation(micro_batch=2), Saves()]).fit(module, loader(batches))
+    trainer(callbacks=[GradientAccumulation(micro_batch=2, check=False), Saves()]).fit(module, loader(batches))
     assert module.widths == [*PROOF, *TRIMMED, *TRIMMED, *TRIMMED]
     resumed = Widths()
-    trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(resumed, loader(batches), ckpt_path=path)
+    trainer(callbacks=[GradientAccumulation(micro_batch=2, check=False)]).fit(resumed, loader(batches), ckpt_path=path)
     assert resumed.widths[:3] == TRIMMED
 
 
