@@ -81,5 +81,14 @@ def _no_process_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _default_dtype_left_as_it_was() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    after = torch.get_default_dtype()
+    torch.set_default_dtype(before)
+    assert after is before
+
+
+@pytest.fixture(autouse=True)
 def _in_a_directory_of_its_own(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

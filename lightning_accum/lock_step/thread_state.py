@@ -76,7 +76,8 @@ class RandomStreams:
 
     The first goes on with torch's global generators, and what is left of them stays when all have ended: where nothing is drawn,
     nothing changes. The others begin with seeds that follow from the state at the beginning. Python's and NumPy's generators are
-    not streams: the runs draw from them in the order of their turns, which is the same each time.
+    not streams: the runs draw from them in the order of their turns, which is the same each time. The default type of new tensors,
+    which Lightning's double precision changes for a step, is one run's own too.
 
     Args:
         device: whose generator there is beside that of the CPU.
@@ -107,10 +108,13 @@ class RandomStreams:
             self._set.append(torch.mps.set_rng_state)
             self._seed.append(torch.mps.manual_seed)
         self._states: dict[int, list[Tensor]] = {}
+        self._dtypes: dict[int | None, torch.dtype] = {}
         self._origin = b""
 
     def switch(self, before: int | None, now: int | None) -> None:
         """The turn of ``before`` ends, that of ``now`` begins; None before the first and after the last."""
+        self._dtypes[before] = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtypes.get(now, self._dtypes[None]))
         if before is not None:
             self._states[before] = self._now()
         elif now is not None:
