@@ -62,7 +62,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     assert ranks is not None
 
     def largest(number: float) -> float:
-        return number if ranks.world_size == 1 else ranks.largest(number)[0]
+        return ranks.largest(number)[0]
 
     accumulation.checks_left -= 1
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None

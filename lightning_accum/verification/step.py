@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
@@ -25,6 +25,7 @@ from lightning_accum.randomness import SameForEveryRow, seed_everything
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.state import ModuleState
 from lightning_accum.verification.watch import Step, StepTakenError, Watches, WatchesGradients, WatchesPieces, WatchesReference
+from lightning_accum.weighing.safeguards import freeze_batch_norm
 
 STEPS_IN_AN_EPOCH = 100
 """What the Trainer believes to have ahead of it, for schedules that ask: one step alone would be all warm-up, or none."""
@@ -179,7 +180,7 @@ def _keep_to_one_step(module: pl.LightningModule, change: Change, noise: SameFor
     @functools.wraps(original)
     def training_step(*args: Any, **kwargs: Any) -> Any:
         if change.freezes_batch_norm:
-            _freeze_batch_norm(module)
+            freeze_batch_norm(module)
         if change.fixes_batch_idx and len(args) > 1:
             args = (args[0], 0, *args[2:])
         noise.restart()
@@ -190,15 +191,6 @@ def _keep_to_one_step(module: pl.LightningModule, change: Change, noise: SameFor
         return {**output, "loss": output["loss"] * change.factor} if isinstance(output, Mapping) else output * change.factor
 
     module.training_step = training_step  # type: ignore[method-assign]
-
-
-def _freeze_batch_norm(module: nn.Module) -> None:
-    for layer in module.modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            layer.eval()
-            if layer.running_mean is None or layer.running_var is None:  # it has none to go by
-                layer.running_mean = torch.zeros(layer.num_features, device=next(module.parameters()).device)
-                layer.running_var = torch.ones_like(layer.running_mean)
 
 
 # --- its data ---------------------------------------------------------------------------------------------------------

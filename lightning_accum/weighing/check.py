@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.weight import SampleCount, TokenCount, Weigher
 
@@ -245,7 +246,7 @@ class Check:
             outer = self._take_snapshot()
             stack.callback(outer.restore)
             stack.callback(self._mode.restore)
-            _freeze_batch_norm(self._module)
+            freeze_batch_norm(self._module)
             self._snapshot = self._take_snapshot()
             stack.enter_context(_nothing_compiled())
             yield
@@ -326,16 +327,6 @@ def _sample(gradient: Tensor) -> Tensor:
     if flat.numel() > _SAMPLED:
         flat = flat[:: flat.numel() // _SAMPLED | 1]  # odd, so that it meets more than one column of a matrix
     return flat.cpu().double()
-
-
-def _freeze_batch_norm(module: nn.Module) -> None:
-    for layer in module.modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            layer.training = False
-            if layer.running_mean is None or layer.running_var is None:  # it has none to go by
-                device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-                layer.running_mean = torch.zeros(layer.num_features, device=device)
-                layer.running_var = torch.ones_like(layer.running_mean)
 
 
 def _nothing_compiled() -> AbstractContextManager[Any]:

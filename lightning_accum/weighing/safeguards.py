@@ -106,3 +106,14 @@ def is_contrastive(terms: Iterable[Term]) -> bool | None:
 def batch_norm_layers(module: nn.Module) -> list[str]:
     """The names of the layers that normalise by statistics of the batch they see."""
     return [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training]
+
+
+def freeze_batch_norm(module: nn.Module) -> None:
+    """Have BatchNorm layers normalise by their running statistics, by 0 and 1 where they have none."""
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.training = False
+            if layer.running_mean is None or layer.running_var is None:  # it has none to go by
+                device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+                layer.running_mean = torch.zeros(layer.num_features, device=device)
+                layer.running_var = torch.ones_like(layer.running_mean)
