@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum.weighing.functions import OfMean, leave_out_function
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.term_nodes import scale_terms
-from lightning_accum.weighing.weight import SampleCount, TokenCount, Weigher
+from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher
 
 MOST_ROWS = 8
 _SAMPLED = 2**14
@@ -98,6 +99,8 @@ class _Measured(NamedTuple):
     counts: tuple[float, ...]
     """What the other terms were divided by, where each is weighed by itself."""
     has_terms: bool
+    of_mean: OfMean | None = None
+    """What makes the loss of a mean, where the gradient is that of the mean."""
 
 
 class Check:
@@ -172,7 +175,7 @@ class Check:
         try:
             whole = self._measure(rows.whole(), weight)
             totals = (whole.weight, *whole.counts) if whole.counts else None
-            parts = [self._measure(part(), weight, totals) for part in rows.parts]
+            parts = [self._measure(part(), weight, totals, is_part=True) for part in rows.parts]
             deviation, seen = _deviation(whole, parts)
             verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
         except CannotCheckError as reason:
@@ -190,8 +193,11 @@ class Check:
             verdict = Verdict(None, seen=str(reason))
         return verdict
 
-    def _measure(self, batch: Any, weight: Any, totals: Sequence[float | None] | None = None) -> _Measured:
-        """The loss of ``batch``, its weight, and its gradient: of all terms together, or of each by its share in ``totals``."""
+    def _measure(self, batch: Any, weight: Any, totals: Sequence[float | None] | None = None, is_part: bool = False) -> _Measured:
+        """The loss of ``batch``, its weight, and its gradient: of all terms together, or of each by its share in ``totals``.
+
+        Of a part whose loss is a function of a mean, it is the gradient of the mean.
+        """
         assert self._snapshot is not None
         self._snapshot.restore()
         self._mode.restore()
@@ -206,7 +212,15 @@ class Check:
                 raise CannotCheckError("training_step returns None for some of the first rows")
             if not loss.requires_grad:
                 raise CannotCheckError("the loss of the first rows needs no gradient")
-            contribution = weigher(loss, batch)
+            try:
+                contribution = weigher(loss, batch)
+            except UnreadableLossError:
+                if is_part:
+                    raise
+                contribution = Contribution(math.nan)  # windows are made of parts
+            of_mean = contribution.of_mean if is_part else None
+            if of_mean is not None:
+                leave_out_function(loss)
             nodes = weigher.take_terms()
             counts = tuple(float(count) for count in contribution.others) if nodes else ()
             n = None if contribution.weight is None else float(contribution.weight)
@@ -224,7 +238,7 @@ class Check:
         finally:
             self._has_drawn |= drawn_before != _random_state()
         has_terms = bool(contribution.others or weigher.unweighed_terms)
-        return _Measured(float(loss.detach()), n, gradients, counts, has_terms)
+        return _Measured(float(loss.detach()), n, gradients, counts, has_terms, of_mean)
 
     def _gradients(self, loss: Tensor) -> dict[int, Tensor]:
         if not self._trained:
@@ -280,22 +294,31 @@ def _deviation(whole: _Measured, parts: Sequence[_Measured]) -> tuple[float, str
         parts = [part for part in parts if part.weight != 0]
     if not whole.counts and not all(math.isfinite(part.loss) for part in parts):
         raise CannotCheckError("the loss of one of the first rows is not finite")
-    if len({part.weight is None for part in (whole, *parts)}) > 1:
+    is_weighed = whole.weight is None or not math.isnan(whole.weight)
+    if len({part.weight is None for part in ((whole, *parts) if is_weighed else parts)}) > 1:
         return math.inf, "the loss is a sum in some parts, and a mean in others"
     found: list[tuple[float, str]] = []
     if whole.counts:
         shares = [1.0 for _ in parts]  # each term has its own in its gradient
-    elif whole.weight is None:
+    elif parts and parts[0].weight is None:
         shares = [1.0 for _ in parts]
     else:
         total = sum(part.weight or 0.0 for part in parts)
         if total == 0:
             return math.inf, "the parts have no weight"
-        found.append((abs(total - whole.weight) / max(abs(total), abs(whole.weight)), "the weight"))
+        if whole.weight is not None and is_weighed:
+            found.append((abs(total - whole.weight) / max(abs(total), abs(whole.weight)), "the weight"))
         shares = [(part.weight or 0.0) / total for part in parts]
+    if len({part.of_mean and part.of_mean.function for part in parts}) > 1:
+        return math.inf, "the loss is another function of a mean in some parts than in others"
     if not whole.counts:
-        together = sum(share * part.loss for share, part in zip(shares, parts, strict=True))
         size = max(abs(whole.loss), sum(abs(share * part.loss) for share, part in zip(shares, parts, strict=True)))
+        together = sum(share * part.loss for share, part in zip(shares, parts, strict=True))
+        of_means = [(share, part.of_mean) for share, part in zip(shares, parts, strict=True) if part.of_mean is not None]
+        if of_means:
+            together, slope = of_means[0][1].function.at(sum(share * float(part.mean) for share, part in of_means))
+            together += sum(share * float(part.constant) for share, part in of_means) / sum(shares)
+            shares = [share * slope for share in shares]
         found.append((abs(together - whole.loss) / size if size else 0.0, "the loss"))
     found.append((_deviation_of_gradients(whole, parts, shares), "the gradient"))
     return max(found, key=lambda pair: pair[0])

@@ -121,22 +121,23 @@ def _is_nothing(term: Term) -> bool:
     return not isinstance(term.denominator, Tensor) and term.denominator == 0 and term.factor == 0
 
 
-def terms_of(loss: Tensor, may_wait: bool = False) -> list[Term]:
+def terms_of(loss: Tensor, may_wait: bool = False, below: tuple[Node, int] | None = None) -> list[Term]:
     """The summands of a loss, left to right.
 
     Args:
         loss: one number, with its graph.
         may_wait: whether tensors may be looked into, which waits for their device.
+        below: where to begin, a node and the place among its outputs, if not at the loss.
 
     Raises:
         UnreadableLossError: torch raised an error. After a backward the graph has freed what it had saved.
     """
-    root = loss.grad_fn
+    root, index = (loss.grad_fn, loss.output_nr) if below is None else below
     if root is None:
         return []
     kind = kind_of(root)
     try:
-        return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, loss.output_nr, may_wait))
+        return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, index, may_wait))
     except _ERRORS_OF_TORCH as error:
         raise UnreadableLossError(_in_words(error)) from error
 
@@ -207,16 +208,16 @@ def _stacked_scalars(node: Node) -> list[tuple[Node, int]]:
         below, index = inputs_of(below)[0]
     if kind_of(below) in ("Stack", "Cat") and len(sizes) == 1 and len(below.next_functions) == sizes[0]:
         losses = inputs_of(below)
-        return losses if all(_is_whole_loss(loss) for loss, _ in losses) else []
-    return [(below, index)] if math.prod(sizes) == 1 and _is_whole_loss(below) else []
+        return losses if all(is_whole_loss(loss) for loss, _ in losses) else []
+    return [(below, index)] if math.prod(sizes) == 1 and is_whole_loss(below) else []
 
 
-def _is_whole_loss(node: Node) -> bool:
+def is_whole_loss(node: Node) -> bool:
     """Whether ``node`` is a loss already, reduced over all its dimensions, and not the loss of a single sample."""
     while ((kind := kind_of(node)) in THROUGH or kind in ("Mul", "Div")) and len(inputs_of(node)) == 1:
         node = inputs_of(node)[0][0]
     if kind in ("Add", "Sub"):
-        return all(_is_whole_loss(child) for child, _ in inputs_of(node))
+        return all(is_whole_loss(child) for child, _ in inputs_of(node))
     if kind in CRITERIA:
         return bool(node._saved_reduction != NO_REDUCTION)
     if kind in ("Mean", *SUMS) and (sizes := getattr(node, "_saved_self_sym_sizes", None)) is not None:
@@ -274,7 +275,7 @@ def _reduction_below(outer: Node, above: Sequence[Operation], may_wait: bool) ->
                 scale.append(step)
         elif kind in _NONLINEAR or kind == "Div":
             is_linear = False
-        elif kind in ("Stack", "Cat") and inputs and all(_is_whole_loss(child) for child, _ in inputs):
+        elif kind in ("Stack", "Cat") and inputs and all(is_whole_loss(child) for child, _ in inputs):
             raise UnreadableLossError(f"{outer.name()} of losses that were put together by {node.name()}")
         elif kind in ("Add", "Sub", "Mul") and len(inputs) == 2:
             if any(_hides_a_reduction(child) for child, _ in inputs):
@@ -318,10 +319,10 @@ def _hides_a_reduction(root: Node) -> bool:
             return False
         node = stack.pop()
         kind = kind_of(node)
-        if _is_whole_loss(node) or (kind in ("Mean", *SUMS) and 0 in reduced_dims(node)):
+        if is_whole_loss(node) or (kind in ("Mean", *SUMS) and 0 in reduced_dims(node)):
             return not is_of_parameters_only(node)
         if kind in ("Stack", "Cat"):
-            return all(_is_whole_loss(child) for child, _ in inputs_of(node))
+            return all(is_whole_loss(child) for child, _ in inputs_of(node))
         if kind in THROUGH or kind in ("Add", "Sub", "Rsub", "Mul", "Div"):
             stack.extend(child for child, _ in inputs_of(node))
     return False

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError, first_tensor_or_list, read_parts
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, Term, UnreadableLossError, plain_mean
-from lightning_accum.weighing.graph import Reading, read_loss, read_terms, terms_of
+from lightning_accum.weighing.functions import FunctionOfMean, OfMean, function_of_mean, is_of_whole_losses, on_host
+from lightning_accum.weighing.graph import Reading, read_terms, terms_of
 from lightning_accum.weighing.nodes import Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero, is_contrastive
 from lightning_accum.weighing.term_nodes import TermLister, TermNode, TermReader
@@ -142,11 +143,13 @@ class Contribution(NamedTuple):
         weight: what its mean loss was divided by; None if the loss is a sum, so that it is added as it is.
         others: the denominators of other terms of the loss. No terms: their nodes would keep the graph alive.
         signature: a number that tells which terms these are; 0 without any.
+        of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
     """
 
     weight: Denominator | None
     others: tuple[Denominator, ...] = ()
     signature: int = 0
+    of_mean: OfMean | None = None
 
 
 class Weigher:
@@ -198,12 +201,18 @@ class Weigher:
             if plain is not None:
                 return Contribution(_on_host(plain))
         is_first = self.criterion is None
+        found = None if self._weight == "equal" else function_of_mean(loss.grad_fn, loss.output_nr)
+        below = None if found is None else found.mean
         if self._weight == "auto":
+            terms: list[Term] = []
             try:
-                terms = terms_of(loss, may_wait=self._looks_for_contrast > 0)
+                terms = terms_of(loss, may_wait=self._looks_for_contrast > 0, below=below)
                 reading = read_terms(terms)
             except UnreadableLossError as unreadable:
+                _refuse_functions(terms)
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
+            if found is not None:
+                reading = _with_function(reading, found.function)
             if is_first:
                 self._describe(reading)
             if self._looks_for_contrast:
@@ -213,7 +222,9 @@ class Weigher:
             if not reading.others:
                 if not self._looks_for_contrast and terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
                     self._plain = (type(loss.grad_fn), CRITERIA[kind_of(loss.grad_fn)][1])
-                return Contribution(_zero_where_empty(_on_host(reading.weight), loss, terms[0]))
+                of_mean = None if found is None else found.of_mean(loss)
+                value = loss if of_mean is None else of_mean.mean
+                return Contribution(_zero_where_empty(_on_host(reading.weight), value, terms[0]), of_mean=of_mean)
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             signature = 0
             if self._reader is not None and others and reading.weight is not None:
@@ -221,8 +232,12 @@ class Weigher:
             return Contribution(_on_host(reading.weight), others, signature)
         terms = []
         with suppress(UnreadableLossError):
-            terms = terms_of(loss)
+            terms = terms_of(loss, below=below)
+        if self._weight != "equal":
+            _refuse_functions(terms)
         if self._lister is not None:
+            if found is not None:
+                raise UnreadableLossError(_no_weight_helps(f"{found.function.in_words('its terms')}, each with its own weight"))
             counts = [_checked(_count(weight, batch, rows), weight) for weight in self._lister.weights]
             self._terms = self._lister.read(terms, counts)
             guard_against_zero(terms)
@@ -242,9 +257,9 @@ class Weigher:
         weight = _checked(_count(self._weight, batch, rows), self._weight)
         if is_first:
             self.criterion = f"{getattr(self._weight, '__name__', self._weight)}"
-            self._compare_with_graph(loss, weight)
+            self._compare_with_graph(terms, weight)
         guard_against_zero(terms)
-        return Contribution(weight)
+        return Contribution(weight, of_mean=None if found is None else found.of_mean(loss))
 
     def take_terms(self) -> list[TermNode]:
         """Where the terms of the last loss are to be scaled; none where they share one weight. They are not kept."""
@@ -285,10 +300,10 @@ class Weigher:
                 " sample is a negative of all others in its batch, so no weight makes micro-batches equal to the full batch."
             )
 
-    def _compare_with_graph(self, loss: Tensor, weight: Denominator) -> None:
+    def _compare_with_graph(self, terms: Sequence[Term], weight: Denominator) -> None:
         """A naive count is off by the model's own shift or mask: say so where the graph knows better."""
         try:
-            reading = read_loss(loss)
+            reading = read_terms(terms)
         except UnreadableLossError:
             return
         if reading.weight is None:
@@ -328,13 +343,32 @@ def expected_weight(batch: Any, weight: Weight | str | tuple[Weight, ...]) -> fl
 
 
 def _on_host(weight: Denominator | None) -> Denominator | None:
-    """A number for what the host holds already; what a device holds stays there."""
-    if isinstance(weight, Tensor):
-        return weight.item() if weight.device.type == "cpu" else weight.detach()
-    return weight
+    return on_host(weight) if isinstance(weight, Tensor) else weight
 
 
-def _zero_where_empty(weight: Denominator | None, loss: Tensor, term: Term) -> Denominator | None:
+def _with_function(reading: Reading, function: FunctionOfMean) -> Reading:
+    """What a loss says that is a function of what was read: of a mean, or of means over the same count."""
+    if any(_on_host(term.denominator) != _on_host(reading.weight) for term in reading.others):
+        raise UnreadableLossError(_no_weight_helps(function.in_words("a sum of terms with different denominators")))
+    return Reading(function.in_words(reading.criterion), reading.weight)
+
+
+def _refuse_functions(terms: Sequence[Term]) -> None:
+    """No weight makes micro-batches add up to a sum of which one term is a function of a mean over the batch.
+
+    Raises:
+        UnreadableLossError: these terms are such a sum.
+    """
+    for term in terms:
+        if not term.is_readable and (_OF_COLUMNS in term.criterion or is_of_whole_losses(term.node)):
+            raise UnreadableLossError(_no_weight_helps(term.criterion))
+
+
+_OF_COLUMNS = " of a function of "
+"""In what is said of a mean of functions, each of the mean of a column."""
+
+
+def _zero_where_empty(weight: Denominator | None, value: Denominator, term: Term) -> Denominator | None:
     """A loss of 0 that was divided by a count of at most 1 is that of no label: ``loss.sum() / max(int(mask.sum()), 1)``.
 
     But for one row, whose own loss may be 0, as that of a margin that is kept.
@@ -342,8 +376,9 @@ def _zero_where_empty(weight: Denominator | None, loss: Tensor, term: Term) -> D
     if weight is None or not term.is_divided_sum or term.rows == 1:
         return weight
     if isinstance(weight, Tensor):
-        return torch.where((loss.detach() == 0) & (weight <= 1), torch.zeros_like(weight), weight)
-    return 0.0 if weight <= 1 and loss.item() == 0 else weight
+        value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+        return torch.where((value == 0) & (weight <= 1), torch.zeros_like(weight), weight)
+    return 0.0 if weight <= 1 and float(value) == 0 else weight
 
 
 def _checked(weight: Any, source: Any) -> Denominator:
@@ -369,4 +404,12 @@ def _how_to_mend(found: str) -> str:
         f'weight="auto" found no denominator in the loss: its graph ends in {found}.{hint} Say what the mean loss is divided by:'
         " GradientAccumulation(weight=TokenCount(...)) for tokens, weight=SampleCount() for samples, weight=<a callable of the"
         ' batch> for anything else, or weight="equal" for the mean of the micro-batches\' means.'
+    )
+
+
+def _no_weight_helps(found: str) -> str:
+    return (
+        f"The loss is, or has in it, a function of a mean over the batch that is not one function of one mean: {found}. No weight"
+        " makes micro-batches add up to that of their batch. Have the batch run whole (a window of 1, without micro_batch=), or"
+        ' take the mean of the micro-batches\' losses: GradientAccumulation(weight="equal").'
     )
