@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.weighing.denominator import CRITERIA, Denominator, operation
+from lightning_accum.weighing.denominator import CRITERIA, Denominator, UnreadableLossError, operation
 from lightning_accum.weighing.graph import Reading, is_whole_loss, read_loss, read_terms, terms_of
 from lightning_accum.weighing.nodes import SUMS, THROUGH, Node, constant_operand, inputs_of, is_of_parameters_only, kind_of
 
@@ -160,7 +160,10 @@ class FoundFunction(NamedTuple):
 
     def of_mean(self, loss: Tensor) -> OfMean:
         """The numbers of ``loss``, which it was found in: on the host, or on its device in double precision where that has it."""
-        mean = _FUNCTIONS[kind_of(self.first)].operand(self.first).reshape(())
+        try:
+            mean = _FUNCTIONS[kind_of(self.first)].operand(self.first).reshape(())
+        except RuntimeError as error:  # after a backward the graph has freed what it had saved
+            raise UnreadableLossError(f"{self.first.name()}, of which nothing is left") from error
         constant: Denominator = 0.0
         if self.function.adds_constant:
             constant = on_host(loss.detach().reshape(()).to(mean.dtype) - self.function(mean))
@@ -198,7 +201,10 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
             steps.append((kind, numbers))
             found = (len(steps), below[0], node)
         elif kind in ("Mul", "Div"):
-            number = operation(kind, node._saved_other if kind == "Div" else constant_operand(node), node).number
+            try:
+                number = operation(kind, node._saved_other if kind == "Div" else constant_operand(node), node).number
+            except RuntimeError:  # after a backward the graph has freed what it had saved
+                return None
             if number is None or (kind == "Div" and node.next_functions[0][0] is None):
                 break
             steps.append((kind, (number,)))

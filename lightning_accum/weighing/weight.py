@@ -212,7 +212,8 @@ class Weigher:
                 _refuse_functions(terms)
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
             if found is not None:
-                reading = _with_function(reading, found.function)
+                _refuse_counts_apart(terms, found.function)
+                reading = Reading(found.function.in_words(reading.criterion), reading.weight)
             if is_first:
                 self._describe(reading)
             if self._looks_for_contrast:
@@ -235,9 +236,11 @@ class Weigher:
             terms = terms_of(loss, below=below)
         if self._weight != "equal":
             _refuse_functions(terms)
+        if found is not None:
+            if self._lister is not None:
+                raise UnreadableLossError(_no_weight_helps(found.function.in_words("a sum of terms, each with its own weight")))
+            _refuse_counts_apart(terms, found.function)
         if self._lister is not None:
-            if found is not None:
-                raise UnreadableLossError(_no_weight_helps(f"{found.function.in_words('its terms')}, each with its own weight"))
             counts = [_checked(_count(weight, batch, rows), weight) for weight in self._lister.weights]
             self._terms = self._lister.read(terms, counts)
             guard_against_zero(terms)
@@ -346,11 +349,17 @@ def _on_host(weight: Denominator | None) -> Denominator | None:
     return on_host(weight) if isinstance(weight, Tensor) else weight
 
 
-def _with_function(reading: Reading, function: FunctionOfMean) -> Reading:
-    """What a loss says that is a function of what was read: of a mean, or of means over the same count."""
-    if any(_on_host(term.denominator) != _on_host(reading.weight) for term in reading.others):
-        raise UnreadableLossError(_no_weight_helps(function.in_words("a sum of terms with different denominators")))
-    return Reading(function.in_words(reading.criterion), reading.weight)
+def _refuse_counts_apart(terms: Sequence[Term], function: FunctionOfMean) -> None:
+    """A function of a sum of means over different counts needs the totals of all of them.
+
+    Raises:
+        UnreadableLossError: the terms are such a sum.
+    """
+    with suppress(UnreadableLossError):
+        reading = read_terms(terms)
+        if all(_on_host(term.denominator) == _on_host(reading.weight) for term in reading.others):
+            return
+    raise UnreadableLossError(_no_weight_helps(function.in_words("a sum of terms with different denominators")))
 
 
 def _refuse_functions(terms: Sequence[Term]) -> None:
