@@ -187,7 +187,7 @@ strategies.ddp.DDPStrategy
     configure_ddp | DDPAccumulationStrategy | leaves BatchNorm to joint runs | daffde51
     setup | - | wraps the module, and calls Strategy.setup | 86bfe418
     pre_backward | - | prepares DistributedDataParallel's reduction | b2401dc8
-    post_backward | DDPAccumulationStrategy | since 2.6: reduces what manual optimization delayed | 46a7c777
+    post_backward | DDPAccumulationStrategy | reduces what manual optimization delayed | 9585ec50 46a7c777
     optimizer_step | - | calls Strategy.optimizer_step | 4760d0d5
 strategies.launchers.multiprocessing._MultiProcessingLauncher
     launch | _launch | starts the processes of the ranks | 58936217
