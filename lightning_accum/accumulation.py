@@ -13,6 +13,7 @@ from lightning_accum.boundary import Boundary
 from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.lr_schedule import StepClock
+from lightning_accum.parameter_changes import ParameterChanges
 from lightning_accum.policy import Policy, window_in_words
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.attempts import Splitting
@@ -118,6 +119,8 @@ class Accumulation:
         """What the check found in this fit."""
         self._was_checked = False
         """It was made before the checkpoint that training goes on from, with the same weight."""
+        self.changes = ParameterChanges(warn if policy.check else None)
+        """Finds parameters that change inside a window."""
         self._warn = warn
         self._warned: set[str] = set()
 
@@ -337,6 +340,7 @@ class Accumulation:
 
     def close(self, seen: int, parameters: Iterable[Tensor]) -> ClosedWindow:
         """End the window with loader batch number ``seen``: its gradients become the full batch's."""
+        self.changes.end(self.window.micro_batches)
         if self.sums is None:
             self.closed = self.window.close([parameter.grad for parameter in parameters if parameter.grad is not None])
         else:
