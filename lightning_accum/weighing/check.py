@@ -229,7 +229,7 @@ class Check:
                 totals = zip((n or 0.0, *counts), (whole.weight, *whole.counts), strict=True)
                 scale_terms(nodes, [count / total if total else 0.0 for count, total in totals])
             elif whole is not None and n is not None and whole.weight is not None:
-                share = n / whole.weight
+                share = n / whole.weight if whole.weight else 0.0
             gradient = self._together(lambda: self._gradients(loss, share))
         finally:
             self._has_drawn |= drawn_before != _random_state()
