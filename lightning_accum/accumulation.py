@@ -13,6 +13,7 @@ from lightning_accum.boundary import Boundary
 from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.lr_schedule import StepClock
+from lightning_accum.parameter_changes import ParameterChanges
 from lightning_accum.policy import Policy, window_in_words
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.attempts import Splitting
@@ -27,7 +28,7 @@ from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
 
 _COUNTED = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
-_STATE = ("format", *_COUNTED, "is_at_boundary", "is_checked")
+_STATE = ("format", *_COUNTED, "is_at_boundary", "checked_weight")
 """What :meth:`Accumulation.state_dict` always has."""
 
 
@@ -120,6 +121,10 @@ class Accumulation:
         """At how many loader batches more the check may be tried: until one has two rows on every rank."""
         self.verdict: Verdict | None = None
         """What the check found in this fit."""
+        self._was_checked = False
+        """It was made before the checkpoint that training goes on from, with the same weight."""
+        self.changes = ParameterChanges(warn if policy.check else None)
+        """Finds parameters that change inside a window."""
         self._warn = warn
         self._warned: set[str] = set()
 
@@ -170,8 +175,9 @@ class Accumulation:
         self.clock.hold()
         self.total_weight = float(state["total_weight"])
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
-        if state.get("is_checked"):
-            self.checks_left = 0
+        self._was_checked = state.get("checked_weight") == self.policy.weight_in_words
+        if self._was_checked and self.checks_left:
+            self.checks_left, self.verdict = 0, Verdict(None, seen="the checkpoint is of a training that was")
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
             self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
         if self.splitting is not None and "padding" in state:
@@ -340,6 +346,7 @@ class Accumulation:
 
     def close(self, seen: int, parameters: Iterable[Tensor]) -> ClosedWindow:
         """End the window with loader batch number ``seen``: its gradients become the full batch's."""
+        self.changes.end(self.window.micro_batches)
         if self.sums is None:
             self.closed = self.window.close([parameter.grad for parameter in parameters if parameter.grad is not None])
         else:
@@ -489,6 +496,7 @@ class Accumulation:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on counting."""
+        is_checked = self._was_checked or (self.verdict is not None and self.verdict.deviation is not None)
         state: dict[str, Any] = {
             "format": FORMAT,
             "epoch": self.epoch,
@@ -497,7 +505,7 @@ class Accumulation:
             "total_weight": float(self.total_weight),
             "skipped_micro_batches": self.total_left_out,
             "is_at_boundary": self.position == 0,
-            "is_checked": self.checks_left == 0,
+            "checked_weight": self.policy.weight_in_words if is_checked else "",
         }
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()

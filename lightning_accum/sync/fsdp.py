@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from typing_extensions import override
 
 from lightning_accum.sync.base import GradientPlace, Sync, SyncPolicy
+from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.wide_sums import is_narrower
 
 
@@ -55,6 +56,19 @@ class ShardedSync(Sync):
         if not outputs:
             return None
         return torch.stack([output.flatten()[:1].sum().float() for output in outputs]).sum()
+
+    @override
+    def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with nullcontext() if share else gradients_of_zero(loss):
+                torch.autograd.backward(loss, torch.full_like(loss, share))
+            return [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
 
     def reduce(self) -> bool:
         """Reduce what was accumulated without reduction. Returns whether that is possible without another forward and backward."""
@@ -123,6 +137,22 @@ class FSDP2Sync(ShardedSync):
     @override
     def reduce(self) -> bool:
         return _reduce_accumulated([root for root in self._roots if root not in self._unused_roots])
+
+    @override
+    def reshard(self) -> None:
+        units: list[Any] = self.units
+        for unit in units:
+            unit.reshard()  # validation leaves some of them gathered
+
+    @override
+    def forget_forward(self) -> None:
+        for root in self._roots:
+            if (reset := getattr(root, "reset_iter_state", None)) is None:  # torch 2.9 has no way to do so
+                raise RuntimeError(
+                    "training_step failed on a few rows of the first batch, and what fully_shard has begun cannot be taken back in"
+                    f" torch {torch.__version__}. Leave out the check: GradientAccumulation(check=False)."
+                )
+            reset()
 
     def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:
         """A type that gradients are added up in without reduction, if it is narrower; None for no such."""
