@@ -9,7 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import OPTIMIZERS, ddp, fp16_on_cpu, loader, relative_error, train_by_hand, trainer
+from sharded import ShardedLanguage, fsdp2, needs_sharding_on_cpu
+from support import OPTIMIZERS, ddp, fp16_on_cpu, loader, pad, relative_error, sentences, train_by_hand, trainer
 from test_resume import Save, StatefulLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -154,6 +155,30 @@ def test_over_ranks_a_window_is_its_full_batch(name: str, window: int) -> None:
     windows = rounds if window == 1 else [joined(rounds[i : i + 2]) for i in (0, 2, 4)]
     expected = train_by_hand(Regression(FUNCTIONS[name], "adamw"), windows, 2)
     assert relative_error(module.parameters(), expected.parameters()) <= EXACT
+
+
+class Perplexity(ShardedLanguage):
+    """Its loss is the exponential of a cross entropy; the sentences are dealt out to the ranks."""
+
+    def __init__(self, by_rank: Sequence[Sequence[Any]] = ()) -> None:
+        super().__init__("sgd")
+        self.by_rank = by_rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (0.1 * super().training_step(batch, batch_idx)).exp()
+
+    def train_dataloader(self) -> Any:
+        return loader(self.by_rank[self.trainer.global_rank])
+
+
+@needs_sharding_on_cpu
+def test_over_shards_a_window_is_its_full_batch() -> None:
+    rows = sentences(24)
+    by_rank = [[pad(rows[start : start + 3]) for start in range(3 * rank, 24, 6)] for rank in (0, 1)]
+    run = trainer(fsdp2(), devices=2, callbacks=[GradientAccumulation(2)])
+    run.fit(Perplexity(by_rank))
+    expected = train_by_hand(Perplexity(), [pad(rows[:12]), pad(rows[12:])], 1)
+    assert relative_error(run.whole.values(), [parameter for _, parameter in expected.named_parameters()]) <= EXACT
 
 
 NO_LOSS = [torch.full((1, 3), math.nan, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)]

@@ -113,8 +113,11 @@ class _Measured(NamedTuple):
     """What the other terms were divided by, where each is weighed by itself."""
     has_terms: bool
     function: FunctionOfMean | None = None
-    """What makes the loss of a part of a mean. Loss and gradient are those of the mean then, and what was added to it is the"""
+    """What makes the loss of a mean. That of a part is the mean itself here, and its gradient is multiplied by the"""
+    slope: float = 1.0
+    """of the whole; and"""
     constant: float = 0.0
+    """was added to it, times its share."""
     is_read: bool = True
     """The weight is known; that of the whole may be not, which no window needs."""
 
@@ -237,18 +240,24 @@ class Check:
                 scale_terms(nodes, [count / total if total else 0.0 for count, total in totals])
             elif whole is not None and n is not None and whole.weight is not None:
                 share = n / whole.weight if whole.weight else 0.0
-            of_mean = None if whole is None else contribution.of_mean
-            if of_mean is not None:
+            of_mean, slope = contribution.of_mean, 1.0
+            if whole is None and of_mean is not None:
+                _, slope = of_mean.function.at(float(of_mean.mean))
+            elif whole is not None and of_mean is not None:
                 leave_out_function(loss)
-            gradient = self._together(lambda: self._gradients(loss, share))
+                slope = whole.slope
+            gradient = self._together(lambda: self._gradients(loss, share if whole is None else share * slope))
         finally:
             self._has_drawn |= drawn_before != _random_state()
         has_terms = bool(contribution.others or weigher.unweighed_terms)
-        value, constant, function = float(loss.detach()), 0.0, None
-        if of_mean is not None:
-            value, constant, function = float(of_mean.mean), share * float(of_mean.constant) if share else 0.0, of_mean.function
-        value = share * value if share else 0.0
-        return _Measured(value, n, gradient, counts, has_terms, function, constant, is_read=read is not None)
+        measured = _Measured(
+            share * float(loss.detach()) if share else 0.0, n, gradient, counts, has_terms, is_read=read is not None
+        )
+        if of_mean is None:
+            return measured
+        value = measured.loss if whole is None else share * float(of_mean.mean) if share else 0.0
+        constant = share * float(of_mean.constant) if share else 0.0
+        return measured._replace(loss=value, function=of_mean.function, slope=slope, constant=constant)
 
     def _run(self, batch: Any, weigher: Weigher, is_part: bool) -> tuple[Tensor, Contribution | None]:
         with self._mode:
@@ -337,16 +346,15 @@ def _deviation(whole: _Measured, parts: Sequence[_Measured]) -> tuple[float, str
         parts = [part for part in parts if part.weight != 0]
     if len({part.weight is None for part in ((whole, *parts) if whole.is_read else parts)}) > 1:
         return math.inf, "the loss is a sum in some parts, and a mean in others"
-    if len({part.function for part in parts}) > 1:
-        return math.inf, "the loss is a function of a mean in some parts, and another in others"
+    if len({part.function for part in (whole, *parts)}) > 1:
+        return math.inf, "the loss is a function of a mean in some parts, and another or none in all of them together"
     weights = [part.weight or 0.0 for part in parts]
     scale = 1.0 if whole.is_read else 1 / (sum(weights) or 1.0)
     losses = [scale * part.loss for part in parts]
-    if parts and (function := parts[0].function) is not None:
-        mean, constants = sum(losses), [part.constant for part in parts]
-        value, slope = function.at(mean)
-        value += scale * sum(constants) / (len(parts) if parts[0].weight is None else 1)
-        losses, scale = [value - slope * mean, slope * mean], scale * slope
+    if whole.function is not None:
+        value, slope = whole.function.at(mean := sum(losses))
+        value += sum(part.constant for part in parts) / (len(parts) if whole.weight is None else 1)
+        losses = [value - slope * mean, slope * mean]
     found = [(_deviation_of_gradients(whole, parts, scale), "the gradient")]
     if not whole.counts:  # else each term has its own share, and in its gradient only
         found.append((_relative(losses, whole.loss), "the loss"))
