@@ -58,6 +58,10 @@ class CannotCheckError(Exception):
     """What keeps the check from an answer."""
 
 
+class UnsuitableRowsError(CannotCheckError):
+    """These rows show nothing; others may."""
+
+
 class Rows(NamedTuple):
     """A few rows of a batch, together and in parts, each made anew when it is asked for: a step may take its batch apart."""
 
@@ -76,6 +80,7 @@ class Verdict:
         seen: what deviates by that much, or why nothing could be found out.
         rows: how many rows were looked at, and the sizes of the parts.
         has_terms: the loss has several terms, which share one weight.
+        may_try_again: another batch may show more.
     """
 
     deviation: float | None
@@ -83,6 +88,12 @@ class Verdict:
     seen: str = ""
     rows: tuple[int, ...] = ()
     has_terms: bool = False
+    may_try_again: bool = False
+
+    @classmethod
+    def unknown(cls, reason: CannotCheckError) -> Verdict:
+        """That of what could not be found out."""
+        return cls(None, seen=str(reason), may_try_again=isinstance(reason, UnsuitableRowsError))
 
     @property
     def in_words(self) -> str:
@@ -193,7 +204,7 @@ class Check:
             deviation, seen = _deviation(whole, parts)
             verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
         except CannotCheckError as reason:
-            verdict = Verdict(None, seen=str(reason))
+            verdict = Verdict.unknown(reason)
         if self._largest(float(not verdict.adds_up)) == 0:
             return verdict
         try:
@@ -204,7 +215,7 @@ class Check:
                 if _deviation(whole, [again])[0] > verdict.tolerance:
                     raise CannotCheckError("training_step gives the same rows another loss each time")
         except CannotCheckError as reason:
-            verdict = Verdict(None, seen=str(reason))
+            verdict = Verdict.unknown(reason)
         return verdict
 
     def _measure(self, rows: Callable[[], Any], weight: Any, whole: _Measured | None = None) -> _Measured:
@@ -241,13 +252,13 @@ class Check:
             output = self._training_step(batch)
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
-            raise CannotCheckError("training_step returns None for some of the first rows")
+            raise UnsuitableRowsError("training_step returns None for some of the first rows")
         if not loss.requires_grad:
             raise CannotCheckError("the loss of the first rows needs no gradient")
         contribution = weigher(loss, batch)
         is_empty = contribution.weight is not None and float(contribution.weight) == 0 and not contribution.others
         if not is_empty and not math.isfinite(float(loss.detach())):
-            raise CannotCheckError("the loss of the first rows is not finite")
+            raise UnsuitableRowsError("the loss of the first rows is not finite")
         return loss, contribution
 
     def _gradients(self, loss: Tensor, share: float) -> dict[int, Tensor]:
@@ -265,17 +276,18 @@ class Check:
 
     def _together(self, function: Callable[[], _T]) -> _T:
         """Call a function on all ranks: where it fails on one, it has failed on all."""
-        problem, result = "", None
+        problem: CannotCheckError | None = None
+        result: _T | None = None
         try:
             result = function()
         except CannotCheckError as error:
-            problem = str(error)
+            problem = error
         except UnreadableLossError:
-            problem = "the graph of the loss shows no denominator"  # the first micro-batch says more
+            problem = CannotCheckError("the graph of the loss shows no denominator")  # the first micro-batch says more
         except Exception as error:
-            problem = f"training_step raises {type(error).__name__} on a few rows of the batch: {error}"
-        if self._largest(float(bool(problem))):
-            raise CannotCheckError(problem or "another rank cannot run a few rows of its batch")
+            problem = CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}")
+        if self._largest(float(problem is not None)):
+            raise problem or CannotCheckError("another rank cannot run a few rows of its batch")
         return cast("_T", result)
 
     @contextmanager
@@ -313,7 +325,7 @@ def parts_of(rows: int, size: int | None) -> list[int]:
 def _deviation(whole: _Measured, parts: Sequence[_Measured]) -> tuple[float, str]:
     """How far the parts are from the whole, and what is farthest."""
     if whole.weight == 0 and not whole.counts:
-        raise CannotCheckError("the first rows have no weight")
+        raise UnsuitableRowsError("the first rows have no weight")
     if not whole.counts:
         parts = [part for part in parts if part.weight != 0]
     if len({part.weight is None for part in (whole, *parts)}) > 1:
