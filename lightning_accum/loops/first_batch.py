@@ -71,6 +71,8 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
 
     accumulation.checks_left -= 1
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
+    if size is None and (plan := accumulation.plan) is not None and plan.is_read:
+        size = plan.pieces[0].count  # of the longest rows
     found: FewRows | SplitRows | None = None
     reason = "a rank has no batch of two rows"
     try:

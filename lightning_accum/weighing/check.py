@@ -27,8 +27,8 @@ from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCoun
 _T = TypeVar("_T")
 
 MOST_ROWS = 8
-_SAMPLED = 2**14
-"""Elements of a gradient that are compared, spread over all of it."""
+_SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
+"""Elements of a gradient that are compared, spread over all of it; and of all gradients about."""
 _OF_A_PARAMETER = 1e-2
 """A gradient smaller than this part of the whole one is compared with this part: what it is beside is rounding."""
 
@@ -272,7 +272,8 @@ class Check:
                 raise
             self._trained = []  # reentrant checkpointing has no way to it; losses and weights are compared all the same
             return {}
-        return {index: _sample(gradient) for index, gradient in enumerate(gradients) if gradient is not None and share}
+        most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
+        return {index: _sample(gradient, most) for index, gradient in enumerate(gradients) if gradient is not None and share}
 
     def _together(self, function: Callable[[], _T]) -> _T:
         """Call a function on all ranks: where it fails on one, it has failed on all."""
@@ -356,15 +357,15 @@ def _deviation_of_gradients(whole: _Measured, parts: Sequence[_Measured]) -> flo
     return max((difference / max(size, _OF_A_PARAMETER * overall) for difference, size in differences if difference), default=0.0)
 
 
-def _sample(gradient: Tensor) -> Tensor:
+def _sample(gradient: Tensor, most: int) -> Tensor:
     gradient = gradient.detach()
     if isinstance(gradient, DTensor):
         gradient = gradient.to_local()  # each rank compares its part
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
     flat = gradient.reshape(-1)
-    if flat.numel() > _SAMPLED:
-        flat = flat[:: flat.numel() // _SAMPLED | 1]  # odd, so that it meets more than one column of a matrix
+    if flat.numel() > most:
+        flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix
     return flat.cpu().double()
 
 
