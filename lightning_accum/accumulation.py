@@ -111,6 +111,10 @@ class Accumulation:
         """The loader batch in hand stands in for one that this rank does not have: it weighs nothing."""
         self.has_loss = False
         """The micro-batch in hand gave one."""
+        self._has_run_without_loss = False
+        """In this window training_step has returned None."""
+        self.is_step = False
+        """The window that ended last counts as an optimizer step: it has weight, or, as in Lightning, no loss at all."""
         self.before_backward: Callable[[], None] | None = None
         """Called in every micro-batch that is added to the window, once its weight is known."""
         self.checks_left = 0
@@ -283,8 +287,10 @@ class Accumulation:
         Returns:
             Whether the micro-batch had a loss.
         """
-        had_loss, self.has_loss, self.batch = self.has_loss, False, None
+        had_loss, has_batch = self.has_loss, self.batch is not None and not self.is_stand_in
+        self.has_loss, self.batch = False, None
         if not had_loss:
+            self._has_run_without_loss |= has_batch
             self.weight, self.closed = 0.0, None
             if self.is_plain():
                 self.closed = ClosedWindow(math.nan, 0.0, 0, is_empty=True)
@@ -382,12 +388,12 @@ class Accumulation:
             self._add_weight(self.closed)
 
     def _add_weight(self, closed: ClosedWindow) -> None:
-        if closed.is_empty:
+        if closed.is_empty and not self.is_step:
             self._warn_once(
-                "A window ended without any weight (all labels ignored, no loss, or nothing finite): there is no optimizer step for"
-                " it, parameters and optimizer state stay as they are."
+                "A window ended without any weight (all labels ignored, no batch, or nothing finite): there is no optimizer step"
+                " for it, parameters and optimizer state stay as they are."
             )
-        else:
+        elif not closed.is_empty:
             self.total_weight = self.total_weight + closed.weight
 
     def _end(self, seen: int) -> None:
@@ -402,6 +408,8 @@ class Accumulation:
         if self.sums is not None:
             self.sums.clear()
         self.window_tokens, self.position, self._micro_batches_done = None, 0, 0
+        self.is_step = self.closed is not None and (not self.closed.is_empty or self._is_without_loss(self.closed))
+        self._has_run_without_loss = False
 
     def discard(self, seen: int) -> int:
         """Forget the unfinished window. Returns the loader batches that it had."""
@@ -410,6 +418,11 @@ class Accumulation:
         self.closed = None
         self._end(seen)
         return lost
+
+    def _is_without_loss(self, closed: ClosedWindow) -> bool:
+        """training_step ran, and returned None in all of the window."""
+        has_run = self._has_run_without_loss or self.world_size > 1  # all ranks are to come to the same answer
+        return closed.is_empty and closed.micro_batches == closed.left_out == 0 and has_run
 
     def after_optimizer_step(self, has_stepped: bool) -> None:
         """Count the step for the schedulers."""

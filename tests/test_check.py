@@ -239,7 +239,7 @@ def test_a_checked_fit_is_not_checked_again_when_it_is_resumed(tmp_path: Any) ->
     first.save_checkpoint(tmp_path / "one.ckpt")
     calls.clear()
     second = trainer(callbacks=[GradientAccumulation(2)], max_epochs=2)
-    second.fit(module(), loader(batches()), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    second.fit(module(), loader(batches()), ckpt_path=tmp_path / "one.ckpt")
     assert calls == [8] * 4
 
 

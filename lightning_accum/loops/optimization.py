@@ -137,7 +137,7 @@ class WindowOptimization(_AutomaticOptimization):
         else:
             self._unheard_optimizer_step(train_step_and_backward_closure)
         strategy.after_optimizer_step()
-        if strategy.accumulation.is_closed_empty:  # no step was taken, none is counted
+        if not strategy.accumulation.is_step:  # none is counted
             for tracker in (self.optim_progress.optimizer.step.total, self.optim_progress.optimizer.step.current):
                 tracker.ready -= 1
                 tracker.completed -= 1

@@ -15,9 +15,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_accum import loops
+from lightning_accum import loops, seams
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.batch_norm.policy import joins_batches
@@ -26,7 +27,7 @@ from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
 from lightning_accum.listeners import Audience, callbacks_of
 from lightning_accum.loops.first_batch import MOST_BATCHES
-from lightning_accum.loops.seams import drop_own_attributes
+from lightning_accum.loops.specialised import drop_own_attributes
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import begin_manual
 from lightning_accum.policy import Policy
@@ -50,6 +51,10 @@ class AccumulationMixin(WindowHooks):
     _hidden_size: int | None = None
     _fit: ExitStack | None = None
     """Undoes what a fit does to the Trainer, its optimizers and callbacks, and to this strategy."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        seams.check_nothing_is_missing()
+        super().__init__(*args, **kwargs)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -116,6 +121,8 @@ class AccumulationMixin(WindowHooks):
             self.policy = Policy() if callback is None else callback.policy
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
+            if remark := seams.in_words(seams.changed()):
+                rank_zero_info(f"GradientAccumulation: {remark}")
             self._begin(trainer, callback)
 
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
