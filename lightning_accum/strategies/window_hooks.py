@@ -293,7 +293,8 @@ class WindowHooks(Engine):
     def after_optimizer_step(self) -> None:
         """Count the step, if it really happened."""
         assert self.accumulation is not None
-        self.accumulation.after_optimizer_step(self._watch.has_stepped() and not self.accumulation.is_closed_empty)
+        has_stepped = self._watch.has_stepped() or self.accumulation.is_closed_empty
+        self.accumulation.after_optimizer_step(has_stepped and self.accumulation.is_step)
         if self._callback is not None:
             self._callback.show_window()
             self._callback.set_size(self.trainer())
