@@ -99,6 +99,7 @@ def draw(seed: int, ranks: int) -> Point:
         "on_nonfinite": on_nonfinite,
         "scheduler_counts": rng.choice(["optimizer_steps", "micro_batches"]),
         "trim_padding": rng.choice([True, False]),
+        "check": isinstance(weight, str),  # it would refuse the others: they do not count what the loss is divided by
     }
     may_reduce_at_each = on_nonfinite == "propagate" and (policy["micro_batch"] is None or type(policy["micro_batch"]) is int)
     return Point(
