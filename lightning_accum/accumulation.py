@@ -13,6 +13,7 @@ from lightning_accum.boundary import Boundary
 from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.lr_schedule import StepClock
+from lightning_accum.parameter_changes import ParameterChanges
 from lightning_accum.policy import Policy, window_in_words
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.attempts import Splitting
@@ -23,11 +24,12 @@ from lightning_accum.weighing.denominator import Denominator, UnreadableLossErro
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
+from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.wide_sums import WideSums
-from lightning_accum.window import ClosedWindow, Window
+from lightning_accum.window import FACTORS_DIFFER, ClosedWindow, Window
 
 _COUNTED = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
-_STATE = ("format", *_COUNTED, "is_at_boundary", "is_checked")
+_STATE = ("format", *_COUNTED, "is_at_boundary", "checked_weight")
 """What :meth:`Accumulation.state_dict` always has."""
 
 
@@ -67,7 +69,7 @@ class Accumulation:
         are_totals_known = ranks.size > 1 and splitting is None and policy.on_nonfinite == "propagate"
         may_be_at_once = policy.weight == "auto" and are_totals_known
         self._terms_at_once = TermsAtOnce() if may_be_at_once else None
-        self.weigher = Weigher(policy.weight, warn, hands_out_terms=self._terms_at_once is not None)
+        self.weigher = Weigher(policy.weight, warn, self._terms_at_once is not None, lambda: self._is_proven)
         if isinstance(policy.weight, tuple):
             window = self.window
             window.terms = TermsCountedAhead(policy.weight, window.device, window.dtype, ranks.size, ranks.group)
@@ -110,12 +112,20 @@ class Accumulation:
         """The loader batch in hand stands in for one that this rank does not have: it weighs nothing."""
         self.has_loss = False
         """The micro-batch in hand gave one."""
+        self._has_run_without_loss = False
+        """In this window training_step has returned None."""
+        self.is_step = False
+        """The window that ended last counts as an optimizer step: it has weight, or, as in Lightning, no loss at all."""
         self.before_backward: Callable[[], None] | None = None
         """Called in every micro-batch that is added to the window, once its weight is known."""
         self.checks_left = 0
         """At how many loader batches more the check may be tried: until one has two rows on every rank."""
         self.verdict: Verdict | None = None
         """What the check found in this fit."""
+        self._was_checked = False
+        """It was made before the checkpoint that training goes on from, with the same weight."""
+        self.changes = ParameterChanges(warn if policy.check else None)
+        """Finds parameters that change inside a window."""
         self._warn = warn
         self._warned: set[str] = set()
 
@@ -166,8 +176,9 @@ class Accumulation:
         self.clock.hold()
         self.total_weight = float(state["total_weight"])
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
-        if state.get("is_checked"):
-            self.checks_left = 0
+        self._was_checked = state.get("checked_weight") == self.policy.weight_in_words
+        if self._was_checked and self.checks_left:
+            self.checks_left, self.verdict = 0, Verdict(None, seen="the checkpoint is of a training that was")
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
             self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
         if self.splitting is not None and "padding" in state:
@@ -277,8 +288,10 @@ class Accumulation:
         Returns:
             Whether the micro-batch had a loss.
         """
-        had_loss, self.has_loss, self.batch = self.has_loss, False, None
+        had_loss, has_batch = self.has_loss, self.batch is not None and not self.is_stand_in
+        self.has_loss, self.batch = False, None
         if not had_loss:
+            self._has_run_without_loss |= has_batch
             self.weight, self.closed = 0.0, None
             if self.is_plain():
                 self.closed = ClosedWindow(math.nan, 0.0, 0, is_empty=True)
@@ -326,6 +339,11 @@ class Accumulation:
         return self.ranks.sum(self.window.weight_so_far()) >= self.window_tokens
 
     @property
+    def _is_proven(self) -> bool:
+        """Parts of the first batch were found to add up to it."""
+        return self.verdict is not None and self.verdict.deviation is not None and self.verdict.adds_up
+
+    @property
     def is_closed_empty(self) -> bool:
         """The window that ended last had no weight, so there is no optimizer step for it."""
         return self.closed is not None and self.closed.is_empty
@@ -334,6 +352,7 @@ class Accumulation:
 
     def close(self, seen: int, parameters: Iterable[Tensor]) -> ClosedWindow:
         """End the window with loader batch number ``seen``: its gradients become the full batch's."""
+        self.changes.end(self.window.micro_batches)
         if self.sums is None:
             self.closed = self.window.close([parameter.grad for parameter in parameters if parameter.grad is not None])
         else:
@@ -351,6 +370,8 @@ class Accumulation:
                 " batch. Each is weighed by itself where a window is one loader batch that is split, and counted in it:"
                 " GradientAccumulation(micro_batch=..., weight=[TokenCount(), SampleCount()]), one weight for each term."
             )
+        if self.closed.do_factors_differ:
+            self._warn_once(FACTORS_DIFFER)
         if self.closed.is_miscounted:
             self._warn_once(
                 "What the weights of the terms counted in micro-batches does not add up to what they counted in the whole batch: a"
@@ -375,12 +396,12 @@ class Accumulation:
             self._add_weight(self.closed)
 
     def _add_weight(self, closed: ClosedWindow) -> None:
-        if closed.is_empty:
+        if closed.is_empty and not self.is_step:
             self._warn_once(
-                "A window ended without any weight (all labels ignored, no loss, or nothing finite): there is no optimizer step for"
-                " it, parameters and optimizer state stay as they are."
+                "A window ended without any weight (all labels ignored, no batch, or nothing finite): there is no optimizer step"
+                " for it, parameters and optimizer state stay as they are."
             )
-        else:
+        elif not closed.is_empty:
             self.total_weight = self.total_weight + closed.weight
 
     def _end(self, seen: int) -> None:
@@ -395,6 +416,8 @@ class Accumulation:
         if self.sums is not None:
             self.sums.clear()
         self.window_tokens, self.position, self._micro_batches_done = None, 0, 0
+        self.is_step = self.closed is not None and (not self.closed.is_empty or self._is_without_loss(self.closed))
+        self._has_run_without_loss = False
 
     def discard(self, seen: int) -> int:
         """Forget the unfinished window. Returns the loader batches that it had."""
@@ -403,6 +426,11 @@ class Accumulation:
         self.closed = None
         self._end(seen)
         return lost
+
+    def _is_without_loss(self, closed: ClosedWindow) -> bool:
+        """training_step ran, and returned None in all of the window."""
+        has_run = self._has_run_without_loss or self.world_size > 1  # all ranks are to come to the same answer
+        return closed.is_empty and closed.micro_batches == closed.left_out == 0 and has_run
 
     def after_optimizer_step(self, has_stepped: bool) -> None:
         """Count the step for the schedulers."""
@@ -432,6 +460,8 @@ class Accumulation:
             parts = [window_in_words(loader_batches, self.world_size, samples)]
         if self.splitting is not None:
             parts.append(f"each runs {self.splitting.describe()}")
+        if self.policy.offload:
+            parts.append(offload_in_words(self.ranks.device))
         parts.append(f"weight: {self.weigher.criterion}")
         if self.sums is not None:
             parts.append(f"gradients are added up in {self.sums.dtype}")
@@ -476,6 +506,7 @@ class Accumulation:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on counting."""
+        is_checked = self._was_checked or (self.verdict is not None and self.verdict.deviation is not None)
         state: dict[str, Any] = {
             "format": FORMAT,
             "epoch": self.epoch,
@@ -484,7 +515,7 @@ class Accumulation:
             "total_weight": float(self.total_weight),
             "skipped_micro_batches": self.total_left_out,
             "is_at_boundary": self.position == 0,
-            "is_checked": self.checks_left == 0,
+            "checked_weight": self.policy.weight_in_words if is_checked else "",
         }
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# private, and what torch.autograd.backward itself ends with; the same in torch 2.5 and 2.13
+# private, and what torch.autograd.backward itself ends with; the same in torch 2.6 and 2.13
 _run: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 _ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 

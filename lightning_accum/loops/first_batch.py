@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -16,10 +18,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parameter import is_lazy
 
 from lightning_accum.loops.results import collecting_logs
-from lightning_accum.splitting.few_rows import few_rows
+from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Rows, Verdict
+from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Verdict
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
@@ -33,15 +35,16 @@ def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callabl
 
     It runs in full precision, where rounding is the least; a module's loss hardly changes by that.
     """
-    precision = trainer.precision_plugin
+    strategy, precision = cast("AccumulationMixin", trainer.strategy), trainer.precision_plugin
 
     def training_step(batch: Any) -> Any:
         is_half = isinstance(precision, HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
         is_plain = isinstance(precision, (MixedPrecision, HalfPrecision)) and not is_half
         context = nullcontext() if is_plain else precision.train_step_context()
+        arguments = {**kwargs, next(iter(kwargs)): batch}
         with torch.enable_grad(), context, collecting_logs(trainer):
-            arguments = {**kwargs, next(iter(kwargs)): batch}
-            return call._call_lightning_module_hook(trainer, "training_step", *arguments.values())
+            step = partial(call._call_lightning_module_hook, trainer, "training_step")
+            return strategy.run_as_engine(step, *arguments.values())
 
     return training_step
 
@@ -60,39 +63,52 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     accumulation, policy, ranks = strategy.accumulation, strategy.policy, strategy.ranks
     assert accumulation is not None
     assert ranks is not None
+    if strategy.is_waited_for_in_forward and accumulation.position:
+        return  # the engine has gradients of its own, until the window ends
 
     def largest(number: float) -> float:
         return ranks.largest(number)[0]
 
     accumulation.checks_left -= 1
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
-    rows: list[Rows] = []
+    if size is None and (plan := accumulation.plan) is not None and plan.is_read:
+        size = plan.pieces[0].count  # of the longest rows
+    found: FewRows | SplitRows | None = None
     reason = "a rank has no batch of two rows"
     try:
-        if any(map(is_lazy, trainer.lightning_module.parameters())):
+        if any(map(is_lazy, chain(trainer.lightning_module.parameters(), trainer.lightning_module.buffers()))):
             raise CannotCheckError("lazy layers are made by the first batch")
         if kwargs and not accumulation.is_stand_in:
-            rows = few_rows(next(iter(kwargs.values())), size, policy.split, strategy.samples_of_loader())
+            batch = next(iter(kwargs.values()))
+            samples = strategy.samples_of_loader()
+            found = FewRows(batch, samples) if policy.split is None else SplitRows(batch, policy.split, size)
     except CannotCheckError as error:
         reason = str(error)
-    number = int(-largest(-len(rows)))  # as many forwards on every rank: they may wait for each other in one
-    if number == 0:
+    number = int(-largest(0 if found is None else -found.number))  # as many forwards on every rank: they may wait for each other
+    rows = [] if found is None or number < 2 else found.ways(number, size)
+    rows = rows[: int(-largest(-len(rows)))]
+    if not rows:
         accumulation.verdict = Verdict(None, seen=reason)
         return
-    was_late, accumulation.checks_left = accumulation.verdict is not None, 0
-    module = trainer.lightning_module
+    strategy.sync.reshard()
     check = Check(
-        module,
+        trainer.lightning_module,
         unlogged_step(trainer, kwargs),
         partial(strategy.keeper.take, watches_parameters=False),
         policy.weight,
+        strategy.sync,
         accumulation.weighs_terms,
         largest,
     )
-    verdict = check(rows[:number])
-    accumulation.verdict = verdict
+    verdict, was_late = check(rows), accumulation.verdict is not None
+    if not largest(float(verdict.may_try_again)):
+        accumulation.checks_left = 0
     if largest(float(not verdict.adds_up)) == 0:
-        if was_late:
+        is_unchecked = largest(float(verdict.deviation is None))
+        worst = largest(verdict.deviation or 0.0)
+        if verdict.deviation is not None:
+            verdict = Verdict(None, seen="another rank could not be") if is_unchecked else replace(verdict, deviation=worst)
+        if was_late and not accumulation.checks_left:
             rank_zero_info(f"GradientAccumulation: {verdict}.")
     elif largest(float(verdict.has_terms)):
         if not verdict.adds_up:
@@ -101,9 +117,8 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
                 f" {verdict.in_words}. {_OF_TERMS}"
             )
     else:
-        raise DoesNotAddUpError(
-            _message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows[:number]))
-        )
+        raise DoesNotAddUpError(_message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows)))
+    accumulation.verdict = verdict
 
 
 _OF_TERMS = (

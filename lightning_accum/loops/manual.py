@@ -27,19 +27,22 @@ class WindowManualOptimization(_ManualOptimization):
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        manual, watch = self.strategy.manual, self.strategy.watch
-        watch.run("_ManualOptimization")
+        self.strategy.watch.run("_ManualOptimization")
+        with self.strategy.around_loader_batch(kwargs):
+            outputs = self._run(kwargs)
+        self.strategy.watch.end_run(is_manual=True)
+        return outputs
+
+    def _run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        manual = self.strategy.manual
         if manual is None:
-            outputs = super().run(kwargs)
-            watch.end_run(is_manual=True)
-            return outputs
+            return super().run(kwargs)
         epoch_loop, batch = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop), next(iter(kwargs.values()), None)
         self._is_boundary, self._plan = epoch_loop.begin_loader_batch(manual.windows.boundary), manual.plan(batch)
         self.strategy.begin_manual_loader_batch()
         if self._plan is None:
             manual.windows.begin_micro_batch(batch, self._is_boundary)
         outputs = super().run(kwargs)
-        watch.end_run(is_manual=True)
         manual.windows.end_loader_batch(epoch_loop.batch_progress.total.ready)
         manual.announce(batch, self.trainer.accumulate_grad_batches)
         if self._is_boundary:

@@ -43,7 +43,8 @@ class WindowOptimization(_AutomaticOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         self.strategy.watch.run("_AutomaticOptimization")
-        outputs = super().run(optimizer, batch_idx, kwargs)
+        with self.strategy.around_loader_batch(kwargs):
+            outputs = super().run(optimizer, batch_idx, kwargs)
         self.strategy.watch.end_run()
         if (accumulation := self.strategy.accumulation) is not None:
             accumulation.end_loader_batch(self.visited)
@@ -102,6 +103,9 @@ class WindowOptimization(_AutomaticOptimization):
             if not accumulation.is_zero_grad_due:  # a micro-batch of the same batch
                 return
             accumulation.is_zero_grad_due = False
+            # parameters of sharded modules are others between forward and backward
+            if not (accumulation.is_plain() or self.strategy.is_waited_for_in_forward):
+                accumulation.changes.begin(self.trainer.lightning_module, accumulation.epoch)
             if not self.strategy.audience.hears_micro_batch:
                 progress = self.optim_progress.optimizer.zero_grad
                 progress.increment_ready()
@@ -144,7 +148,7 @@ class WindowOptimization(_AutomaticOptimization):
         else:
             self._unheard_optimizer_step(train_step_and_backward_closure)
         strategy.after_optimizer_step()
-        if strategy.accumulation.is_closed_empty:  # no step was taken, none is counted
+        if not strategy.accumulation.is_step:  # none is counted
             for tracker in (self.optim_progress.optimizer.step.total, self.optim_progress.optimizer.step.current):
                 tracker.ready -= 1
                 tracker.completed -= 1

@@ -37,6 +37,8 @@ from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.strategies.preparation import check_optimizers, guard
 from lightning_accum.strategies.window_hooks import WindowHooks
 from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.weighing.check import Verdict
+from lightning_accum.whole.offload import Offload
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
@@ -131,6 +133,7 @@ class AccumulationMixin(WindowHooks):
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
         assert module is not None
+        self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)
             return
@@ -144,8 +147,11 @@ class AccumulationMixin(WindowHooks):
         if sums is not None:
             self.accumulation.sums = sums
             self._fit.callback(sums.close)
-        if self.policy.check and self.policy.weight != "equal" and self._may_deviate(is_long):
-            self.accumulation.checks_left = MOST_BATCHES
+        if self.policy.check and self._may_deviate(is_long):
+            if (reason := self._why_unchecked()) is None:
+                self.accumulation.checks_left = MOST_BATCHES
+            else:
+                self.accumulation.verdict = Verdict(None, seen=reason)
         self._callback = callback
         self._keeper = None
         self.guard = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
@@ -159,14 +165,20 @@ class AccumulationMixin(WindowHooks):
             callback.connect(self.accumulation, self.partial_window)
 
     def _may_deviate(self, is_long: bool) -> bool:
-        """Whether windows are more than one micro-batch on one rank, of a module whose training_step can run on a few rows."""
+        """Whether windows are more than one micro-batch on one rank."""
+        return is_long or self.world_size > 1 or self.policy.micro_batch is not None or isinstance(self.policy.window, Tokens)
+
+    def _why_unchecked(self) -> str | None:
+        """Why training_step cannot be tried out on a few rows; None where it can."""
         module = self.lightning_module
         assert module is not None
-        if "dataloader_iter" in inspect.signature(module.training_step).parameters or self.is_waited_for_in_forward:
-            return False
-        if self.joins_batches:  # equal by construction
-            return False
-        return is_long or self.world_size > 1 or self.policy.micro_batch is not None or isinstance(self.policy.window, Tokens)
+        if self.policy.weight == "equal":
+            return "a mean of means was asked for"
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            return "training_step draws its batches by itself"
+        if self.joins_batches:
+            return "micro-batches meet in their BatchNorm layers"
+        return None
 
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module

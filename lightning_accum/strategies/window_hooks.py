@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum import loops
@@ -25,6 +26,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.strategies.engine import Engine
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
+from lightning_accum.whole.offload import Offload
 
 
 class WindowHooks(Engine):
@@ -43,6 +45,8 @@ class WindowHooks(Engine):
     """this is the ``gradient`` of its backward."""
     watch: Watch
     """Whether Lightning calls what stands in for its own; there in a fit."""
+    offload: Offload | None = None
+    """Moves what autograd saves; None where it stays."""
     audience: Audience
     """Who hears what Lightning calls; there with :attr:`accumulation`."""
     guard: Guard | None = None
@@ -54,6 +58,13 @@ class WindowHooks(Engine):
     def is_plain(self) -> bool:
         """Whether the window is one micro-batch on one rank, so that everything is left to Lightning."""
         return self.accumulation is None or self.accumulation.is_plain()
+
+    def around_loader_batch(self, batch: Any) -> AbstractContextManager[None]:
+        """What a loader batch runs in, whole or in micro-batches."""
+        module = self.lightning_module
+        if self.offload is None or module is None:
+            return nullcontext()
+        return self.offload.engaged((*module.parameters(), *module.buffers(), *tree_leaves(batch)))
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
 
@@ -309,8 +320,9 @@ class WindowHooks(Engine):
         has_stepped, is_empty = self._watch.has_stepped(), self.accumulation.is_closed_empty
         may_skip = is_empty or getattr(self.precision_plugin, "scaler", None) is not None or not self._is_precision_lightnings
         self.watch.after_optimizer(has_stepped or may_skip)
-        self.accumulation.after_optimizer_step(has_stepped and not is_empty)
-        if has_stepped and not is_empty and self.lr_scheduler_configs:
+        is_counted = (has_stepped or is_empty) and self.accumulation.is_step
+        self.accumulation.after_optimizer_step(is_counted)
+        if is_counted and self.lr_scheduler_configs:
             self.watch.schedulers_due()
         if self._callback is not None:
             self._callback.show_window()
