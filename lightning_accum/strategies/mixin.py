@@ -38,6 +38,7 @@ from lightning_accum.strategies.preparation import check_optimizers, guard
 from lightning_accum.strategies.window_hooks import WindowHooks
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Verdict
+from lightning_accum.whole.offload import Offload
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
@@ -128,6 +129,7 @@ class AccumulationMixin(WindowHooks):
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
         assert module is not None
+        self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)
             return

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum import loops
@@ -24,6 +25,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.strategies.engine import Engine
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
+from lightning_accum.whole.offload import Offload
 
 
 class WindowHooks(Engine):
@@ -40,6 +42,8 @@ class WindowHooks(Engine):
     """The loss that comes to :meth:`backward` is that of several micro-batches, which are in the window already, and"""
     joint_seed: Tensor | None = None
     """this is the ``gradient`` of its backward."""
+    offload: Offload | None = None
+    """Moves what autograd saves; None where it stays."""
     audience: Audience
     """Who hears what Lightning calls; there with :attr:`accumulation`."""
     guard: Guard | None = None
@@ -51,6 +55,13 @@ class WindowHooks(Engine):
     def is_plain(self) -> bool:
         """Whether the window is one micro-batch on one rank, so that everything is left to Lightning."""
         return self.accumulation is None or self.accumulation.is_plain()
+
+    def around_loader_batch(self, batch: Any) -> AbstractContextManager[None]:
+        """What a loader batch runs in, whole or in micro-batches."""
+        module = self.lightning_module
+        if self.offload is None or module is None:
+            return nullcontext()
+        return self.offload.engaged((*module.parameters(), *module.buffers(), *tree_leaves(batch)))
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
 
