@@ -260,8 +260,13 @@ def _stacked_scalars(node: Node) -> Node | None:
 
 def _is_whole_loss(node: Node) -> bool:
     """Whether ``node`` is a loss already, reduced over all its dimensions, and not the loss of a single sample."""
-    while ((kind := kind_of(node)) in THROUGH or kind in ("Mul", "Div")) and len(inputs_of(node)) == 1:
-        node = inputs_of(node)[0][0]
+    while (kind := kind_of(node)) in THROUGH or kind in ("Mul", "Div"):
+        inputs = inputs_of(node)
+        if len(inputs) > 1:
+            inputs = [pair for pair in inputs if not is_of_parameters_only(pair[0])]
+        if len(inputs) != 1:
+            break
+        node = inputs[0][0]
     if kind in ("Add", "Sub"):
         return all(_is_whole_loss(child) for child, _ in inputs_of(node))
     if kind in CRITERIA:

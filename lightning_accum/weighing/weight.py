@@ -252,7 +252,7 @@ class Weigher:
         weight = _checked(_count(self._weight, batch, rows), self._weight)
         if is_first:
             self.criterion = f"{getattr(self._weight, '__name__', self._weight)}"
-        if self._proportion.looks_left and terms and not self._is_proven():
+        if self._proportion.looks_left and terms:
             self._compare_with_graph(terms, weight)
         guard_against_zero(terms)
         return Contribution(weight)
@@ -296,6 +296,8 @@ class Weigher:
             return
         if reading.weight is None:
             self._proportion.looks_left = 0
+            if self._is_proven():
+                return
             self._warn(
                 f"The loss is a sum ({reading.criterion}), but weight={self._weight} treats it as a mean over {float(weight):g}."
                 ' With weight="auto" sums are added as they are.'
