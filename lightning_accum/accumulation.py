@@ -22,7 +22,7 @@ from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.term_nodes import scale_terms
-from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
+from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
 from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.wide_sums import WideSums
@@ -367,8 +367,7 @@ class Accumulation:
             self._warn_once(
                 f"The terms of the loss are means over counts that are not proportional from micro-batch to micro-batch. All of"
                 f" them take the weight of the main one ({self.weigher.criterion}); for the others a window differs from its full"
-                " batch. Each is weighed by itself where a window is one loader batch that is split, and counted in it:"
-                " GradientAccumulation(micro_batch=..., weight=[TokenCount(), SampleCount()]), one weight for each term."
+                f" batch. {HOW_TO_WEIGH_EACH}"
             )
         if self.closed.do_factors_differ:
             self._warn_once(FACTORS_DIFFER)

@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accum.dispatch import with_tensors
+from lightning_accum.dispatch import in_eager_mode, with_tensors
 from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import Keeper
@@ -106,7 +106,7 @@ class _Trial:
                 snapshot.restore()
                 for child in self._module.children():
                     child.eval()
-                with _no_collectives(), _in_eager_mode():
+                with _no_collectives(), in_eager_mode():
                     found.append(_contribution(self._training_step(batch), batch, self._module, self._weigh))
         except Exception as error:
             if is_out_of_memory(error):
@@ -220,12 +220,6 @@ class _Precisions(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         result = func(*args, **(kwargs or {}))
         self.has_narrow |= isinstance(result, Tensor) and is_narrow(result)
         return result
-
-
-def _in_eager_mode() -> AbstractContextManager[Any]:
-    """Nothing is compiled for a few rows."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def _no_collectives() -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
@@ -301,7 +302,7 @@ class Check:
             stack.callback(self._mode.restore)
             freeze_batch_norm(self._module)
             self._snapshot = self._take_snapshot()
-            stack.enter_context(_nothing_compiled())
+            stack.enter_context(in_eager_mode())
             yield
         self._snapshot = None
 
@@ -367,11 +368,6 @@ def _sample(gradient: Tensor, most: int) -> Tensor:
     if flat.numel() > most:
         flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix
     return flat.cpu().double()
-
-
-def _nothing_compiled() -> AbstractContextManager[Any]:
-    stance = getattr(torch.compiler, "set_stance", None)  # from torch 2.6
-    return nullcontext() if stance is None else stance("force_eager")
 
 
 def _random_state() -> tuple[Any, ...]:
