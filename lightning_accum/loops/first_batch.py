@@ -86,7 +86,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     except CannotCheckError as error:
         reason = str(error)
     number = int(-largest(0 if found is None else -found.number))  # as many forwards on every rank: they may wait for each other
-    rows = [] if found is None or number < 2 else found.ways(number, size)
+    rows = [] if found is None or number < 2 else found.ways(number, size, MOST_BATCHES - 1 - accumulation.checks_left)
     rows = rows[: int(-largest(-len(rows)))]
     if not rows:
         accumulation.verdict = Verdict(None, seen=reason)
