@@ -31,13 +31,13 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from loss_table import LOSSES  # noqa: E402
-from loss_table.rows import Kind, Loss, Table  # noqa: E402
-from loss_table.training import WAYS, Outcome, examine  # noqa: E402
+import torch
+from loss_table import LOSSES
+from loss_table.rows import Kind, Loss, Table
+from loss_table.training import WAYS, Outcome, examine
 
-from lightning_accum.weighing.check import Check  # noqa: E402
-from lightning_accum.weighing.denominator import UnreadableLossError  # noqa: E402
+from lightning_accum.weighing.check import Check
+from lightning_accum.weighing.denominator import UnreadableLossError
 
 # --- losses of libraries ---
 
@@ -67,7 +67,8 @@ def pytorch_metric_learning(library: ModuleType, table: Table) -> None:
     losses = import_module("pytorch_metric_learning.losses")
     of_pairs = (
         "AngularLoss", "CircleLoss", "ContrastiveLoss", "FastAPLoss", "GeneralizedLiftedStructureLoss", "IntraPairVarianceLoss",
-        "LiftedStructureLoss", "MarginLoss", "MultiSimilarityLoss", "NCALoss", "NPairsLoss", "NTXentLoss", "SignalToNoiseRatioContrastiveLoss",
+        "LiftedStructureLoss", "MarginLoss", "MultiSimilarityLoss", "NCALoss", "NPairsLoss", "NTXentLoss",
+        "SignalToNoiseRatioContrastiveLoss",
         "SupConLoss", "TripletMarginLoss", "TupletMarginLoss",
     )  # fmt: skip
     of_classes = ("ArcFaceLoss", "CosFaceLoss", "NormalizedSoftmaxLoss", "ProxyNCALoss", "SoftTripleLoss", "SubCenterArcFaceLoss")
