@@ -34,7 +34,6 @@ OPEN: Known = {
         "idioms: squares, a loop over samples, times one over the number",
         "idioms: cross entropy, a loop over samples, each over the number",
         "idioms: cross entropy, index_add into one place, over the number",
-        "idioms: cross entropy, the mean, clamped far away",
         "idioms: squares, trace",
         "idioms: cross entropy, linear to one number",
         "idioms: squares, norm of order 1",
