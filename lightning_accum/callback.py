@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulates, Accumulation
-from lightning_accum.arguments import check_module, checked, needs_one_batch, what_to_use_instead_of
+from lightning_accum.arguments import check_module, checked, needs_one_batch, row_wise_policy, what_to_use_instead_of
 from lightning_accum.boundary import Tail
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
@@ -116,6 +116,7 @@ class GradientAccumulation(Callback):
         window: WindowSize = None,
         *,
         micro_batch: MicroBatchSize | None = None,
+        row_wise: str | Sequence[str] | None = None,
         weight: Literal["auto", "equal"] | Weight | Sequence[Weight] = "auto",
         tail: Tail = "step",
         scheduler_counts: SchedulerCounts = "optimizer_steps",
@@ -134,13 +135,14 @@ class GradientAccumulation(Callback):
                 tail,
                 scheduler_counts,
                 log,
-                micro_batch,
+                None if row_wise else micro_batch,
                 split,
                 trim_padding,
                 accumulate_dtype,
                 on_nonfinite,
                 batch_norm,
                 check,
+                **row_wise_policy(row_wise, micro_batch),
             )
         )
         self._accumulation: Accumulation | None = None

@@ -42,7 +42,8 @@ class WindowOptimization(_AutomaticOptimization):
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        outputs = super().run(optimizer, batch_idx, kwargs)
+        with self.strategy.around_loader_batch(next(iter(kwargs.values()), None)):
+            outputs = super().run(optimizer, batch_idx, kwargs)
         if (accumulation := self.strategy.accumulation) is not None:
             accumulation.end_loader_batch(self.visited)
         self.trainer.fit_loop.epoch_loop.end_full_window()  # type: ignore[attr-defined]  # it has been made an AccumulatingEpochLoop
@@ -190,14 +191,19 @@ class WindowClosure(Closure):
         if accumulation.plan is not None:
             return self._run_micro_batches()
         if self._strategy.guard is not None:
-            return self._run_guarded(self._strategy.guard)
+            return self._run_before_reduction(self._strategy.guard)
         if accumulation.is_plain():
             self._result = self.closure(*args, **kwargs)
             self._strategy.end_micro_batch()
             return self._result.loss
-        is_heard = self._strategy.audience.hears_micro_batch or self._backward_fn is None
-        self._result = self.closure(*args, **kwargs) if is_heard else self._run_unheard()
+        if self._strategy.row_wise is not None:
+            return self._run_before_reduction(None)
+        self._result = self._run_step()
         return self._strategy.end_micro_batch()
+
+    def _run_step(self) -> ClosureResult:
+        is_heard = self._strategy.audience.hears_micro_batch or self._backward_fn is None
+        return self.closure() if is_heard else self._run_unheard()
 
     def _run_unheard(self) -> ClosureResult:
         """As Lightning's closure, where nobody hears what it calls."""
@@ -214,19 +220,23 @@ class WindowClosure(Closure):
                 strategy.backward_without_hooks(result.closure_loss)
         return result
 
-    def _run_guarded(self, guard: Guard) -> Tensor | None:
-        """Run a loader batch that may be left out, so it neither ends its window nor is shown before it was looked at."""
+    def _run_before_reduction(self, guard: Guard | None) -> Tensor | None:
+        """Run a loader batch that does not end its window: it may be left out, or it has more backwards than one.
+
+        One that may be left out is not shown before it was looked at.
+        """
         strategy, trainer = self._strategy, self._strategy.trainer()
         accumulation = strategy.accumulation
         assert accumulation is not None
         ends_window, accumulation.is_boundary = accumulation.is_boundary, False
         accumulation.count_ahead(next(iter(self._kwargs.values())))
         with collecting_logs(trainer) if accumulation.policy.on_nonfinite == "skip" else nullcontext() as log:
-            guard.begin_micro_batch()
+            if guard is not None:
+                guard.begin_micro_batch()
             with strategy.blocked():
-                self._result = self.closure()
+                self._result = self.closure() if guard is not None else self._run_step()
                 strategy.end_micro_batch()
-            is_left_out = guard.end_micro_batch()
+            is_left_out = guard is not None and guard.end_micro_batch()
         if is_left_out:
             self._result = ClosureResult(None)
         if log is not None:

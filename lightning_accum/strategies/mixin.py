@@ -33,7 +33,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.snapshot import Keeper
-from lightning_accum.strategies.preparation import check_optimizers, guard
+from lightning_accum.strategies.preparation import check_optimizers, guard, row_wise
 from lightning_accum.strategies.window_hooks import WindowHooks
 from lightning_accum.user_warnings import rank_zero_warn
 
@@ -120,6 +120,7 @@ class AccumulationMixin(WindowHooks):
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
         assert module is not None
+        self.row_wise = row_wise(self.policy, module, self.root_device)
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)
             return
