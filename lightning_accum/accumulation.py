@@ -64,7 +64,7 @@ class Accumulation:
         self.boundary = Boundary(policy.tail)
         self.window = Window(ranks.device, ranks.size, ranks.group, counts_left_out=policy.on_nonfinite == "skip")
         # the totals are known before the backward, unless its gradient may still be left out of them
-        are_totals_known = ranks.size > 1 and splitting is None and policy.on_nonfinite == "propagate"
+        are_totals_known = ranks.size > 1 and splitting is None and policy.on_nonfinite == "propagate" and not policy.row_wise
         may_be_at_once = policy.weight == "auto" and are_totals_known
         self._terms_at_once = TermsAtOnce() if may_be_at_once else None
         self.weigher = Weigher(policy.weight, warn, hands_out_terms=self._terms_at_once is not None)
@@ -114,6 +114,8 @@ class Accumulation:
         """Called in every micro-batch that is added to the window, once its weight is known."""
         self.checks_left = 0
         """At how many loader batches more the check may be tried: until one has two rows on every rank."""
+        self.has_joint_loss = False
+        """The loss of a rank takes the rows of all ranks together."""
         self.verdict: Verdict | None = None
         """What the check found in this fit."""
         self._warn = warn
@@ -224,6 +226,11 @@ class Accumulation:
             The ``gradient`` for its backward; None for plain 1.
         """
         self.has_loss = True
+        if self.has_joint_loss and self.is_stand_in:
+            raise RuntimeError(
+                "This rank has run out of data, and its last batch stands in for the next, but the loss gathers the rows of all"
+                " ranks: those of this one would count twice. Give all ranks equally many batches (DistributedSampler, drop_last=True)."
+            )
         if self.sums is not None:
             self.sums.begin_backward(is_adding=not self.is_plain())
         if self.is_stand_in:
@@ -242,6 +249,12 @@ class Accumulation:
             if not self._is_one_micro_batch():
                 raise
             contribution = Contribution(None)  # nothing depends on its weight
+        if self.has_joint_loss and contribution.weight is None:
+            raise ValueError(
+                "The loss gathers the rows of all ranks, and is a sum: it may be the same on each, or that of its own rows."
+                ' Pass GradientAccumulation(weight="equal") for the mean over the ranks, as DistributedDataParallel takes it;'
+                " or divide it by the number of its own rows."
+            )
         self.weight = contribution.weight
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         # the weight in the wide type, if there is one

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parameter import is_lazy
 
 from lightning_accum.loops.results import collecting_logs
-from lightning_accum.splitting.few_rows import few_rows
+from lightning_accum.splitting.few_rows import different_rows, few_rows
 from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Rows, Verdict
@@ -89,6 +90,14 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         accumulation.weighs_terms,
         largest,
     )
+    if strategy.row_wise is not None and ranks.world_size > 1:
+        pair = different_rows(next(iter(kwargs.values())), strategy.samples_of_loader())
+        if takes_rows_of_other_ranks(check, pair, ranks.rank, largest):
+            accumulation.verdict = Verdict(None, seen="the loss takes the rows of all ranks together")
+            accumulation.has_joint_loss = True
+            if accumulation.boundary.size != 1:
+                raise MisconfigurationException(_OF_SEVERAL_BATCHES)
+            return
     verdict = check(rows[:number])
     accumulation.verdict = verdict
     if largest(float(not verdict.adds_up)) == 0:
@@ -106,6 +115,23 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         )
 
 
+def takes_rows_of_other_ranks(
+    check: Check, pair: tuple[Callable[[], Any], Callable[[], Any]], rank: int, largest: Callable[[float], float]
+) -> bool:
+    """Whether the loss of a rank is another where other ranks have other rows: it gathers them. Called on all ranks."""
+    has_changed = 0.0
+    own, other = pair
+    for still in (0, 1):
+        before, after = check.losses_of([own, own if rank % 2 == still else other])
+        if rank % 2 == still:
+            has_changed = max(has_changed, float(abs(after - before) > check.tolerance * max(abs(before), abs(after))))
+    return largest(has_changed) > 0
+
+
+_OF_SEVERAL_BATCHES = (
+    "The loss gathers the rows of all ranks, so it is one of all rows of its batch, and that of a window of several loader batches"
+    " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as fits."
+)
 _OF_TERMS = (
     "Each is weighed by itself where a window is one loader batch that is split:"
     " GradientAccumulation(micro_batch=..., weight=[TokenCount(), SampleCount()]), one weight for each term."

@@ -61,6 +61,23 @@ def few_rows(
     return found
 
 
+def different_rows(batch: Any, samples: Collection[int] = ()) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Two batches of as many rows of one, each made anew when it is asked for.
+
+    Raises:
+        CannotCheckError: there are no two rows in it, or none that can be found.
+    """
+    try:
+        layout = Layout.read(batch, samples=samples)
+    except UnsplittableBatchError as error:
+        raise CannotCheckError("the rows of the batch cannot be told apart") from error
+    if layout.size < 2:
+        raise CannotCheckError(f"the first batch has {layout.size} row{'s' * (layout.size != 1)}")
+    half = min(layout.size // 2, 4)
+    first, second = (range(half), range(half, 2 * half)) if half > 1 else ((0, 1), (1, 1))
+    return partial(layout.take, list(first)), partial(layout.take, list(second))
+
+
 def _cut(layout: Layout, sizes: Sequence[int]) -> Rows:
     bounds = list(accumulate(sizes, initial=0))
     parts = [partial(layout.take, list(range(start, stop))) for start, stop in pairwise(bounds)]

@@ -164,6 +164,32 @@ class Check:
                     return words
         return None
 
+    @property
+    def tolerance(self) -> float:
+        """What rounding makes of a number, in the coarsest type that anything was computed in so far."""
+        return float(self._mode.eps**0.6)
+
+    def losses_of(self, batches: Sequence[Callable[[], Any]]) -> list[float]:
+        """The losses of some batches, each run as if it were the first. Called on all ranks, with equally many.
+
+        Raises:
+            CannotCheckError: there is none.
+        """
+        found = []
+        with self._held():
+            assert self._snapshot is not None
+            for batch in batches:
+                self._snapshot.restore()
+                self._mode.restore()
+                self._mode.restart()
+                with self._mode:
+                    output = self._training_step(batch())
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                if loss is None:
+                    raise CannotCheckError("training_step returns None for some of the first rows")
+                found.append(float(loss.detach()))
+        return found
+
     # --- one comparison ---------------------------------------------------------------------------------------------
 
     def _look(self, rows: Rows, weight: Any) -> Verdict:

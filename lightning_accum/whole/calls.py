@@ -68,11 +68,11 @@ class _Outputs(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
             raise twice_differentiated(ctx.call.layer.name)
         ctx.call.add(gradients)
-        return None, None, None
+        return torch.zeros(()), None, None  # not None: hooks of others are on all leaves of a loss
 
 
 def twice_differentiated(name: str) -> RowWiseError:
@@ -181,7 +181,7 @@ class Call:
                 self._sizes.append([] if dim is None else [part.shape[dim] for part in of_parts])
         if self._trained:
             self.gradients = [None] * len(self._trained)
-            anchor = torch.empty((), requires_grad=True)
+            anchor = torch.zeros((), requires_grad=True)
             made = _Outputs.apply(anchor, self, [joined[place] for place in self._trained])  # type: ignore[no-untyped-call]
             for place, tensor in zip(self._trained, made, strict=True):
                 joined[place] = tensor

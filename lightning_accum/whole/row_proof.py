@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -213,37 +213,37 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
 
 
 class _Watch:
-    """The outputs of all modules inside of one, for two rows together and for each."""
+    """The inputs and outputs of all modules inside of one, for two rows together and for each."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._outputs: dict[str, dict[nn.Module, list[Any]]] = {"together": {}, "apart": {}}
+        self._seen: dict[str, dict[nn.Module, list[Any]]] = {"together": {}, "apart": {}}
 
     @contextmanager
     def as_(self, what: str) -> Iterator[None]:
         """The modules run in here."""
-        kept = self._outputs[what]
+        kept = self._seen[what]
 
-        def keep(module: nn.Module, _: Any, output: Any) -> None:
-            kept.setdefault(module, []).append(output)
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            kept.setdefault(module, []).append(((args, kwargs), output))
 
         with ExitStack() as stack:
             for inner in self._module.modules():
-                handle = inner.register_forward_hook(keep)
+                handle = inner.register_forward_hook(keep, with_kwargs=True)
                 stack.callback(handle.remove)
             yield
 
     def first_that_differs(self) -> tuple[str, nn.Module]:
-        """The module whose outputs for two rows are the first that are not those of each; its parts come before it."""
+        """The first module with other outputs for two rows than for each, from inputs that are the same; its parts come first."""
         names = {inner: name for name, inner in self._module.named_modules()}
-        for inner, outputs in self._outputs["together"].items():
-            apart = self._outputs["apart"].get(inner, [])
-            if len(outputs) == 1 and len(apart) == 2:
-                try:
-                    if _dims(outputs[0], apart) is None:
-                        return names[inner], inner
-                except UnknownObjectError:
-                    continue
+        for inner, together in self._seen["together"].items():
+            apart = self._seen["apart"].get(inner, [])
+            if len(together) != 1 or len(apart) != 2:
+                continue
+            with suppress(UnknownObjectError):
+                inputs, outputs = (_dims(together[0][which], [seen[which] for seen in apart]) for which in (0, 1))
+                if inputs is not None and outputs is None:
+                    return names[inner], inner
         return "", self._module
 
 
