@@ -13,6 +13,7 @@ from lightning_accum.boundary import Boundary
 from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.lr_schedule import StepClock
+from lightning_accum.parameter_changes import ParameterChanges
 from lightning_accum.policy import Policy, window_in_words
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.attempts import Splitting
@@ -27,7 +28,7 @@ from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
 
 _COUNTED = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
-_STATE = ("format", *_COUNTED, "is_at_boundary", "is_checked")
+_STATE = ("format", *_COUNTED, "is_at_boundary", "checked_weight")
 """What :meth:`Accumulation.state_dict` always has."""
 
 
@@ -110,6 +111,10 @@ class Accumulation:
         """The loader batch in hand stands in for one that this rank does not have: it weighs nothing."""
         self.has_loss = False
         """The micro-batch in hand gave one."""
+        self._has_run_without_loss = False
+        """In this window training_step has returned None."""
+        self.is_step = False
+        """The window that ended last counts as an optimizer step: it has weight, or, as in Lightning, no loss at all."""
         self.before_backward: Callable[[], None] | None = None
         """Called in every micro-batch that is added to the window, once its weight is known."""
         self.checks_left = 0
@@ -118,6 +123,10 @@ class Accumulation:
         """The loss of a rank takes the rows of all ranks together."""
         self.verdict: Verdict | None = None
         """What the check found in this fit."""
+        self._was_checked = False
+        """It was made before the checkpoint that training goes on from, with the same weight."""
+        self.changes = ParameterChanges(warn if policy.check else None)
+        """Finds parameters that change inside a window."""
         self._warn = warn
         self._warned: set[str] = set()
 
@@ -168,8 +177,9 @@ class Accumulation:
         self.clock.hold()
         self.total_weight = float(state["total_weight"])
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
-        if state.get("is_checked"):
-            self.checks_left = 0
+        self._was_checked = state.get("checked_weight") == self.policy.weight_in_words
+        if self._was_checked and self.checks_left:
+            self.checks_left, self.verdict = 0, Verdict(None, seen="the checkpoint is of a training that was")
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
             self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
         if self.splitting is not None and "padding" in state:
@@ -229,7 +239,7 @@ class Accumulation:
         if self.has_joint_loss and self.is_stand_in:
             raise RuntimeError(
                 "This rank has run out of data, and its last batch stands in for the next, but the loss gathers the rows of all"
-                " ranks: those of this one would count twice. Give all ranks equally many batches (DistributedSampler, drop_last=True)."
+                " ranks: those of this one would count twice. Give all ranks equally many batches (drop_last=True)."
             )
         if self.sums is not None:
             self.sums.begin_backward(is_adding=not self.is_plain())
@@ -290,8 +300,10 @@ class Accumulation:
         Returns:
             Whether the micro-batch had a loss.
         """
-        had_loss, self.has_loss, self.batch = self.has_loss, False, None
+        had_loss, has_batch = self.has_loss, self.batch is not None and not self.is_stand_in
+        self.has_loss, self.batch = False, None
         if not had_loss:
+            self._has_run_without_loss |= has_batch
             self.weight, self.closed = 0.0, None
             if self.is_plain():
                 self.closed = ClosedWindow(math.nan, 0.0, 0, is_empty=True)
@@ -347,6 +359,7 @@ class Accumulation:
 
     def close(self, seen: int, parameters: Iterable[Tensor]) -> ClosedWindow:
         """End the window with loader batch number ``seen``: its gradients become the full batch's."""
+        self.changes.end(self.window.micro_batches)
         if self.sums is None:
             self.closed = self.window.close([parameter.grad for parameter in parameters if parameter.grad is not None])
         else:
@@ -388,12 +401,12 @@ class Accumulation:
             self._add_weight(self.closed)
 
     def _add_weight(self, closed: ClosedWindow) -> None:
-        if closed.is_empty:
+        if closed.is_empty and not self.is_step:
             self._warn_once(
-                "A window ended without any weight (all labels ignored, no loss, or nothing finite): there is no optimizer step for"
-                " it, parameters and optimizer state stay as they are."
+                "A window ended without any weight (all labels ignored, no batch, or nothing finite): there is no optimizer step"
+                " for it, parameters and optimizer state stay as they are."
             )
-        else:
+        elif not closed.is_empty:
             self.total_weight = self.total_weight + closed.weight
 
     def _end(self, seen: int) -> None:
@@ -408,6 +421,8 @@ class Accumulation:
         if self.sums is not None:
             self.sums.clear()
         self.window_tokens, self.position, self._micro_batches_done = None, 0, 0
+        self.is_step = self.closed is not None and (not self.closed.is_empty or self._is_without_loss(self.closed))
+        self._has_run_without_loss = False
 
     def discard(self, seen: int) -> int:
         """Forget the unfinished window. Returns the loader batches that it had."""
@@ -416,6 +431,11 @@ class Accumulation:
         self.closed = None
         self._end(seen)
         return lost
+
+    def _is_without_loss(self, closed: ClosedWindow) -> bool:
+        """training_step ran, and returned None in all of the window."""
+        has_run = self._has_run_without_loss or self.world_size > 1  # all ranks are to come to the same answer
+        return closed.is_empty and closed.micro_batches == closed.left_out == 0 and has_run
 
     def after_optimizer_step(self, has_stepped: bool) -> None:
         """Count the step for the schedulers."""
@@ -489,6 +509,7 @@ class Accumulation:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on counting."""
+        is_checked = self._was_checked or (self.verdict is not None and self.verdict.deviation is not None)
         state: dict[str, Any] = {
             "format": FORMAT,
             "epoch": self.epoch,
@@ -497,7 +518,7 @@ class Accumulation:
             "total_weight": float(self.total_weight),
             "skipped_micro_batches": self.total_left_out,
             "is_at_boundary": self.position == 0,
-            "is_checked": self.checks_left == 0,
+            "checked_weight": self.policy.weight_in_words if is_checked else "",
         }
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()

@@ -103,7 +103,7 @@ def _first(own: Failure | None = None, patience: float = 0.0) -> Failure | None:
 
     def ask() -> None:
         with suppress(Exception):
-            # private, but the public ProcessGroup.get_group_store of torch 2.13 is not in 2.5; the same in both
+            # private, but the public ProcessGroup.get_group_store of torch 2.13 is not in 2.6; the same in both
             from torch.distributed.distributed_c10d import _get_default_store
 
             store = _get_default_store()

@@ -15,6 +15,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from lightning_accum import seams
+
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     """The Trainer's callbacks, to read and to add to."""
@@ -103,11 +105,12 @@ class Audience:
     """Who hears what Lightning calls in a training.
 
     Args:
-        trainer: whose callbacks, module, data, strategy and precision plugin may listen.
+        trainer: whose callbacks, module, data, strategy and precision plugin may listen. Where Lightning's methods are not those
+            that were read, everybody is taken to: all that Lightning calls is called.
 
     Attributes:
         has_own_transfer: a batch may be another on the device than on the host: augmented, or moved by the user's own rules.
-        is_profiled: somebody reads how long Lightning's calls take.
+        is_profiled: somebody reads how long Lightning's calls take, or it is not known what they are.
         is_more_than_callbacks: not only callbacks have hooks around a loader batch, or its way to the device.
         hears_start: a callback has one before a loader batch is trained on.
         hears_end: a callback has one after.
@@ -119,7 +122,7 @@ class Audience:
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._is_read = trainer, not seams.changed()
         self._look()
 
     def look_again(self) -> None:
@@ -143,7 +146,7 @@ class Audience:
             + ([] if (data := _data_of(trainer)) is None else [(data, _HOOKS_OF_A_TRANSFER)])
             + [(trainer.strategy, _HOOKS_OF_A_STRATEGY), (trainer.precision_plugin, _HOOKS_OF_A_PRECISION)]
         )
-        self.has_own_transfer, self.is_profiled = _has_own_transfer(trainer), _is_profiled(trainer)
+        self.has_own_transfer, self.is_profiled = _has_own_transfer(trainer), _is_profiled(trainer) or not self._is_read
         self.is_more_than_callbacks = self.is_profiled or _is_batch_heard(trainer)
         self.hears_start, self.hears_end = (
             not all(_is_inherited(callback, pl.Callback, (hook,)) for callback in self._callbacks)
@@ -151,7 +154,7 @@ class Audience:
         )
         self.hears_micro_batch = self.is_profiled or _is_micro_batch_heard(trainer)
         self.hears_step = self.is_profiled or _is_step_heard(trainer)
-        self.is_step_bare = _is_step_bare(trainer)
+        self.is_step_bare = self._is_read and _is_step_bare(trainer)
         owners: list[Any] = [callback for callback in self._callbacks if not isinstance(callback, Checkpoint)]
         owners.append(trainer.lightning_module)
         self.step_counters = [owner for owner in owners if _reads(owner, "on_train_batch_end", "global_step")]

@@ -94,16 +94,19 @@ class Policy:
         Args:
             size: loader batches in a window now.
         """
-        weight = self.weight if isinstance(self.weight, str) else getattr(self.weight, "__name__", repr(self.weight))
-        if " at 0x" in weight:  # which is not the same in another process
-            weight = type(self.weight).__name__
         if isinstance(self.window, Tokens):
             what = "tokens as a function tells" if callable(self.window.count) else f"{self.window.count} tokens"
         elif isinstance(self.window, Mapping):
             what = f"{dict(self.window)} loader batches by epoch"
         else:
             what = "loader batches as a function tells" if callable(self.window) else f"{self.window or size} loader batches"
-        return f"{what} (weight: {weight})"
+        return f"{what} (weight: {self.weight_in_words})"
+
+    @property
+    def weight_in_words(self) -> str:
+        """What weighs micro-batches, for a comparison with that of a checkpoint."""
+        weight: str = self.weight if isinstance(self.weight, str) else getattr(self.weight, "__name__", repr(self.weight))
+        return type(self.weight).__name__ if " at 0x" in weight else weight  # which is not the same in another process
 
     def may_be_longer_than_one(self, trainers_own: int) -> bool:
         """Whether a window may have several loader batches."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from support import ddp, loader, relative_error, train_by_hand, trainer
+from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
+from support import ddp, loader, pad, relative_error, sentences, train_by_hand, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -131,6 +133,59 @@ def test_the_mean_of_means_and_no_check_can_be_had(policy: dict[str, Any]) -> No
     assert module.steps == 2
 
 
+@pytest.mark.parametrize(
+    ("policy", "batch_rows", "reason"),
+    [
+        ({"window": 2, "check": False}, 8, None),
+        ({"window": 1}, 8, None),
+        ({"window": 2, "weight": "equal"}, 8, "a mean of means was asked for"),
+        ({"window": 2}, 1, "the first batch has 1 row"),
+        ({"micro_batch": 2, "batch_norm": "exact"}, 8, "micro-batches meet in their BatchNorm layers"),
+        ({"micro_batch": 4, "split": lambda batch, size: [batch]}, 8, "split= does not cut a micro-batch in two"),
+    ],
+)
+def test_the_line_at_the_start_says_why_a_fit_is_not_checked(
+    policy: dict[str, Any], batch_rows: int, reason: str | None, caplog: Any
+) -> None:
+    module = Classifier(F.cross_entropy)
+    if "batch_norm" in policy:
+        module.net.append(nn.BatchNorm1d(4).double())
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(callbacks=[GradientAccumulation(**policy)]).fit(module, loader(batches(batch_rows)))
+    (line,) = [record.message for record in caplog.records if record.message.startswith("GradientAccumulation: ")]
+    assert (f"; not checked: {reason}" in line) if reason else "checked" not in line
+
+
+def test_a_module_that_optimizes_by_itself_is_not_checked_and_the_line_says_so(caplog: Any) -> None:
+    class ByItself(Classifier):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        _fit(ByItself(F.cross_entropy), GradientAccumulation(2))
+    assert any("; not checked: training_step steps" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("before", [{"check": False}, {"weight": "equal"}, {"weight": SampleCount()}])
+def test_a_fit_that_goes_on_from_one_that_was_not_checked_is(before: dict[str, Any], tmp_path: Any) -> None:
+    first = trainer(callbacks=[GradientAccumulation(2, **before)], max_epochs=1)
+    first.fit(Classifier(F.cross_entropy), loader(batches()))
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    second = trainer(callbacks=[GradientAccumulation(2)], max_epochs=2)
+    with pytest.raises(DoesNotAddUpError):
+        second.fit(
+            Classifier(DO_NOT["a constant divisor in a tensor"]),
+            loader(batches()),
+            ckpt_path=tmp_path / "one.ckpt",
+            weights_only=False,
+        )
+
+
 def test_a_window_of_one_batch_on_one_rank_is_plain_lightning() -> None:
     calls = []
     module = Classifier(lambda o, t: calls.append(1) or DO_NOT["contrastive"](o, t))
@@ -184,7 +239,7 @@ def test_a_checked_fit_is_not_checked_again_when_it_is_resumed(tmp_path: Any) ->
     first.save_checkpoint(tmp_path / "one.ckpt")
     calls.clear()
     second = trainer(callbacks=[GradientAccumulation(2)], max_epochs=2)
-    second.fit(module(), loader(batches()), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    second.fit(module(), loader(batches()), ckpt_path=tmp_path / "one.ckpt")
     assert calls == [8] * 4
 
 
@@ -262,3 +317,76 @@ def test_token_counts_that_forget_the_shift_are_found() -> None:
     trainer(callbacks=[GradientAccumulation(2, weight=TokenCount())]).fit(Shifting(F.cross_entropy), data)
     with pytest.raises(DoesNotAddUpError, match=r"weight=.auto.|weight=TokenCount\(\)"):
         trainer(callbacks=[GradientAccumulation(2, weight=TokenCount(shift=False))]).fit(Shifting(F.cross_entropy), data)
+
+
+# --- sharded modules --------------------------------------------------------------------------------------------------
+
+
+class Sharded(ShardedLanguage):
+    """Checked after a validation, which leaves parameters gathered, on ranks whose batches have other sizes."""
+
+    def __init__(self, seen: str = "") -> None:
+        super().__init__()
+        self.seen = seen
+
+    def train_dataloader(self) -> Any:
+        rows, rank = sentences(30), self.trainer.global_rank
+        return loader([pad(rows[i + 2 * rank : i + 5]) for i in range(0, 30, 5)])
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        Path(f"rank{self.global_rank}").write_text(str(self.trainer.strategy.accumulation.verdict))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.seen == "fails" and len(batch["labels"]) == 1:
+            raise ValueError("one row")
+        if self.seen == "none" and len(batch["labels"]) == 1 and self.global_rank == 1:
+            self.net(batch["input_ids"])
+            return None
+        if self.seen == "pairs":
+            hidden = self.net(batch["input_ids"]).mean(1)
+            return ((hidden @ hidden.T).logsumexp(1) - (hidden * hidden).sum(1)).mean()
+        if self.seen == "constant":
+            return self.net(batch["input_ids"]).square().mean() * (1 + self.net.head.weight.shape[0] / len(batch["labels"]))
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_sharded(engine: str, module: pl.LightningModule, **policy: Any) -> pl.Trainer:
+    of_engine: dict[str, Any] = (
+        {"strategy": fsdp2()} if engine == "fsdp2" else {"strategy": fsdp1(), "plugins": [DoublePrecision()]}
+    )
+    run = trainer(devices=2, num_sanity_val_steps=1, callbacks=[GradientAccumulation(2, **policy)], **of_engine)
+    run.fit(module)
+    return run
+
+
+@needs_sharding_on_cpu
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize("seen", ["", "fails", "none"])
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_sharded_modules_train_as_without_the_check(engine: str, seen: str, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    checked = _fit_sharded(engine, Sharded(seen)).whole
+    verdicts = {
+        "": ("checked: adds up to ", "checked: adds up to "),
+        "fails": ("not checked: training_step raises ValueError", "not checked: training_step raises ValueError"),
+        "none": ("not checked: another rank cannot", "not checked: training_step returns None"),
+    }
+    assert all(Path(f"rank{rank}").read_text().startswith(verdict) for rank, verdict in enumerate(verdicts[seen]))
+    unchecked = _fit_sharded(engine, Sharded(seen), check=False).whole
+    assert all(torch.equal(checked[name], value) for name, value in unchecked.items())
+
+
+@needs_sharding_on_cpu
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("seen", ["pairs", "constant"])
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_sharded_losses_that_do_not_add_up_are_refused(engine: str, seen: str, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exception, match="do not add up"):
+        _fit_sharded(engine, Sharded(seen))

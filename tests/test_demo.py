@@ -159,7 +159,7 @@ def test_the_demo_trains_in_processes_and_writes_its_files(tmp_path: Path, capsy
 def test_mixes_that_this_torch_cannot_run_are_left_out_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(run_module, "can_run", lambda mix: can_run(mix, "2.5.1"))
+    monkeypatch.setattr(run_module, "can_run", lambda mix: can_run(mix, "2.6.0"))
     trained: list[Mix] = []
 
     def train_none(mixes: list[Mix], *arguments: object) -> None:

@@ -168,7 +168,7 @@ def test_inf_on_one_rank_holds_the_scheduler_on_all() -> None:
     assert module.total == 2.0
 
 
-def test_loader_with_none_batches_counts_no_step_for_empty_windows() -> None:
+def test_windows_of_which_the_loader_gives_none_are_no_steps() -> None:
     module = Scheduled([x(1), x(2), None, None, x(3), x(4)])
     run = trainer(callbacks=[GradientAccumulation(2)])
     run.fit(module, loader(module.batches))
@@ -189,7 +189,7 @@ POLICIES = {
     ("missing", "policy"),
     [*(("loss", name) for name in POLICIES), *(("labels", name) for name, p in POLICIES.items() if "micro_batch" in p)],
 )
-def test_a_window_without_a_loss_is_no_optimizer_step_however_its_batch_runs(missing: str, policy: str) -> None:
+def test_a_window_without_a_loss_changes_nothing_and_counts_alike_however_its_batch_runs(missing: str, policy: str) -> None:
     class Momentum(Scheduled):
         """Gradients that are zeros, and not None, would be steps of the momentum and the weight decay."""
 
@@ -210,11 +210,37 @@ def test_a_window_without_a_loss_is_no_optimizer_step_however_its_batch_runs(mis
             return [self.optimizer], schedulers
 
     nothing, batches = x(math.nan, math.nan), [x(1, 2), x(3, 4, 5), x(6)]
-    expected = Momentum(batches)
+    loaded = [nothing, batches[0], nothing, nothing, *batches[1:], None, nothing]
+    expected, module = Momentum([]), Momentum([])
     trainer("auto").fit(expected, loader(batches))
-    module = Momentum([])
     run = trainer(callbacks=[GradientAccumulation(**POLICIES[policy])])
-    run.fit(module, loader([nothing, batches[0], nothing, nothing, *batches[1:], None, nothing]))
-    assert run.global_step == len(module.gradients) == 3
-    assert module.stepped_at() == expected.stepped_at() == [1, 2, 3]
+    run.fit(module, loader(loaded))
     assert module.w.item() == pytest.approx(expected.w.item(), rel=1e-12)
+    assert len(module.gradients) == 3
+    if missing == "labels":
+        assert run.global_step == 3
+        assert module.stepped_at() == expected.stepped_at() == [1, 2, 3]
+    else:  # training_step returns None
+
+        class Counted(Momentum):
+            def on_before_optimizer_step(self, optimizer) -> None:
+                """Gradients are None there."""
+
+        lightning, counted = trainer("auto"), Counted([])
+        lightning.fit(counted, loader(loaded))
+        assert run.global_step == lightning.global_step == module.schedulers[0].last_epoch == 7
+
+
+@pytest.mark.parametrize("policy", [{}, {"micro_batch": 1}, {"window": 2}], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_module_that_never_gives_a_loss_comes_to_its_last_step(ranks: int, policy: dict) -> None:
+    class Nothing(Scheduled):
+        def training_step(self, batch, batch_idx) -> None:
+            return None
+
+        def on_train_end(self) -> None:
+            assert self.trainer.global_step == 3  # an error on any rank fails the fit
+
+    module = Nothing([x(1, 2)] * 4)
+    strategy, devices = ("accum", 1) if ranks == 1 else (ddp(), 2)
+    trainer(strategy, devices=devices, max_epochs=-1, max_steps=3, callbacks=[GradientAccumulation(**policy)]).fit(module)

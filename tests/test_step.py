@@ -432,11 +432,13 @@ def test_empty_window_leaves_parameters_and_optimizer_state_untouched_and_warns_
         def configure_optimizers(self):
             return Counts(self.parameters(), lr=1.0)
 
-    module = Uses([NONE_LOSS, NONE_LOSS, None, NONE_LOSS, x(1), x(2)])
+    module = Uses([None, None, NONE_LOSS, NONE_LOSS, None, NONE_LOSS, None, None, x(1), x(2)])
+    run = trainer(callbacks=[GradientAccumulation(2)])
     with pytest.warns(UserWarning, match="without any weight") as caught:
-        trainer(callbacks=[GradientAccumulation(2)]).fit(module)
+        run.fit(module)
     assert sum("without any weight" in str(warning.message) for warning in caught) == 1
     assert Counts.calls == 1
+    assert run.global_step == 3  # as in Lightning, what returns None counts
 
 
 class GradientsAt(Callback):

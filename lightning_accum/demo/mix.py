@@ -84,7 +84,7 @@ def can_run(mix: Mix, torch_version: str = torch.__version__) -> bool:
 
     Example:
         >>> sharded = Mix("lightning_accum", ranks=2, window=4, batch=4, is_sharded=True)
-        >>> can_run(sharded, "2.5.1"), can_run(sharded, "2.13.0+cpu"), can_run(FULL_BATCH, "2.5.1")
+        >>> can_run(sharded, "2.6.0"), can_run(sharded, "2.13.0+cpu"), can_run(FULL_BATCH, "2.6.0")
         (False, True, True)
     """
     version = tuple(int(part) for part in torch_version.split(".")[:2])

@@ -1,7 +1,6 @@
 """The places where Lightning's training loop decides about accumulation, handed over to the strategy.
 
-This folder is the only place that touches Lightning's internals (underscored names). All were read in Lightning 2.6.6;
-``tests/test_lightning_internals.py`` fails loudly when a release moves one.
+This folder is the only place that touches Lightning's internals (underscored names). Each is a row of the table in ``seams.py``.
 
 The loops of a Trainer keep their identity and their progress, since checkpoints, tuners and callbacks hold on to them: each
 gets a subclass of its own class instead of a successor, for as long as a fit takes.
@@ -25,7 +24,7 @@ from lightning_accum.loops.loggers import WindowRows
 from lightning_accum.loops.manual import WindowManualOptimization
 from lightning_accum.loops.optimization import WindowOptimization, loss_unlogged
 from lightning_accum.loops.results import BatchResults
-from lightning_accum.loops.seams import specialised
+from lightning_accum.loops.specialised import specialised
 from lightning_accum.loops.trainer import AccumulatingTrainer
 from lightning_accum.loops.uneven import PatientSignals, UnrepeatingData, stop
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -21,7 +20,7 @@ from lightning_accum.boundary import Boundary
 from lightning_accum.loops.first_batch import check_first_batch
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.results import current_hook
-from lightning_accum.loops.seams import specialised
+from lightning_accum.loops.specialised import specialised
 from lightning_accum.loops.uneven import EvenFetcher, Lengths, is_agreeing
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
 
 _SHARES_SIGTERM = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
-_IS_READ = pl.__version__.startswith(("2.5.", "2.6."))
-"""What a loader batch is to Lightning was read in these versions; it is left to any other."""
 
 
 class AccumulatingFitLoop(_FitLoop):
@@ -135,7 +132,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             self._advance_unheard(data_fetcher)
 
     def _is_restarting_or_unknown(self, data_fetcher: _DataFetcher) -> bool:
-        is_known = _IS_READ and type(data_fetcher) in (_PrefetchDataFetcher, EvenFetcher)
+        is_known = type(data_fetcher) in (_PrefetchDataFetcher, EvenFetcher)
         return not is_known or self.strategy.accumulation is None or self.restarting or self.val_loop.restarting
 
     def _advance_unheard(self, data_fetcher: _DataFetcher) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -17,10 +19,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parameter import is_lazy
 
 from lightning_accum.loops.results import collecting_logs
-from lightning_accum.splitting.few_rows import different_rows, few_rows
+from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Rows, Verdict
+from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Verdict
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
@@ -34,15 +36,16 @@ def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callabl
 
     It runs in full precision, where rounding is the least; a module's loss hardly changes by that.
     """
-    precision = trainer.precision_plugin
+    strategy, precision = cast("AccumulationMixin", trainer.strategy), trainer.precision_plugin
 
     def training_step(batch: Any) -> Any:
         is_half = isinstance(precision, HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
         is_plain = isinstance(precision, (MixedPrecision, HalfPrecision)) and not is_half
         context = nullcontext() if is_plain else precision.train_step_context()
+        arguments = {**kwargs, next(iter(kwargs)): batch}
         with torch.enable_grad(), context, collecting_logs(trainer):
-            arguments = {**kwargs, next(iter(kwargs)): batch}
-            return call._call_lightning_module_hook(trainer, "training_step", *arguments.values())
+            step = partial(call._call_lightning_module_hook, trainer, "training_step")
+            return strategy.run_as_engine(step, *arguments.values())
 
     return training_step
 
@@ -61,49 +64,59 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     accumulation, policy, ranks = strategy.accumulation, strategy.policy, strategy.ranks
     assert accumulation is not None
     assert ranks is not None
+    if strategy.is_waited_for_in_forward and accumulation.position:
+        return  # the engine has gradients of its own, until the window ends
 
     def largest(number: float) -> float:
         return ranks.largest(number)[0]
 
     accumulation.checks_left -= 1
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
-    rows: list[Rows] = []
+    found: FewRows | SplitRows | None = None
     reason = "a rank has no batch of two rows"
     try:
-        if any(map(is_lazy, trainer.lightning_module.parameters())):
+        if any(map(is_lazy, chain(trainer.lightning_module.parameters(), trainer.lightning_module.buffers()))):
             raise CannotCheckError("lazy layers are made by the first batch")
         if kwargs and not accumulation.is_stand_in:
-            rows = few_rows(next(iter(kwargs.values())), size, policy.split, strategy.samples_of_loader())
+            batch = next(iter(kwargs.values()))
+            samples = strategy.samples_of_loader()
+            found = FewRows(batch, samples) if policy.split is None else SplitRows(batch, policy.split, size)
     except CannotCheckError as error:
         reason = str(error)
-    number = int(-largest(-len(rows)))  # as many forwards on every rank: they may wait for each other in one
-    if number == 0:
+    number = int(-largest(0 if found is None else -found.number))  # as many forwards on every rank: they may wait for each other
+    rows = [] if found is None or number < 2 else found.ways(number, size)
+    rows = rows[: int(-largest(-len(rows)))]
+    if not rows:
         accumulation.verdict = Verdict(None, seen=reason)
         return
     was_late, accumulation.checks_left = accumulation.verdict is not None, 0
-    module = trainer.lightning_module
+    strategy.sync.reshard()
     check = Check(
-        module,
+        trainer.lightning_module,
         unlogged_step(trainer, kwargs),
         partial(strategy.keeper.take, watches_parameters=False),
         policy.weight,
+        strategy.sync,
         accumulation.weighs_terms,
         largest,
     )
     if strategy.row_wise is not None and ranks.world_size > 1:
-        pair = different_rows(next(iter(kwargs.values())), strategy.samples_of_loader())
-        if takes_rows_of_other_ranks(check, pair, ranks.rank, largest):
+        assert isinstance(found, FewRows)
+        if takes_rows_of_other_ranks(check, found.two(number), ranks.rank, largest):
             accumulation.verdict = Verdict(None, seen="the loss takes the rows of all ranks together")
             accumulation.has_joint_loss = True
             if accumulation.boundary.size != 1:
                 raise MisconfigurationException(_OF_SEVERAL_BATCHES)
             return
-    verdict = check(rows[:number])
-    accumulation.verdict = verdict
+    verdict = check(rows)
     if largest(float(not verdict.adds_up)) == 0:
+        is_unchecked = largest(float(verdict.deviation is None))
+        worst = largest(verdict.deviation or 0.0)
+        if verdict.deviation is not None:
+            verdict = Verdict(None, seen="another rank could not be") if is_unchecked else replace(verdict, deviation=worst)
         if was_late:
             rank_zero_info(f"GradientAccumulation: {verdict}.")
-    elif largest(float(verdict.has_terms)):
+    elif largest(float(verdict.has_terms)) and strategy.row_wise is None:
         if not verdict.adds_up:
             rank_zero_warn(
                 f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} rows of the first batch,"
@@ -111,8 +124,9 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
             )
     else:
         raise DoesNotAddUpError(
-            _message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows[:number]))
+            _message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows), policy.row_wise)
         )
+    accumulation.verdict = verdict
 
 
 def takes_rows_of_other_ranks(
@@ -143,15 +157,23 @@ def _sizes(verdict: Verdict) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def _message(verdict: Verdict, weight: Any, mend: str | None) -> str:
+_OF_ROW_WISE = (
+    "With row_wise= the loss sees one loader batch of one rank as a whole: have the loader yield the batch that is wanted (a window"
+    " of 1), and have training_step gather the rows of several ranks: self.all_gather(..., sync_grads=True)."
+)
+_OF_PAIRS = (
+    "No weight that was tried makes them add up: such a loss compares the rows of its batch, or divides by what no count shows."
+    " Have it see the whole batch, of which submodules run in micro-batches: GradientAccumulation(micro_batch=...,"
+    ' row_wise="encoder") with their names and a window of 1; or pass the weight that its mean is divided by, as a function of the'
+    " batch."
+)
+
+
+def _message(verdict: Verdict, weight: Any, mend: str | None, row_wise: tuple[str, ...]) -> str:
     seen = "on another rank" if verdict.adds_up else verdict.in_words
-    mends = (
-        f"Pass GradientAccumulation({mend}): with it they add up."
-        if mend is not None
-        else "No weight that was tried makes them add up: such a loss compares the rows of its batch, or divides by what no count"
-        " shows. Have the batch run whole (a window of 1, without micro_batch=), or pass the weight that its mean is divided by, as"
-        " a function of the batch."
-    )
+    mends = f"Pass GradientAccumulation({mend}): with it they add up."
+    if mend is None:
+        mends = _OF_ROW_WISE if row_wise else _OF_PAIRS
     return (
         "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch:"
         f" {sum(verdict.rows)} rows of the first batch, in parts of {_sizes(verdict)} weighed by weight={weight!r}: {seen}."

@@ -29,14 +29,14 @@ class WindowManualOptimization(_ManualOptimization):
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         manual = self.strategy.manual
         if manual is None:
-            with self.strategy.around_loader_batch(next(iter(kwargs.values()), None)):
+            with self.strategy.running_row_wise(next(iter(kwargs.values()), None)):
                 return super().run(kwargs)
         epoch_loop, batch = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop), next(iter(kwargs.values()), None)
         self._is_boundary, self._plan = epoch_loop.begin_loader_batch(manual.windows.boundary), manual.plan(batch)
         self.strategy.begin_manual_loader_batch()
         if self._plan is None:
             manual.windows.begin_micro_batch(batch, self._is_boundary)
-        with self.strategy.around_loader_batch(batch):
+        with self.strategy.running_row_wise(batch):
             outputs = super().run(kwargs)
         manual.windows.end_loader_batch(epoch_loop.batch_progress.total.ready)
         manual.announce(batch, self.trainer.accumulate_grad_batches)

@@ -26,6 +26,7 @@ from lightning_accum.splitting.proofs import Verdict
 from lightning_accum.splitting.trimming import difference_by_padding
 
 if TYPE_CHECKING:
+    from lightning_accum.accumulation import Accumulation
     from lightning_accum.loops.epochs import AccumulatingEpochLoop
     from lightning_accum.nonfinite import Guard
     from lightning_accum.strategies.mixin import AccumulationMixin
@@ -42,8 +43,7 @@ class WindowOptimization(_AutomaticOptimization):
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        with self.strategy.around_loader_batch(next(iter(kwargs.values()), None)):
-            outputs = super().run(optimizer, batch_idx, kwargs)
+        outputs = super().run(optimizer, batch_idx, kwargs)
         if (accumulation := self.strategy.accumulation) is not None:
             accumulation.end_loader_batch(self.visited)
         self.trainer.fit_loop.epoch_loop.end_full_window()  # type: ignore[attr-defined]  # it has been made an AccumulatingEpochLoop
@@ -100,6 +100,9 @@ class WindowOptimization(_AutomaticOptimization):
             if not accumulation.is_zero_grad_due:  # a micro-batch of the same batch
                 return
             accumulation.is_zero_grad_due = False
+            # parameters of sharded modules are others between forward and backward
+            if not (accumulation.is_plain() or self.strategy.is_waited_for_in_forward):
+                accumulation.changes.begin(self.trainer.lightning_module, accumulation.epoch)
             if not self.strategy.audience.hears_micro_batch:
                 progress = self.optim_progress.optimizer.zero_grad
                 progress.increment_ready()
@@ -135,7 +138,7 @@ class WindowOptimization(_AutomaticOptimization):
         else:
             self._unheard_optimizer_step(train_step_and_backward_closure)
         strategy.after_optimizer_step()
-        if strategy.accumulation.is_closed_empty:  # no step was taken, none is counted
+        if not strategy.accumulation.is_step:  # none is counted
             for tracker in (self.optim_progress.optimizer.step.total, self.optim_progress.optimizer.step.current):
                 tracker.ready -= 1
                 tracker.completed -= 1
@@ -172,6 +175,10 @@ class WindowClosure(Closure):
                 "The optimizer calls its closure more than once in a step, as LBFGS does. A window of several loader batches"
                 " cannot be run again: their data is gone. Use a window of 1, or another optimizer."
             )
+        with self._strategy.running_row_wise(next(iter(self._kwargs.values()), None)):
+            return self._run_or_stand_in(accumulation, *args, **kwargs)
+
+    def _run_or_stand_in(self, accumulation: Accumulation, *args: Any, **kwargs: Any) -> Tensor | None:
         if not accumulation.is_stand_in:
             return self._run(*args, **kwargs)
         if self._zero_grad_fn is not None:  # what it does to the module is to last

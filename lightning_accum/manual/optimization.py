@@ -220,7 +220,9 @@ class ManualOptimization:
         parts = [window_in_words(loader_batches, windows.ranks.size, samples)]
         if self.splitting is not None:
             parts.append(f"each runs {self.splitting.describe()}")
+        is_checked = self._strategy.policy.check
         parts.append("the module optimizes by itself")
+        parts += ["not checked: training_step steps"] * is_checked
         for number, call in enumerate(windows.calls, 1):
             name = "window/loss" if number == 1 else f"window/loss_{number}"
             parts.append(f"{name} is that of manual_backward in {call.line}, weight: {call.weigher.criterion}")

@@ -16,66 +16,99 @@ from lightning_accum.splitting.padding import IGNORE_INDEX
 from lightning_accum.weighing.check import CannotCheckError, Rows, parts_of
 
 
-def few_rows(
-    batch: Any,
-    micro_batch: int | None,
-    split: Callable[[Any, int], Sequence[Any]] | None = None,
-    samples: Collection[int] = (),
-) -> list[Rows]:
-    """The first rows of a batch, in two ways: with a part of one row, and without. Where labels may be missing, also with a part
-    that has none.
+class FewRows:
+    """The first rows of a batch.
 
     Args:
         batch: as ``training_step`` gets it.
-        micro_batch: rows that fit into memory; None for all of them.
-        split: cuts the batch, see :class:`~lightning_accum.GradientAccumulation`.
         samples: how many of them the loader puts into a batch, where it says so.
+
+    Attributes:
+        number: how many rows it has.
 
     Raises:
         CannotCheckError: there are no two rows in it, or none that can be found.
 
     Example:
-        >>> rows, _ = few_rows([torch.arange(12).reshape(6, 2)], None)
+        >>> rows, _ = FewRows([torch.arange(12).reshape(6, 2)]).ways(6)
         >>> rows.sizes, rows.parts[0](), rows.whole()[0].shape
         ([1, 2, 3], [tensor([[0, 1]])], torch.Size([6, 2]))
     """
-    if split is not None:
-        return [_split_by(split, batch, micro_batch or 4)]
-    try:
-        layout = Layout.read(batch, samples=samples)
-    except UnsplittableBatchError as error:
-        raise CannotCheckError("the rows of the batch cannot be told apart") from error
-    if layout.size < 2:
-        raise CannotCheckError(f"the first batch has {layout.size} row{'s' * (layout.size != 1)}")
-    sizes = parts_of(layout.size, micro_batch)
-    found = [_cut(layout, sizes)]
-    if sum(sizes) > 3:
-        found.append(_cut(layout, [2, sum(sizes) - 2]))
-    labels = [path for path, tensor in layout.tensors.items() if _has_ignored(tensor)]
-    if labels and sum(sizes) > 2:
-        whole = layout.take(list(range(sum(sizes))))
-        emptied = Layout.read(whole, layout.kinds)
-        for path in labels:
-            emptied.tensors[path][:2] = IGNORE_INDEX
-        found.append(_cut(emptied, [2, sum(sizes) - 2]))
-    return found
+
+    def __init__(self, batch: Any, samples: Collection[int] = ()) -> None:
+        try:
+            self._layout = Layout.read(batch, samples=samples)
+        except UnsplittableBatchError as error:
+            raise CannotCheckError("the rows of the batch cannot be told apart") from error
+        self.number = self._layout.size
+        if self.number < 2:
+            raise CannotCheckError(f"the first batch has {self.number} row{'s' * (self.number != 1)}")
+
+    def ways(self, number: int, micro_batch: int | None = None) -> list[Rows]:
+        """At most ``number`` rows: with a part of one row, and without; with one that has no label, where labels may be missing.
+
+        Args:
+            number: of rows.
+            micro_batch: rows that fit into memory; None for all of them.
+        """
+        layout, sizes = self._layout, parts_of(number, micro_batch)
+        found = [_cut(layout, sizes)]
+        if sum(sizes) > 3:
+            found.append(_cut(layout, [2, sum(sizes) - 2]))
+        labels = [path for path, tensor in layout.tensors.items() if _has_ignored(tensor)]
+        if labels and sum(sizes) > 2:
+            whole = layout.take(list(range(sum(sizes))))
+            emptied = Layout.read(whole, layout.kinds)
+            for path in labels:
+                emptied.tensors[path][:2] = IGNORE_INDEX
+            found.append(_cut(emptied, [2, sum(sizes) - 2]))
+        return found
+
+    def two(self, number: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Two batches of as many rows, of the first ``number``; the second repeats one where there are few."""
+        half = min(number // 2, 4)
+        first, second = ([*range(half)], [*range(half, 2 * half)]) if half > 1 else ([0, 1], [1, 1])
+        return partial(self._layout.take, first), partial(self._layout.take, second)
 
 
-def different_rows(batch: Any, samples: Collection[int] = ()) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Two batches of as many rows of one, each made anew when it is asked for.
+class SplitRows:
+    """The first micro-batch of a batch that the user's own function cuts, whose sizes may be of another kind than samples.
+
+    Args:
+        batch: as ``training_step`` gets it.
+        split: see :class:`~lightning_accum.GradientAccumulation`.
+        micro_batch: what it is given as a size.
+
+    Attributes:
+        number: how many parts it has.
 
     Raises:
-        CannotCheckError: there are no two rows in it, or none that can be found.
+        CannotCheckError: it cannot be cut once more.
     """
-    try:
-        layout = Layout.read(batch, samples=samples)
-    except UnsplittableBatchError as error:
-        raise CannotCheckError("the rows of the batch cannot be told apart") from error
-    if layout.size < 2:
-        raise CannotCheckError(f"the first batch has {layout.size} row{'s' * (layout.size != 1)}")
-    half = min(layout.size // 2, 4)
-    first, second = (range(half), range(half, 2 * half)) if half > 1 else ((0, 1), (1, 1))
-    return partial(layout.take, list(first)), partial(layout.take, list(second))
+
+    def __init__(self, batch: Any, split: Callable[[Any, int], Sequence[Any]], micro_batch: int | None) -> None:
+        self._batch, self._split, self._size = batch, split, micro_batch or 4
+        try:
+            self.number = len(self._parts())
+        except Exception as error:
+            raise CannotCheckError(f"split= raises {type(error).__name__} on a micro-batch: {error}") from error
+        if self.number < 2:
+            raise CannotCheckError("split= does not cut a micro-batch in two")
+
+    def ways(self, number: int, micro_batch: int | None = None) -> list[Rows]:
+        """The parts, where there are ``number`` of them."""
+        if number != self.number:
+            return []
+        return [Rows(self._whole, [partial(self._part, index) for index in range(number)], [1] * number)]
+
+    def _whole(self) -> Any:
+        return self._split(self._batch, max(2, self._size))[0]
+
+    def _parts(self) -> Sequence[Any]:
+        return self._split(self._whole(), max(1, self._size // 2))
+
+    def _part(self, index: int) -> Any:
+        return self._parts()[index]
 
 
 def _cut(layout: Layout, sizes: Sequence[int]) -> Rows:
@@ -87,21 +120,3 @@ def _cut(layout: Layout, sizes: Sequence[int]) -> Rows:
 def _has_ignored(tensor: Tensor) -> bool:
     is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     return is_whole and bool((tensor == IGNORE_INDEX).any())
-
-
-def _split_by(split: Callable[[Any, int], Sequence[Any]], batch: Any, size: int) -> Rows:
-    """By the user's own function, whose sizes may be of another kind than samples."""
-
-    def whole() -> Any:
-        return split(batch, max(2, size))[0]
-
-    def part(index: int) -> Any:
-        return split(whole(), max(1, size // 2))[index]
-
-    try:
-        number = len(split(whole(), max(1, size // 2)))
-    except Exception as error:
-        raise CannotCheckError(f"split= raises {type(error).__name__} on a micro-batch: {error}") from error
-    if number < 2:
-        raise CannotCheckError("split= does not cut a micro-batch in two")
-    return Rows(whole, [partial(part, index) for index in range(number)], [1] * number)

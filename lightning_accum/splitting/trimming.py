@@ -223,9 +223,9 @@ class _Precisions(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
 
 
 def _in_eager_mode() -> AbstractContextManager[Any]:
-    """Nothing is compiled for a few rows; torch 2.5 has no such switch."""
-    set_stance = getattr(torch.compiler, "set_stance", None)
-    return nullcontext() if set_stance is None else set_stance("force_eager")
+    """Nothing is compiled for a few rows."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _no_collectives() -> AbstractContextManager[Any]:

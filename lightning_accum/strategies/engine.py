@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -49,6 +50,10 @@ class Engine(Accumulates, Strategy):
     def blocked(self) -> AbstractContextManager[None]:
         """A micro-batch that is not the last of its window: its gradients are not reduced."""
         return nullcontext()
+
+    def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step as the engine wants it."""
+        return step(*args, **kwargs)
 
     def _forward_without_batch(self) -> None:
         """Take part in the other ranks' forward."""

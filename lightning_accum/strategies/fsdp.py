@@ -56,7 +56,7 @@ class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
         return FSDP1Sync(self.model, self._sync_policy)
 
     @override
-    def _redirect(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.model is self.lightning_module:  # the user wrapped parts of it
             return step(*args, **kwargs)
         assert self.lightning_module is not None

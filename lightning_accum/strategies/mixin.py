@@ -15,9 +15,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_accum import loops
+from lightning_accum import loops, seams
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.batch_norm.policy import joins_batches
@@ -26,7 +27,7 @@ from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
 from lightning_accum.listeners import Audience, callbacks_of
 from lightning_accum.loops.first_batch import MOST_BATCHES
-from lightning_accum.loops.seams import drop_own_attributes
+from lightning_accum.loops.specialised import drop_own_attributes
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import begin_manual
 from lightning_accum.policy import Policy
@@ -36,6 +37,7 @@ from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.strategies.preparation import check_optimizers, guard, row_wise
 from lightning_accum.strategies.window_hooks import WindowHooks
 from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.weighing.check import Verdict
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
@@ -49,6 +51,10 @@ class AccumulationMixin(WindowHooks):
     _hidden_size: int | None = None
     _fit: ExitStack | None = None
     """Undoes what a fit does to the Trainer, its optimizers and callbacks, and to this strategy."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        seams.check_nothing_is_missing()
+        super().__init__(*args, **kwargs)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -115,6 +121,8 @@ class AccumulationMixin(WindowHooks):
             self.policy = Policy() if callback is None else callback.policy
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
+            if remark := seams.in_words(seams.changed()):
+                rank_zero_info(f"GradientAccumulation: {remark}")
             self._begin(trainer, callback)
 
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
@@ -134,8 +142,11 @@ class AccumulationMixin(WindowHooks):
         if sums is not None:
             self.accumulation.sums = sums
             self._fit.callback(sums.close)
-        if self.policy.check and self.policy.weight != "equal" and self._may_deviate(is_long):
-            self.accumulation.checks_left = MOST_BATCHES
+        if self.policy.check and self._may_deviate(is_long):
+            if (reason := self._why_unchecked()) is None:
+                self.accumulation.checks_left = MOST_BATCHES
+            else:
+                self.accumulation.verdict = Verdict(None, seen=reason)
         self._callback = callback
         self._keeper = None
         self.guard = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
@@ -149,14 +160,20 @@ class AccumulationMixin(WindowHooks):
             callback.connect(self.accumulation, self.partial_window)
 
     def _may_deviate(self, is_long: bool) -> bool:
-        """Whether windows are more than one micro-batch on one rank, of a module whose training_step can run on a few rows."""
+        """Whether windows are more than one micro-batch on one rank."""
+        return is_long or self.world_size > 1 or self.policy.micro_batch is not None or isinstance(self.policy.window, Tokens)
+
+    def _why_unchecked(self) -> str | None:
+        """Why training_step cannot be tried out on a few rows; None where it can."""
         module = self.lightning_module
         assert module is not None
-        if "dataloader_iter" in inspect.signature(module.training_step).parameters or self.is_waited_for_in_forward:
-            return False
-        if self.joins_batches:  # equal by construction
-            return False
-        return is_long or self.world_size > 1 or self.policy.micro_batch is not None or isinstance(self.policy.window, Tokens)
+        if self.policy.weight == "equal":
+            return "a mean of means was asked for"
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            return "training_step draws its batches by itself"
+        if self.joins_batches:
+            return "micro-batches meet in their BatchNorm layers"
+        return None
 
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module

@@ -94,7 +94,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         if missing := FSDP2Sync.missing_internal(self.lightning_module):
             raise MisconfigurationException(
                 f"{type(self).__name__} reads what fully_shard accumulates, which torch {torch.__version__} keeps elsewhere than"
-                f' torch 2.5 to 2.15 do ({missing}). Install one of these, or use Trainer(strategy="accum_fsdp").'
+                f' torch 2.6 to 2.15 do ({missing}). Install one of these, or use Trainer(strategy="accum_fsdp").'
             )
         sync = FSDP2Sync(self.lightning_module, self._sync_policy)
         size = self.device_mesh["data_parallel"].size()

@@ -126,14 +126,11 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
         """Run a step as the engine wants it. Returns None where it gave a stand-in for a loss."""
         self._stand_in = None
         with self.precision_plugin.train_step_context():
-            output = self._redirect(step, *args, **kwargs)
+            output = self.run_as_engine(step, *args, **kwargs)
         if self._stand_in is not None:
             self._stand_in = output  # as the engine returned it
             return None
         return output
-
-    def _redirect(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
 
     @override
     def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:

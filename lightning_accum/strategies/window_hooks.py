@@ -56,8 +56,8 @@ class WindowHooks(Engine):
         """Whether the window is one micro-batch on one rank, so that everything is left to Lightning."""
         return self.accumulation is None or self.accumulation.is_plain()
 
-    def around_loader_batch(self, batch: Any) -> AbstractContextManager[None]:
-        """What a loader batch runs in, whole or in micro-batches."""
+    def running_row_wise(self, batch: Any) -> AbstractContextManager[None]:
+        """In here, a step and its backward, the submodules that were named run in micro-batches."""
         return nullcontext() if self.row_wise is None else self.row_wise.step(count_samples(batch))
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
@@ -305,7 +305,8 @@ class WindowHooks(Engine):
     def after_optimizer_step(self) -> None:
         """Count the step, if it really happened."""
         assert self.accumulation is not None
-        self.accumulation.after_optimizer_step(self._watch.has_stepped() and not self.accumulation.is_closed_empty)
+        has_stepped = self._watch.has_stepped() or self.accumulation.is_closed_empty
+        self.accumulation.after_optimizer_step(has_stepped and self.accumulation.is_step)
         if self._callback is not None:
             self._callback.show_window()
             self._callback.set_size(self.trainer())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
@@ -73,6 +74,19 @@ class Sync:
     def gradient_places(self, named: Mapping[str, nn.Parameter]) -> list[GradientPlace]:
         """Where the gradients of the parameters of these names are accumulated before they are reduced."""
         return [GradientPlace(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
+
+    def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+        """The gradients of ``share`` times a loss that is in no window. They are added to nothing.
+
+        A sharded module gives out this rank's parts of their mean over the ranks, and is called on all of them.
+        """
+        return torch.autograd.grad(loss, parameters, torch.full_like(loss, share), allow_unused=True)
+
+    def reshard(self) -> None:
+        """Have the module's parameters be those of the optimizer, where others are in their place between steps."""
+
+    def forget_forward(self) -> None:
+        """There will be no backward for what ran forward."""
 
 
 @contextmanager

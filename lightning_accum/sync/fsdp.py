@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from typing_extensions import override
 
 from lightning_accum.sync.base import GradientPlace, Sync, SyncPolicy
+from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.wide_sums import is_narrower
-
-try:
-    from torch.distributed.fsdp import FSDPModule
-except ImportError:  # torch 2.5
-    from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[attr-defined]
 
 
 class ShardedSync(Sync):
@@ -60,6 +56,19 @@ class ShardedSync(Sync):
         if not outputs:
             return None
         return torch.stack([output.flatten()[:1].sum().float() for output in outputs]).sum()
+
+    @override
+    def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with nullcontext() if share else gradients_of_zero(loss):
+                torch.autograd.backward(loss, torch.full_like(loss, share))
+            return [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
 
     def reduce(self) -> bool:
         """Reduce what was accumulated without reduction. Returns whether that is possible without another forward and backward."""
@@ -129,6 +138,22 @@ class FSDP2Sync(ShardedSync):
     def reduce(self) -> bool:
         return _reduce_accumulated([root for root in self._roots if root not in self._unused_roots])
 
+    @override
+    def reshard(self) -> None:
+        units: list[Any] = self.units
+        for unit in units:
+            unit.reshard()  # validation leaves some of them gathered
+
+    @override
+    def forget_forward(self) -> None:
+        for root in self._roots:
+            if (reset := getattr(root, "reset_iter_state", None)) is None:  # torch 2.9 has no way to do so
+                raise RuntimeError(
+                    "training_step failed on a few rows of the first batch, and what fully_shard has begun cannot be taken back in"
+                    f" torch {torch.__version__}. Leave out the check: GradientAccumulation(check=False)."
+                )
+            reset()
+
     def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:
         """A type that gradients are added up in without reduction, if it is narrower; None for no such."""
         for group in (group for unit in self.units for group in groups_of(unit)):
@@ -166,16 +191,16 @@ class FSDP2Sync(ShardedSync):
 # --- what fully_shard keeps to itself -------------------------------------------------------------------------------------
 #
 # There is no public way to what it has accumulated and not reduced. All private names of torch that are used for FSDP2, as read in
-# torch 2.5.0, 2.13.0 and 2.15.0. Where one of the first six is missing, training is refused.
+# torch 2.6.0, 2.13.0 and 2.15.0. Where one of the first six is missing, training is refused.
 #
 # FSDPModule._get_fsdp_state                 leads to all others
-# FSDPState._fsdp_param_groups               the parameters of a module; in 2.5 it has one such group, _fsdp_param_group
+# FSDPState._fsdp_param_groups               the parameters of a module; in 2.6 it has one such group, _fsdp_param_group
 # FSDPParamGroup.fsdp_params                 the same
 # FSDPParam.sharded_param                    which parameters are sharded, and so reduced over the ranks
 # FSDPParam.unsharded_accumulated_grad       what was accumulated, in the type of the reduction; in 2.15 it is the following
 # FSDPParam._unsharded_param                 its ``grad`` is what was accumulated; there from the first forward on
-# FSDPParam.mp_policy                        the type that gradients are added up in; in 2.5 of its FSDPParamGroup
-# FSDPParamGroup.gradient_divide_factor      whether somebody divides gradients by a number of their own; cannot be seen in 2.5
+# FSDPParam.mp_policy                        the type that gradients are added up in; in 2.6 of its FSDPParamGroup
+# FSDPParamGroup.gradient_divide_factor      whether somebody divides gradients by a number of their own; cannot be seen in 2.6
 # FSDPParamGroup.post_forward_mesh_info      whether a module stays gathered from its forward to its backward, and so until the
 # FSDPParamGroup.reshard_after_backward      window ends; without them, none stays gathered longer than it was made to
 # FSDPState._register_root_post_backward_final_callback
@@ -224,7 +249,7 @@ def _reduce_accumulated(roots: Iterable[nn.Module]) -> bool:
     """Have these modules reduce what no backward has, as they do at the end of each. Returns whether torch has what it takes."""
     states: list[Any] = [root._get_fsdp_state() for root in roots]  # type: ignore[operator]
     queue_ends = [getattr(state, "_register_root_post_backward_final_callback", None) for state in states]
-    if None in queue_ends or torch.__version__ < "2.9":  # 2.5 leaves out modules that are not gathered
+    if None in queue_ends or torch.__version__ < "2.9":  # 2.6 leaves out modules that are not gathered
         return False
 
     def end_of_backward(gradient: Tensor) -> None:

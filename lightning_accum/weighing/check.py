@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.term_nodes import scale_terms
-from lightning_accum.weighing.weight import SampleCount, TokenCount, Weigher
+from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher
+
+_T = TypeVar("_T")
 
 MOST_ROWS = 8
 _SAMPLED = 2**14
@@ -36,6 +38,16 @@ class Restores(Protocol):
 
     def restore(self) -> None:
         """Put everything back."""
+
+
+class Backward(Protocol):
+    """How an engine gives out gradients, see :class:`lightning_accum.sync.Sync`."""
+
+    def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+        """The gradients of ``share`` times a loss, which are left nowhere."""
+
+    def forget_forward(self) -> None:
+        """There is no backward for what ran forward."""
 
 
 class DoesNotAddUpError(ValueError):
@@ -91,10 +103,11 @@ class Verdict:
 
 class _Measured(NamedTuple):
     loss: float
+    """Times its share: what the weight is of the whole one's."""
     weight: float | None
     """None for a sum, which is added as it is."""
     gradient: dict[int, Tensor]
-    """By parameter: some of its elements, in double precision. Those without a gradient are missing."""
+    """Of that, by parameter: some of its elements, in double precision. Those without a gradient are missing."""
     counts: tuple[float, ...]
     """What the other terms were divided by, where each is weighed by itself."""
     has_terms: bool
@@ -104,13 +117,15 @@ class Check:
     """Looks once whether the parts of a batch add up to it, and leaves everything as it was.
 
     Dropout is off and BatchNorm in evaluation mode, so that other breaks are seen beside them; random numbers are the same for
-    every row; nothing is compiled. Random state, buffers, attributes, metrics and parameters are put back.
+    every row; nothing is compiled. Random state, buffers, attributes, metrics and parameters are put back. Ranks take every step
+    together, since they may wait for each other in it.
 
     Args:
         module: that is trained.
         training_step: runs it on a batch, and logs nothing. Returns what ``training_step`` returned.
         take_snapshot: keeps what it changes; see :class:`lightning_accum.splitting.snapshot.Keeper`.
         weight: how micro-batches are weighed.
+        backward: of the engine that runs the module.
         weighs_terms: each term of a loss is weighed by itself.
         largest: of the numbers of all ranks.
     """
@@ -121,6 +136,7 @@ class Check:
         training_step: Callable[[Any], Any],
         take_snapshot: Callable[[], Restores],
         weight: Any,
+        backward: Backward,
         weighs_terms: bool = False,
         largest: Callable[[float], float] = lambda number: number,
     ) -> None:
@@ -128,6 +144,7 @@ class Check:
         self._training_step = training_step
         self._take_snapshot = take_snapshot
         self._weight = weight
+        self._backward = backward
         self._weighs_terms = weighs_terms or isinstance(weight, tuple)
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._largest = largest
@@ -136,7 +153,7 @@ class Check:
         self._has_drawn = False
 
     def __call__(self, batches: Sequence[Rows]) -> Verdict:
-        """Look at some rows. Called on all ranks, with equally many.
+        """Look at some rows. Called on all ranks, with equally many parts.
 
         Args:
             batches: some rows, in several ways. A way that a module cannot take, such as a part of one row, is passed over.
@@ -160,7 +177,8 @@ class Check:
         with self._held():
             for words, weight in candidates.items():
                 found = [self._look(rows, weight) for rows in batches]
-                if all(verdict.adds_up for verdict in found) and found[0].deviation is not None and weight != self._weight:
+                fits = all(verdict.adds_up for verdict in found) and found[0].deviation is not None
+                if weight != self._weight and not self._largest(float(not fits)):
                     return words
         return None
 
@@ -193,12 +211,11 @@ class Check:
     # --- one comparison ---------------------------------------------------------------------------------------------
 
     def _look(self, rows: Rows, weight: Any) -> Verdict:
-        """Compare some rows with their parts: with as many steps on every rank, since they may wait for each other in one."""
+        """Compare some rows with their parts."""
         verdict = Verdict(None)
         try:
-            whole = self._measure(rows.whole(), weight)
-            totals = (whole.weight, *whole.counts) if whole.counts else None
-            parts = [self._measure(part(), weight, totals) for part in rows.parts]
+            whole = self._measure(rows.whole, weight)
+            parts = [self._measure(part, weight, whole) for part in rows.parts]
             deviation, seen = _deviation(whole, parts)
             verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
         except CannotCheckError as reason:
@@ -206,7 +223,7 @@ class Check:
         if self._largest(float(not verdict.adds_up)) == 0:
             return verdict
         try:
-            again = self._measure(rows.whole(), weight)
+            again = self._measure(rows.whole, weight)
             if not verdict.adds_up:
                 if self._has_drawn:
                     raise CannotCheckError("training_step draws random numbers that are others for each batch")
@@ -216,8 +233,8 @@ class Check:
             verdict = Verdict(None, seen=str(reason))
         return verdict
 
-    def _measure(self, batch: Any, weight: Any, totals: Sequence[float | None] | None = None) -> _Measured:
-        """The loss of ``batch``, its weight, and its gradient: of all terms together, or of each by its share in ``totals``."""
+    def _measure(self, rows: Callable[[], Any], weight: Any, whole: _Measured | None = None) -> _Measured:
+        """What some rows contribute: all that is to be compared is in parts of ``whole``, where there is one."""
         assert self._snapshot is not None
         self._snapshot.restore()
         self._mode.restore()
@@ -225,44 +242,67 @@ class Check:
         drawn_before = _random_state()
         weigher = Weigher(weight, lambda message: None, hands_out_terms=self._weighs_terms and weight == "auto")
         try:
-            with self._mode:
-                output = self._training_step(batch)
-            loss = output["loss"] if isinstance(output, Mapping) else output
-            if loss is None:
-                raise CannotCheckError("training_step returns None for some of the first rows")
-            if not loss.requires_grad:
-                raise CannotCheckError("the loss of the first rows needs no gradient")
-            contribution = weigher(loss, batch)
+            try:
+                loss, contribution = self._together(lambda: self._run(rows(), weigher))
+            except CannotCheckError:
+                self._backward.forget_forward()
+                raise
+            n = None if contribution.weight is None else float(contribution.weight)
             nodes = weigher.take_terms()
             counts = tuple(float(count) for count in contribution.others) if nodes else ()
-            n = None if contribution.weight is None else float(contribution.weight)
-            if counts and totals is not None:
-                shares = [d / total if total else 0.0 for d, total in zip((n or 0.0, *counts), totals, strict=True)]
-                scale_terms(nodes, shares)
-            with self._mode:
-                gradients = self._gradients(loss)
-        except CannotCheckError:
-            raise
-        except UnreadableLossError as error:
-            raise CannotCheckError("the graph of the loss shows no denominator") from error  # the first micro-batch says more
-        except Exception as error:
-            raise CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}") from error
+            share = 1.0
+            if whole is not None and counts and whole.counts:
+                totals = zip((n or 0.0, *counts), (whole.weight, *whole.counts), strict=True)
+                scale_terms(nodes, [count / total if total else 0.0 for count, total in totals])
+            elif whole is not None and n is not None and whole.weight is not None:
+                share = n / whole.weight if whole.weight else 0.0
+            gradient = self._together(lambda: self._gradients(loss, share))
         finally:
             self._has_drawn |= drawn_before != _random_state()
         has_terms = bool(contribution.others or weigher.unweighed_terms)
-        return _Measured(float(loss.detach()), n, gradients, counts, has_terms)
+        return _Measured(share * float(loss.detach()) if share else 0.0, n, gradient, counts, has_terms)
 
-    def _gradients(self, loss: Tensor) -> dict[int, Tensor]:
+    def _run(self, batch: Any, weigher: Weigher) -> tuple[Tensor, Contribution]:
+        with self._mode:
+            output = self._training_step(batch)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            raise CannotCheckError("training_step returns None for some of the first rows")
+        if not loss.requires_grad:
+            raise CannotCheckError("the loss of the first rows needs no gradient")
+        contribution = weigher(loss, batch)
+        is_empty = contribution.weight is not None and float(contribution.weight) == 0 and not contribution.others
+        if not is_empty and not math.isfinite(float(loss.detach())):
+            raise CannotCheckError("the loss of the first rows is not finite")
+        return loss, contribution
+
+    def _gradients(self, loss: Tensor, share: float) -> dict[int, Tensor]:
         if not self._trained:
             return {}
         try:
-            gradients = torch.autograd.grad(loss, self._trained, allow_unused=True)
+            with self._mode:
+                gradients = self._backward.gradients_of(loss, share, self._trained)
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
                 raise
             self._trained = []  # reentrant checkpointing has no way to it; losses and weights are compared all the same
             return {}
-        return {index: _sample(gradient) for index, gradient in enumerate(gradients) if gradient is not None}
+        return {index: _sample(gradient) for index, gradient in enumerate(gradients) if gradient is not None and share}
+
+    def _together(self, function: Callable[[], _T]) -> _T:
+        """Call a function on all ranks: where it fails on one, it has failed on all."""
+        problem, result = "", None
+        try:
+            result = function()
+        except CannotCheckError as error:
+            problem = str(error)
+        except UnreadableLossError:
+            problem = "the graph of the loss shows no denominator"  # the first micro-batch says more
+        except Exception as error:
+            problem = f"training_step raises {type(error).__name__} on a few rows of the batch: {error}"
+        if self._largest(float(bool(problem))):
+            raise CannotCheckError(problem or "another rank cannot run a few rows of its batch")
+        return cast("_T", result)
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -298,47 +338,32 @@ def parts_of(rows: int, size: int | None) -> list[int]:
 
 def _deviation(whole: _Measured, parts: Sequence[_Measured]) -> tuple[float, str]:
     """How far the parts are from the whole, and what is farthest."""
-    if not math.isfinite(whole.loss):
-        raise CannotCheckError(f"the loss of the first rows is {whole.loss}")
-    if whole.weight == 0:
+    if whole.weight == 0 and not whole.counts:
         raise CannotCheckError("the first rows have no weight")
     if not whole.counts:
         parts = [part for part in parts if part.weight != 0]
-    if not whole.counts and not all(math.isfinite(part.loss) for part in parts):
-        raise CannotCheckError("the loss of one of the first rows is not finite")
     if len({part.weight is None for part in (whole, *parts)}) > 1:
         return math.inf, "the loss is a sum in some parts, and a mean in others"
-    found: list[tuple[float, str]] = []
-    if whole.counts:
-        shares = [1.0 for _ in parts]  # each term has its own in its gradient
-    elif whole.weight is None:
-        shares = [1.0 for _ in parts]
-    else:
-        total = sum(part.weight or 0.0 for part in parts)
-        if total == 0:
-            return math.inf, "the parts have no weight"
-        found.append((abs(total - whole.weight) / max(abs(total), abs(whole.weight)), "the weight"))
-        shares = [(part.weight or 0.0) / total for part in parts]
-    if not whole.counts:
-        together = sum(share * part.loss for share, part in zip(shares, parts, strict=True))
-        size = max(abs(whole.loss), sum(abs(share * part.loss) for share, part in zip(shares, parts, strict=True)))
-        found.append((abs(together - whole.loss) / size if size else 0.0, "the loss"))
-    found.append((_deviation_of_gradients(whole, parts, shares), "the gradient"))
+    found = [(_deviation_of_gradients(whole, parts), "the gradient")]
+    if not whole.counts:  # else each term has its own share, and in its gradient only
+        found.append((_relative([part.loss for part in parts], whole.loss), "the loss"))
+        found.append((_relative([part.weight or 0.0 for part in parts], whole.weight or 0.0), "the weight"))
     return max(found, key=lambda pair: pair[0])
 
 
-def _deviation_of_gradients(whole: _Measured, parts: Sequence[_Measured], shares: Sequence[float]) -> float:
+def _relative(parts: Sequence[float], whole: float) -> float:
+    size = max(abs(whole), sum(map(abs, parts)))
+    return abs(sum(parts) - whole) / size if size else 0.0
+
+
+def _deviation_of_gradients(whole: _Measured, parts: Sequence[_Measured]) -> float:
     differences: list[tuple[float, float]] = []
     for index in sorted({index for measured in (whole, *parts) for index in measured.gradient}):
-        weighed = [share * part.gradient[index] for share, part in zip(shares, parts, strict=True) if index in part.gradient]
+        given = [part.gradient[index] for part in parts if index in part.gradient]
         expected = whole.gradient.get(index)
-        together = sum(weighed) if weighed else None
-        if expected is None:
-            expected = torch.zeros_like(weighed[0])
-        if together is None:
-            together = torch.zeros_like(expected)
-        size = max(float(expected.norm()), sum(float(gradient.norm()) for gradient in weighed))
-        differences.append((float((together - expected).norm()), size))
+        difference = sum(given) - (0 if expected is None else expected)
+        size = max(0.0 if expected is None else float(expected.norm()), sum(float(gradient.norm()) for gradient in given))
+        differences.append((float(torch.as_tensor(difference).norm()), size))
     if not all(math.isfinite(difference) for difference, _ in differences):
         return 0.0  # of a finite loss, as that of a distance of 0: only losses and weights can be compared
     overall = math.sqrt(sum(size**2 for _, size in differences))
@@ -347,6 +372,8 @@ def _deviation_of_gradients(whole: _Measured, parts: Sequence[_Measured], shares
 
 def _sample(gradient: Tensor) -> Tensor:
     gradient = gradient.detach()
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()  # each rank compares its part
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
     flat = gradient.reshape(-1)
@@ -383,16 +410,17 @@ class _CheckMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__()
-        self._parameters = {
-            p.untyped_storage().data_ptr(): p for p in parameters if not isinstance(p, DTensor) and p.device.type != "meta"
-        }
-        self._written: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._parameters: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.device.type != "meta":
+                self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
+        self._written: list[tuple[Tensor, Tensor]] = []
         self.eps = torch.finfo(torch.float64).eps
 
     def restore(self) -> None:
         """Put back what was written into."""
         with torch.no_grad():
-            for parameter, value in self._written.values():
+            for parameter, value in self._written:
                 parameter.data.copy_(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -411,8 +439,12 @@ class _CheckMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __
                 continue
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for tensor in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.layout == torch.strided:
-                    key = tensor.untyped_storage().data_ptr()
-                    if key in self._parameters and key not in self._written:
-                        parameter = self._parameters[key]
-                        self._written[key] = (parameter, parameter.detach().clone())
+                if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                    for parameter in self._parameters.pop(_storage_of(tensor), ()):
+                        self._written.append((parameter, parameter.detach().clone()))
+
+
+def _storage_of(tensor: Tensor) -> int:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.untyped_storage().data_ptr()

@@ -21,7 +21,7 @@ from lightning_accum.whole.calls import Call, Layer, RowWiseError, call_of, twic
 from lightning_accum.whole.row_proof import RowProof, number_of_rows
 
 _ENGINE = "_engine_run_backward"
-"""What all of torch's backwards go through, read in torch 2.5 to 2.15."""
+"""What all of torch's backwards go through, read in torch 2.6 to 2.15."""
 
 
 class RowWise:

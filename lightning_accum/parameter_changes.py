@@ -1,0 +1,104 @@
+"""Whether parameters change between the micro-batches of a window, where those of its full batch all see the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+_WINDOWS = 4
+"""At the beginning of a fit: what follows the parameters by an average begins to move after the first step."""
+_SAMPLED = 256
+"""Elements of a parameter that are compared."""
+
+
+class _Sample(NamedTuple):
+    name: str
+    tensor: Tensor
+    elements: Tensor
+
+
+class ParameterChanges:
+    """Compares some elements of each parameter in the first windows of a fit, and in the first of each epoch.
+
+    A moving average that a hook updates at every batch, a normalisation of embeddings in ``training_step``: each micro-batch after
+    the first sees other parameters than the full batch would. What changes before the first micro-batch has run forward, or after
+    the last backward, changes once a window, as it should.
+
+    Args:
+        warn: takes a warning; None to compare nothing.
+
+    Example:
+        >>> module, changes = nn.Linear(1, 1, bias=False), ParameterChanges(print)
+        >>> changes.begin(module, epoch=0)
+        >>> _ = module.weight.data.mul_(2)
+        >>> changes.end(micro_batches=2)  # doctest: +ELLIPSIS
+        The parameter 'weight' changes between the micro-batches of a window (by 0.5 of its size in ...
+    """
+
+    def __init__(self, warn: Callable[[str], None] | None) -> None:
+        self._warn = warn
+        self._windows_left = _WINDOWS
+        self._epoch = -1
+        self._before: list[_Sample] = []
+
+    def begin(self, module: nn.Module, epoch: int) -> None:
+        """The first micro-batch of a window has run forward."""
+        if self._warn is not None and (self._windows_left or epoch != self._epoch):
+            self._epoch, self._windows_left = epoch, max(0, self._windows_left - 1)
+            self._before = [_Sample(name, tensor, _elements(tensor)) for name, tensor in _compared(module)]
+
+    def end(self, micro_batches: int) -> None:
+        """A window of so many micro-batches has run its last backward."""
+        before, self._before = self._before, []
+        if not before or self._warn is None or micro_batches < 2:
+            return
+        pairs = [(sample, now) for sample in before if (now := _elements(sample.tensor)).shape == sample.elements.shape]
+        device = before[0].elements.device
+        norms = [
+            torch.stack(((now - then).norm(), torch.maximum(now.norm(), then.norm()))).to(device)
+            for now, then in ((now, sample.elements) for sample, now in pairs)
+        ]
+        changed: dict[str, float] = {}
+        for (sample, _), (difference, size) in zip(pairs, torch.stack(norms).tolist() if norms else (), strict=True):
+            if difference > 16 * torch.finfo(sample.tensor.dtype).eps * size:
+                changed[sample.name] = difference / size
+        if changed:
+            self._warn(_message(changed))
+            self._warn = None
+
+
+def _message(changed: dict[str, float]) -> str:
+    first, *others = changed
+    more = f" and {len(others)} more change" if others else " changes"
+    size = f"by {'up to ' * bool(others)}{max(changed.values()):.1g} of {'their' if others else 'its'} size in this one"
+    return (
+        f"The parameter{'s' * bool(others)} '{first}'{more} between the micro-batches of a window ({size}): all but the first see"
+        " others than the full batch would. What changes them (a moving average, a copy, a normalisation) is to run once a window:"
+        " in the module's optimizer_step, after super().optimizer_step(...); or in the same hook of batches, where a window is one"
+        " loader batch that is split (micro_batch=)."
+    )
+
+
+def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the vectors of spectral norms, which every forward moves. Other buffers are made to change."""
+    named = dict(module.named_parameters())
+    for path, child in module.named_modules():
+        if type(child).__name__ == "_SpectralNorm":
+            named.update((f"{path}.{name}", buffer) for name, buffer in child._buffers.items() if buffer is not None)
+    for name, tensor in named.items():
+        if not is_lazy(tensor) and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type != "meta":
+            yield name, tensor
+
+
+@torch.no_grad()
+def _elements(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    flat = tensor.reshape(-1)
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return flat[:: max(1, flat.numel() // _SAMPLED) | 1].to(dtype, copy=True)

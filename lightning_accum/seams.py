@@ -1,0 +1,291 @@
+"""Where Lightning and torch are held: every method that is replaced or relied on, and whether it is the one that was read.
+
+A method that is missing is an error when a strategy is made. One that differs from those that were read is named before training,
+nothing is then done in Lightning's place to save time, and ``loops/watch.py`` looks at every step.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from hashlib import sha256
+from importlib import import_module, metadata
+from typing import Any, NamedTuple
+
+
+class Seam(NamedTuple):
+    """A method or function of Lightning's.
+
+    Attributes:
+        owner: its class or module, below ``lightning.pytorch``.
+        name: its own.
+        replaced_by: the class or function here that stands in for it; empty where it is only relied on.
+        why: what the replacement does otherwise, or what is relied on.
+        read: fingerprints of those that were read, from Lightning 2.5.0 to 2.6.6.
+    """
+
+    owner: str
+    name: str
+    replaced_by: str
+    why: str
+    read: str
+
+    def __str__(self) -> str:
+        return f"{self.owner.rpartition('.')[2]}.{self.name}"
+
+    def holder(self) -> Any:
+        """The class or module that has it; None where there is none of that name."""
+        try:
+            return import_module(f"lightning.pytorch.{self.owner}")
+        except ImportError:
+            module, _, kind = self.owner.rpartition(".")
+            return getattr(import_module(f"lightning.pytorch.{module}"), kind, None)
+
+    def found(self) -> Any:
+        """What is there now, as the class has it; None where there is nothing."""
+        return inspect.getattr_static(self.holder(), self.name, None)
+
+    def is_read(self) -> bool:
+        """Whether it is one of those that were read. One that came with a later release may be absent."""
+        found = self.found()
+        return fingerprint(found) in self.read.split() if found is not None else self.is_optional
+
+    @property
+    def is_optional(self) -> bool:
+        """Lightning 2.5.0 does not have it."""
+        return self.why.startswith("since ")
+
+
+def fingerprint(function: Any) -> str:
+    """Eight hexadecimal digits that change with what a function does, and not with its comments, annotations or line breaks.
+
+    Empty where there is no source. The same in all versions of Python.
+
+    Example:
+        >>> fingerprint(fingerprint) == fingerprint(changed)
+        False
+    """
+    function = getattr(function, "fget", function)  # a property
+    return _of_source(inspect.unwrap(getattr(function, "__func__", function)))
+
+
+@cache
+def _of_source(function: Any) -> str:
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return ""
+    return of_tree(tree)
+
+
+def of_tree(tree: ast.AST) -> str:
+    """The :func:`fingerprint` of a function that was parsed."""
+    return sha256(_in_words(tree).encode()).hexdigest()[:8]
+
+
+_LEFT_OUT = ("ctx", "kind", "type_comment", "type_params", "annotation", "returns")
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, list):
+        is_docstring = [isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) for item in value]
+        return f"[{','.join(_in_words(item) for item, is_left_out in zip(value, is_docstring, strict=True) if not is_left_out)}]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = [(name, field) for name, field in ast.iter_fields(value) if name not in _LEFT_OUT and field not in (None, [])]
+    return f"{type(value).__name__}({','.join(f'{name}={_in_words(field)}' for name, field in fields)})"
+
+
+def changed() -> list[Seam]:
+    """What is not as it was read."""
+    return [seam for seam in SEAMS if not seam.is_read()]
+
+
+def check_nothing_is_missing() -> None:
+    """Called when a strategy is made.
+
+    Raises:
+        SeamError: a method of Lightning's has gone that has to be there.
+    """
+    if gone := [seam for seam in changed() if seam.found() is None]:
+        told = [f"{seam} ({seam.replaced_by or 'relied on'}: {seam.why})" for seam in gone]
+        raise SeamError(f"{_lightning()} does not have {', '.join(told)}.")
+
+
+class SeamError(RuntimeError):
+    """Lightning does not call this package as the versions did that were read."""
+
+    def __init__(self, seen: str) -> None:
+        super().__init__(
+            f"{seen} So windows would not be exact, and training stops. Lightning 2.5.0 to 2.6.6 was read: install one of"
+            f" these, and report it to {_tracker()}."
+        )
+
+
+def in_words(differing: list[Seam]) -> str:
+    """One sentence about what is not as it was read; empty where all is."""
+    if not differing:
+        return ""
+    number = f"{len(differing)} method{'s differ' if len(differing) > 1 else ' differs'}"
+    return f"{_lightning()}: {number} from those read: {', '.join(map(str, differing))}; watched at each step."
+
+
+def _lightning() -> str:
+    return f"Lightning {import_module('lightning.pytorch').__version__}"
+
+
+def _tracker() -> str:
+    urls = [entry.partition(", ")[2] for entry in metadata.metadata("lightning-accum").get_all("Project-URL") or []]
+    return next((url for url in urls if "issues" in url), "the issue tracker of lightning_accum")
+
+
+def _seams(table: str) -> Iterator[Seam]:
+    owner = ""
+    for line in table.strip().splitlines():
+        if not line.startswith(" "):
+            owner = line
+            continue
+        name, replaced_by, why, read = (column.strip() for column in line.split("|"))
+        yield Seam(owner, name, replaced_by.strip("-"), why, read)
+
+
+# An owner, and below it in each line a name, what stands in for it here, why, and the fingerprints of what was read.
+SEAMS = tuple(
+    _seams("""
+trainer.trainer.Trainer
+    _run | - | connects the strategy, sets it up, trains, takes it down, in this order | 3da8155b 4156b686
+    _teardown | - | ends the fit, also one that failed | c4b98fdd
+    callback_metrics | AccumulatingTrainer | has the last window's metrics | dfe7727b
+    logged_metrics | AccumulatingTrainer | has the last window's metrics | ca73e550
+    training | AccumulatingTrainer | is asked 13 times a loader batch | cddd33f0
+    estimated_stepping_batches | AccumulatingTrainer | is the number of windows | 781d79c6
+trainer.call
+    _call_and_handle_interrupt | - | launches the fit, and tears it down where it failed | 26f54bdb bdd3ea3c
+    _call_callback_hooks | - | calls a hook of every callback | b74f68cd
+    _call_lightning_module_hook | - | calls a hook of the module, once, and returns what it returned | 71767112
+    _call_strategy_hook | - | calls a hook of the strategy, once, and returns what it returned | 967314ae
+strategies.strategy.Strategy
+    connect | AccumulationMixin | the fit begins: the loops are specialised | 1e0e2ace
+    _configure_launcher | AccumulationMixin | refuses notebooks where they cannot work | 68f0f086
+    launcher | AccumulationMixin | all ranks raise what the first failed with | af63ddd0
+    setup_environment | AccumulationMixin | the ranks are known | 6756a146
+    setup | AccumulationMixin | accumulation begins | 52a40677
+    on_train_start | AccumulationMixin | goes on inside the window of a checkpoint | 2f4bff3a
+    teardown | AccumulationMixin | the fit ends | 99b4981d
+    batch_to_device | WindowHooks | is left out for a batch that is there | f914efb7
+    training_step | - | runs the module's training_step once, and returns what it returned | 022c774d
+    post_training_step | - | does nothing | fa7ddeab
+    save_checkpoint | ShardedMixin | a checkpoint is written whole, or not at all | 5bd2a608
+    backward | WindowHooks | the loss is weighed | 910f9f26
+    optimizer_step | WindowHooks | the window ends before the optimizer's step | f2e3a488
+strategies.parallel.ParallelStrategy
+    block_backward_sync | DDPAccumulationStrategy, ShardedMixin | reduces once a window | 1aa2cbd7
+strategies.ddp.DDPStrategy
+    configure_ddp | DDPAccumulationStrategy | leaves BatchNorm to joint runs | daffde51
+    setup | - | wraps the module, and calls Strategy.setup | 86bfe418
+    pre_backward | - | prepares DistributedDataParallel's reduction | b2401dc8
+    post_backward | DDPAccumulationStrategy | reduces what manual optimization delayed | 9585ec50 46a7c777
+    optimizer_step | - | calls Strategy.optimizer_step | 4760d0d5
+strategies.launchers.multiprocessing._MultiProcessingLauncher
+    launch | _launch | starts the processes of the ranks | 58936217
+strategies.launchers.subprocess_script._SubprocessScriptLauncher
+    launch | _launch | starts the processes of the ranks | 6a74faa8
+loops.fit_loop._FitLoop
+    setup_data | AccumulatingFitLoop | ranks of different lengths end together | ee7116e3 f0180ab3 f09c9a94
+    reset | AccumulatingFitLoop | a checkpoint of an epoch's end begins the next | 75843e08
+    advance | - | runs the epoch loop | 289c0111
+    on_run_end | AccumulatingFitLoop | the last window ends with the training | b5d1b621
+    _should_accumulate | - | asks the epoch loop whether a loader batch ends its window | 76e16d73
+loops.training_epoch_loop._TrainingEpochLoop
+    run | AccumulatingEpochLoop | an unfinished window ends with its epoch | ad885a6e
+    on_run_start | AccumulatingEpochLoop | a checkpoint of an epoch's end begins the next | d3f11993 085e5587
+    reset | - | where the epoch goes on | dbe637c4
+    advance | AccumulatingEpochLoop | trains on a loader batch | 35c7ba5b dc19a722 9b9b8410
+    on_advance_end | AccumulatingEpochLoop | validates, steps plateau schedulers, stops at SIGTERM | e66f9489
+    _broadcast_sigterm_tensor | AccumulatingEpochLoop | since 2.5.2: ranks tell each other of SIGTERM with the weights | f63f4808
+    _build_kwargs | AccumulatingEpochLoop | the signature of training_step is inspected once | 909b6965
+    _num_ready_batches_reached | - | a loader batch is the last of its epoch | 20f625b9
+    _should_accumulate | AccumulatingEpochLoop | a window ends where the boundary says | 75952ac1
+    update_lr_schedulers | AccumulatingEpochLoop | called twice a loader batch, the last time when it is over | 3d41394b
+    _update_learning_rates | AccumulatingEpochLoop | schedulers step when their clock says | 27370be6
+loops.optimization.automatic._AutomaticOptimization
+    run | WindowOptimization | runs the closure by itself, or through _optimizer_step at a boundary | 4097f294
+    _make_closure | WindowOptimization | a loader batch begins, and is split | d8ab6a87
+    _make_step_fn | - | calls _training_step | 62f36fa5
+    _make_backward_fn | - | calls the strategy's backward | c928a53c
+    _make_zero_grad_fn | WindowOptimization | gradients are cleared once a window | 1062a50f
+    _on_before_zero_grad | - | calls the hooks before | 041f75f4
+    _optimizer_zero_grad | - | clears the gradients | 213c7f67
+    _training_step | WindowOptimization | does not divide the loss | c2fba7ea
+    _optimizer_step | WindowOptimization | the window ends; calls the module's optimizer_step once | 23e9067a
+loops.optimization.automatic.Closure
+    __init__ | WindowClosure | takes training_step, backward and zero_grad | 930c47a1
+    __call__ | WindowClosure | runs a loader batch, whole or in micro-batches | ee973e2c
+    closure | - | calls training_step, zero_grad, backward, each once | a6d58bd2
+loops.optimization.closure.AbstractClosure
+    consume_result | - | takes what the closure left in _result | 2d4e7d75
+loops.optimization.automatic.ClosureResult
+    __post_init__ | - | keeps the loss to be shown | 7c5c55a5
+    from_training_step_output | - | takes the loss out of what training_step returned | c01d3519
+    asdict | - | what on_train_batch_end gets | 7547fd28
+loops.optimization.manual._ManualOptimization
+    run | WindowManualOptimization | a loader batch begins and ends, and a window with it | bde82f8c
+    advance | WindowManualOptimization | runs training_step, of a split batch for each micro-batch | 5ae27545
+    on_run_end | - | takes back what it put into the optimizers | ce3ea3a5
+    _on_before_step | WindowManualOptimization | counts the steps that do not wait | 158c1bd3
+    _on_after_step | WindowManualOptimization | counts the steps that do not wait | 44da92f0
+loops.optimization.manual.ManualResult
+    from_training_step_output | - | what on_train_batch_end gets | 6ebe462c 82da99e5
+loops.utilities
+    _block_parallel_sync_behavior | - | blocks the reduction inside a window | 094165ef
+loops.fetchers._PrefetchDataFetcher
+    __iter__ | EvenFetcher | ranks of different lengths end together | 46027b64
+    __next__ | EvenFetcher | ranks of different lengths end together | 7dee5f74
+loops.fetchers._DataFetcher
+    teardown | EvenFetcher | forgets the last batch | 14cb701a
+trainer.connectors.data_connector._DataConnector
+    _prepare_dataloader | UnrepeatingData | deals a SameOrderSampler to the ranks | 7ca31a88
+    _resolve_sampler | UnrepeatingData | Lightning's own sampler repeats no samples | 53f73aba
+trainer.connectors.logger_connector.logger_connector._LoggerConnector
+    on_batch_start | - | a loader batch begins | 7758d5bf
+    on_batch_end | - | a loader batch ends | 328cf288
+    should_update_logs | - | loggers get metrics at this step | a446a83e
+    log_metrics | WindowRows | a window's metrics are in the row of its step | 5e7802b7 e81ba200
+    update_train_step_metrics | WindowRows | a window's metrics are in the row of its step | 577833c6
+trainer.connectors.logger_connector.result._ResultCollection
+    log | BatchResults | what micro-batches log is put together | cee56682
+    update_metrics | BatchResults | what micro-batches log is put together | 0120c270
+trainer.connectors.logger_connector.result._ResultMetric
+    update | - | reads a metric's _forward_cache | 3ee4c0f0
+trainer.connectors.signal_connector._SignalConnector
+    register_signal_handlers | PatientSignals | Lightning takes over SIGTERM | 9b086123
+    _sigterm_notifier_fn | PatientSignals | SIGTERM waits until all ranks know | abcd0011 b1525db4
+plugins.precision.precision.Precision
+    pre_backward | - | returns the loss, scaled where there is a GradScaler | 1ca40e35
+    backward | - | calls the module's backward, with gradient= | d82f461a
+    post_backward | - | calls the hooks after | 7282ba6b
+    train_step_context | - | is the context of training_step: nothing, or autocast | f477fb2a
+    optimizer_step | - | calls the optimizer's step with the closure | a9aa8b03
+    _wrap_closure | - | runs the closure, then _after_closure | 776a039b
+    _after_closure | - | calls on_before_optimizer_step, and clips | 99c4eda0
+    _clip_gradients | - | calls configure_gradient_clipping | 5984b808
+    clip_gradients | - | clips where the Trainer was asked to | 3b57638f
+    clip_grad_by_norm | noting_gradient_norm | its norm is shown | 67e0f6be
+plugins.precision.amp.MixedPrecision
+    pre_backward | - | scales the loss | 672be8f5
+    optimizer_step | - | runs the closure, unscales, steps unless a gradient overflowed | fcca8f8e
+core.optimizer.LightningOptimizer
+    step | - | calls the strategy's optimizer_step | 6047b6f4
+core.module.LightningModule
+    backward | - | calls the loss's backward, with gradient= | a2e90fe7
+    optimizer_step | - | calls the optimizer's step with the closure | 235652a3
+    optimizer_zero_grad | - | calls the optimizer's zero_grad | 38492e78
+    configure_gradient_clipping | - | calls clip_gradients | 9c6cad26
+    clip_gradients | - | clips where the Trainer was asked to | a53993a4
+    lr_scheduler_step | - | steps a scheduler once | 0ae03eb1
+    log | - | reads _current_fx_name | ad4009e5 74202ade
+""")
+)

@@ -1,0 +1,133 @@
+"""Lightning's own tests, with this package's strategy in place of Lightning's: what fails then, and did not before?
+
+    git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
+    python tests/lightning_own_tests.py pytorch-lightning                    # loops, callbacks, checkpointing, core, trainer, tuner
+    python tests/lightning_own_tests.py pytorch-lightning loops/test_loops.py trainer/optimization
+
+For each of the directories or files (of ``tests/tests_pytorch`` of the checkout) the tests run twice, in an environment with
+Lightning of the checkout's version: as they are, and with every ``SingleDeviceStrategy`` that a Trainer chooses by itself being
+``AccumulationStrategy``, with ``log=False``. The tests that fail only so are printed, with the last line of their error, and the
+exit code is 1 where one of them is not in :data:`EXPECTED`. ``--environment DIR`` keeps the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from environments import ROOT, Environment
+
+DIRECTORIES = ("loops", "callbacks", "checkpointing", "core", "trainer", "tuner")
+LEFT_OUT = ("checkpointing/test_legacy_checkpoints.py",)
+"""These download checkpoints of old versions."""
+REQUIREMENTS = (
+    "pytest==9.0.2", "pytest-timeout", "pytest-random-order", "cloudpickle", "scikit-learn", "psutil<7.3", "pandas", "fastapi",
+    "uvicorn", "httpx", "tensorboard", "tensorboardX", "jsonargparse[signatures,jsonnet]<4.46", "hydra-core", "omegaconf",
+    "matplotlib", "rich<14.4", "requests",
+)  # fmt: skip
+SECONDS = 120
+"""That a single test may take."""
+EXPECTED: dict[str, str] = {}
+"""Tests that fail only with this package, and why they should: the beginning of their names, as they are printed."""
+
+
+def pytest_configure() -> None:
+    """As a plugin of pytest (``-p lightning_own_tests``): put the strategy in the place of Lightning's."""
+    from lightning.pytorch.trainer.connectors import accelerator_connector
+
+    from lightning_accum import AccumulationStrategy, GradientAccumulation
+    from lightning_accum.strategies import mixin
+
+    class Silent(GradientAccumulation):
+        """What a strategy alone stands for, without its metrics."""
+
+        def __init__(self) -> None:
+            super().__init__(log=False)
+
+    def strategy(device: Any) -> AccumulationStrategy:
+        return AccumulationStrategy() if device == "cpu" else AccumulationStrategy(device)
+
+    setattr(accelerator_connector, "SingleDeviceStrategy", strategy)  # noqa: B010
+    setattr(mixin, "GradientAccumulation", Silent)  # noqa: B010
+
+
+def run(environment: Environment, checkout: Path, what: str, is_ours: bool) -> dict[str, str]:
+    """Run some tests. Returns what came of each: ``"passed"``, ``"skipped"``, or the last line of its error."""
+    with tempfile.TemporaryDirectory() as directory:
+        results = Path(directory) / "results.xml"
+        plugin = ["-p", Path(__file__).stem] if is_ours else []
+        command = [
+            *(str(environment.python), "-m", "pytest", *plugin, "-q", "-p", "no:cacheprovider", "--no-header", "--tb=short"),
+            *(f"--timeout={SECONDS}", f"--junitxml={results}", f"--basetemp={directory}/tmp"),
+            *(f"--ignore={name}" for name in LEFT_OUT),
+            what,
+        ]
+        paths = [str(Path(__file__).resolve().parent), str(checkout / "tests"), str(ROOT)]
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        tests = checkout / "tests" / "tests_pytorch"
+        subprocess.run(command, cwd=tests, env=variables, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if not results.exists():
+            return {what: "pytest did not come to its end"}
+        return dict(outcomes(results.read_text(encoding="utf-8")))
+
+
+def outcomes(junit: str) -> Iterator[tuple[str, str]]:
+    """The names of tests, and what came of them."""
+    for case in ElementTree.fromstring(junit).iter("testcase"):
+        outcome = "passed"
+        for child in case:
+            if child.tag == "skipped":
+                outcome = "skipped"
+            elif child.tag in ("failure", "error"):
+                outcome = (child.get("message") or child.text or child.tag).strip().partition("\n")[0]
+        yield f"{case.get('classname')}.{case.get('name')}", outcome
+
+
+def files_of(checkout: Path, what: str) -> list[str]:
+    """The test files below a directory, each of which runs in a process of its own."""
+    tests = checkout / "tests" / "tests_pytorch"
+    found = [tests / what] if (tests / what).is_file() else sorted((tests / what).rglob("test_*.py"))
+    return [name for path in found if (name := path.relative_to(tests).as_posix()) not in LEFT_OUT]
+
+
+def main() -> int:
+    """Read the command line, run, and print what differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="of Lightning, at a tag")
+    parser.add_argument("what", nargs="*", default=list(DIRECTORIES), help="directories or files of its tests/tests_pytorch")
+    parser.add_argument("--environment", type=Path, metavar="DIR", help="make it there and keep it, or use the one that is there")
+    parser.add_argument("--python", default=sys.executable, help="make the environment with this Python")
+    options = parser.parse_args()
+    checkout = options.checkout.resolve()
+    version = (checkout / "src" / "version.info").read_text(encoding="utf-8").strip()
+    with tempfile.TemporaryDirectory() as temporary:
+        environment = Environment(options.environment or Path(temporary) / "environment")
+        if not environment.python.exists():
+            environment.make(options.python)
+            environment.pip_install(f"lightning=={version}", "-e", str(ROOT), *REQUIREMENTS)
+        unexpected = 0
+        print(f"Lightning {version}")
+        for file in (name for what in options.what for name in files_of(checkout, what)):
+            before, now = (run(environment, checkout, file, is_ours) for is_ours in (False, True))
+            passed = [name for name, outcome in before.items() if outcome == "passed"]
+            differs = {name: now.get(name, "was not run") for name in passed if now.get(name) != "passed"}
+            print(f"{file}: {len(passed)} of {len(before)} passed before, {len(passed) - len(differs)} of these now", flush=True)
+            for name, outcome in differs.items():
+                reason = next((reason for beginning, reason in EXPECTED.items() if name.startswith(beginning)), None)
+                unexpected += reason is None
+                print(f"    {name}: {outcome[:200]}" + ("" if reason is None else f"\n        expected: {reason}"), flush=True)
+        print(f"{unexpected} that fail only with this package are not expected to.")
+    return int(unexpected > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

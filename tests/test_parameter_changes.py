@@ -1,0 +1,174 @@
+"""Parameters that change between the micro-batches of a window are warned of by name; what a full batch would change too is not."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support import loader, relative_error, train_by_hand, trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from lightning_accum import GradientAccumulation
+from lightning_accum.user_warnings import AccumulationWarning
+
+
+def batches(number: int = 12) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(number)]
+
+
+class Net(pl.LightningModule):
+    """Two layers whose output is compared with that of a second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.online = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+        self.target = deepcopy(self.online).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.online(batch), self.target(batch.flip(1)).detach())
+
+    def follow(self, momentum: float = 0.9) -> None:
+        for mine, its in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            mine.data.mul_(momentum).add_(its.data, alpha=1 - momentum)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class AtZeroGrad(Net):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.follow()
+
+
+class AtBatchEnd(Net):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.follow()
+
+
+class InTheStep(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.follow()
+        return super().training_step(batch, batch_idx)
+
+
+class Clipped(Net):
+    def on_train_batch_end(self, *args: Any) -> None:
+        for parameter in self.online.parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+
+
+class Spectral(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.online[0] = spectral_norm(self.online[0])
+
+
+class Following(pl.Callback):
+    def on_train_batch_end(self, run: Any, module: Any, *args: Any) -> None:
+        module.follow()
+
+
+class Once(Net):
+    """What a full batch would do too."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.follow()
+
+
+class Normalised(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.online[0].weight.data.copy_(F.normalize(self.online[0].weight.data, dim=1))
+        return super().training_step(batch, batch_idx)
+
+
+class Copied(Net):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.global_step % 2 == 0:
+            self.target.load_state_dict(self.online.state_dict())
+
+
+class Memory(Net):
+    """Buffers are made to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(4, 4, dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros(()))
+        self.norm = nn.BatchNorm1d(4).double()
+        self.online.append(weight_norm(nn.Linear(4, 4)).double())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.norm(batch)
+        self.queue.copy_(torch.cat((batch[:1], self.queue[:3])))
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def changes_found(module: pl.LightningModule, *callbacks: Any, **policy: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        policy = policy or {"window": 3}
+        trainer(callbacks=[GradientAccumulation(**policy), *callbacks]).fit(module, loader(batches()))
+    messages = [str(w.message) for w in caught if issubclass(w.category, AccumulationWarning)]
+    return [message for message in messages if "between the micro-batches of a window" in message]
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "name"),
+    [
+        (AtZeroGrad, [], "target.0.weight"),
+        (AtBatchEnd, [], "target.0.weight"),
+        (InTheStep, [], "target.0.weight"),
+        (Clipped, [], "online.0.weight"),
+        (Spectral, [], "online.0.parametrizations.weight.0._u"),
+        (Net, [Following], "target.0.weight"),
+    ],
+)
+def test_a_parameter_that_changes_inside_a_window_is_named(module: type[Net], callbacks: list[Any], name: str) -> None:
+    (message,) = changes_found(module(), *(callback() for callback in callbacks))
+    assert message.startswith(f"The parameters '{name}' and ")
+    assert "in the module's optimizer_step" in message
+
+
+@pytest.mark.parametrize("module", [Net, Once, Normalised, Copied, Memory])
+def test_what_the_full_batch_would_change_too_is_no_change(module: type[Net]) -> None:
+    assert changes_found(module()) == []
+
+
+@pytest.mark.parametrize("policy", [{"window": 1}, {"window": 3, "check": False}])
+def test_nothing_is_compared_where_a_window_is_a_batch_or_the_check_is_off(policy: dict[str, Any]) -> None:
+    assert changes_found(AtBatchEnd(), **policy) == []
+
+
+def test_the_size_is_that_of_the_change() -> None:
+    class Doubled(Net):
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.target[0].weight.data.mul_(2)
+
+    (message,) = changes_found(Doubled(), window=2)
+    assert message.startswith("The parameter 'target.0.weight' changes between the micro-batches of a window (by 0.5 of its size")
+
+
+@pytest.mark.parametrize("change", ["a hook of batches, in a split batch", "a step of the optimizer"])
+def test_what_the_warning_advises_is_exact(change: str) -> None:
+    data = batches()
+    whole = [torch.cat(data[i : i + 3]) for i in range(0, len(data), 3)]
+    by_hand = Net()
+    for batch in whole:
+        train_by_hand(by_hand, [batch], epochs=1)
+        by_hand.follow()
+    module = AtBatchEnd() if "split" in change else Once()
+    policy, batches_of = (GradientAccumulation(micro_batch=3), whole) if "split" in change else (GradientAccumulation(3), data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccumulationWarning)
+        trainer(callbacks=[policy]).fit(module, loader(batches_of))
+    assert relative_error(module.parameters(), by_hand.parameters()) <= 1e-12
