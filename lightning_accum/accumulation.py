@@ -24,6 +24,7 @@ from lightning_accum.weighing.denominator import Denominator, UnreadableLossErro
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
+from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
 
@@ -465,6 +466,8 @@ class Accumulation:
             parts = [window_in_words(loader_batches, self.world_size, samples)]
         if self.splitting is not None:
             parts.append(f"each runs {self.splitting.describe()}")
+        if self.policy.offload:
+            parts.append(offload_in_words(self.ranks.device))
         parts.append(f"weight: {self.weigher.criterion}")
         if self.sums is not None:
             parts.append(f"gradients are added up in {self.sums.dtype}")

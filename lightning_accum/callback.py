@@ -55,7 +55,9 @@ class GradientAccumulation(Callback):
             where their lengths are so far apart that half of an average micro-batch would be padding to save);
             :class:`Tokens`, padding included; ``"auto"``, as large as memory allows, found by trying; None for the loader's batch
             as it is. ``training_step`` runs once for each, and what it logs and returns is put together to what the batch would
-            have logged and returned.
+            have logged and returned. Or ``"offload"``: the loader's batch as it is, of which what autograd saves for the backward
+            waits in the memory of the host. Nothing is split, so it is exact for any module (BatchNorm, manual optimization) and
+            any loss; a step takes as much longer as the copies do that computing does not hide. A CPU has no other memory.
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by counts which do not
@@ -115,7 +117,7 @@ class GradientAccumulation(Callback):
         self,
         window: WindowSize = None,
         *,
-        micro_batch: MicroBatchSize | None = None,
+        micro_batch: MicroBatchSize | Literal["offload"] | None = None,
         row_wise: str | Sequence[str] | None = None,
         weight: Literal["auto", "equal"] | Weight | Sequence[Weight] = "auto",
         tail: Tail = "step",
@@ -135,13 +137,14 @@ class GradientAccumulation(Callback):
                 tail,
                 scheduler_counts,
                 log,
-                None if row_wise else micro_batch,
+                None if row_wise is not None or micro_batch == "offload" else micro_batch,
                 split,
                 trim_padding,
                 accumulate_dtype,
                 on_nonfinite,
                 batch_norm,
                 check,
+                offload=micro_batch == "offload",
                 **row_wise_policy(row_wise, micro_batch),
             )
         )

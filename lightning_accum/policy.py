@@ -57,6 +57,8 @@ class Policy:
     """Submodules that run in micro-batches while the loss sees the whole batch; then :attr:`micro_batch` is None, and"""
     row_wise_size: int | Tokens | None = None
     """this is the size of theirs."""
+    offload: bool = False
+    """``micro_batch="offload"``: nothing is split."""
 
     def size_at(self, epoch: int, step: int) -> int | None:
         """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say.

@@ -27,6 +27,10 @@ class WindowManualOptimization(_ManualOptimization):
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        with self.strategy.around_loader_batch(kwargs):
+            return self._run(kwargs)
+
+    def _run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         manual = self.strategy.manual
         if manual is None:
             with self.strategy.running_row_wise(next(iter(kwargs.values()), None)):

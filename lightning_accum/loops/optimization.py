@@ -43,7 +43,8 @@ class WindowOptimization(_AutomaticOptimization):
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        outputs = super().run(optimizer, batch_idx, kwargs)
+        with self.strategy.around_loader_batch(kwargs):
+            outputs = super().run(optimizer, batch_idx, kwargs)
         if (accumulation := self.strategy.accumulation) is not None:
             accumulation.end_loader_batch(self.visited)
         self.trainer.fit_loop.epoch_loop.end_full_window()  # type: ignore[attr-defined]  # it has been made an AccumulatingEpochLoop

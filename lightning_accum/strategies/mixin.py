@@ -38,6 +38,7 @@ from lightning_accum.strategies.preparation import check_optimizers, guard, row_
 from lightning_accum.strategies.window_hooks import WindowHooks
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Verdict
+from lightning_accum.whole.offload import Offload
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
@@ -129,6 +130,7 @@ class AccumulationMixin(WindowHooks):
         module = self.lightning_module
         assert module is not None
         self.row_wise = row_wise(self.policy, module, self.root_device)
+        self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)
             return

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum import loops
@@ -25,6 +26,7 @@ from lightning_accum.splitting.packed import samples_of
 from lightning_accum.strategies.engine import Engine
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
 from lightning_accum.weighing.weight import count_samples
+from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 
 
@@ -44,6 +46,8 @@ class WindowHooks(Engine):
     """this is the ``gradient`` of its backward."""
     row_wise: RowWise | None = None
     """Runs submodules in micro-batches, in steps that see the whole batch; None where nothing was asked to."""
+    offload: Offload | None = None
+    """Moves what autograd saves; None where it stays."""
     audience: Audience
     """Who hears what Lightning calls; there with :attr:`accumulation`."""
     guard: Guard | None = None
@@ -59,6 +63,13 @@ class WindowHooks(Engine):
     def running_row_wise(self, batch: Any) -> AbstractContextManager[None]:
         """In here, a step and its backward, the submodules that were named run in micro-batches."""
         return nullcontext() if self.row_wise is None else self.row_wise.step(count_samples(batch))
+
+    def around_loader_batch(self, batch: Any) -> AbstractContextManager[None]:
+        """What a loader batch runs in, whole or in micro-batches."""
+        module = self.lightning_module
+        if self.offload is None or module is None:
+            return nullcontext()
+        return self.offload.engaged((*module.parameters(), *module.buffers(), *tree_leaves(batch)))
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
 

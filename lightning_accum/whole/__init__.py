@@ -1,1 +1,1 @@
-"""Loader batches that ``training_step`` sees as a whole, whatever their loss does with it."""
+"""A loader batch that runs whole: the loss sees all of it, and memory holds less."""
