@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from lightning_accum import DDPAccumulationStrategy, GradientAccumulation, SampleCount, TokenCount, Tokens
 
-ONE_PROCESS, TWO_PROCESSES = 300, 120
+ONE_PROCESS, TWO_PROCESSES = 400, 120
 """How many seeds."""
 pytestmark = pytest.mark.slow
 

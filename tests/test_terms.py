@@ -19,13 +19,14 @@ from torch.utils.data import DataLoader
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import terms_of
-from lightning_accum.weighing.term_nodes import TermLister, TermNode, are_apart, scale_terms
+from lightning_accum.weighing.term_nodes import TermLister, TermNode, scale_terms
 from lightning_accum.weighing.terms import TermsAtOnce
 from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.window import Window
 
 EACH = [TokenCount(), SampleCount()]
 ROWS = 16
+SCALE = nn.Parameter(torch.tensor(0.3))
 
 
 class Rated(pl.LightningModule):
@@ -203,7 +204,6 @@ def test_on_a_device_nothing_is_copied_to_the_host() -> None:
     meta = torch.device("meta")
     weigher, window = Weigher("auto", print, hands_out_terms=True), Window(meta)
     window._reference, window.terms = 1.0, TermsAtOnce()
-    weigher._looks_for_contrast = 0
     logits, target = torch.randn(6, 5, device=meta, requires_grad=True), torch.zeros(6, dtype=torch.long, device=meta)
     loss = F.cross_entropy(logits, target) + F.mse_loss(logits[:2], torch.zeros(2, 5, device=meta))
     window.add(loss, weigher(loss, None))
@@ -281,8 +281,7 @@ def test_as_many_weights_as_terms() -> None:
     ("loss", "message"),
     [
         (lambda x: x.square().mean() + x.sum(), "divided by nothing"),
-        (lambda x: (mean := x.square().mean()) + mean.exp(), "computed from another"),
-        (lambda x: (mean := x.square().mean()) + mean, "computed from another"),
+        (lambda x: SCALE.exp() * (x.square().mean() + x.exp().mean()), "a parameter multiplies a sum of them"),
     ],
 )
 def test_terms_that_cannot_be_told_apart_are_an_error(loss: Callable[[Tensor], Tensor], message: str) -> None:
@@ -291,11 +290,15 @@ def test_terms_that_cannot_be_told_apart_are_an_error(loss: Callable[[Tensor], T
         TermLister([SampleCount(), SampleCount()], print).read(terms, [3.0, 3.0])
 
 
-def test_a_term_above_another_is_seen() -> None:
-    x = torch.ones(3, requires_grad=True) * torch.ones(3)
-    mean = x.mean()
-    assert are_apart(terms_of(mean + x.square().mean()))
-    assert not are_apart(terms_of(mean + mean.exp()))
+@pytest.mark.parametrize("other", [lambda mean: mean, lambda mean: mean.exp(), lambda mean: 3 * mean.square().squeeze()])
+def test_terms_that_are_computed_from_one_another_are_scaled_each_by_itself(other: Callable[[Tensor], Tensor]) -> None:
+    x = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64, requires_grad=True)
+    rows = torch.ones(3, dtype=torch.float64)
+    loss = (mean := (x * rows).square().mean()) + other(mean)
+    scale_terms(TermLister([SampleCount(), SampleCount()], print).read(terms_of(loss), [3.0, 3.0]), [5.0, 7.0])
+    loss.backward()
+    (expected,) = torch.autograd.grad(5 * (mean := x.square().mean()) + 7 * other(mean), x)
+    assert relative_error([x.grad], [expected]) < 1e-15
 
 
 def test_scaling_is_by_term() -> None:

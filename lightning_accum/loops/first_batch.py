@@ -72,6 +72,8 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
 
     accumulation.checks_left -= 1
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
+    if size is None and (plan := accumulation.plan) is not None and plan.is_read:
+        size = plan.pieces[0].count  # of the longest rows
     found: FewRows | SplitRows | None = None
     reason = "a rank has no batch of two rows"
     try:
@@ -89,7 +91,6 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     if not rows:
         accumulation.verdict = Verdict(None, seen=reason)
         return
-    was_late, accumulation.checks_left = accumulation.verdict is not None, 0
     strategy.sync.reshard()
     check = Check(
         trainer.lightning_module,
@@ -102,19 +103,28 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     )
     if strategy.row_wise is not None and ranks.world_size > 1:
         assert isinstance(found, FewRows)
-        if takes_rows_of_other_ranks(check, found.two(number), ranks.rank, largest):
+        try:
+            is_joint = takes_rows_of_other_ranks(check, found.two(number), ranks.rank, largest)
+        except CannotCheckError as problem:
+            accumulation.verdict = Verdict.unknown(problem)
+            if not largest(float(accumulation.verdict.may_try_again)):
+                accumulation.checks_left = 0
+            return
+        if is_joint:
             accumulation.verdict = Verdict(None, seen="the loss takes the rows of all ranks together")
-            accumulation.has_joint_loss = True
+            accumulation.has_joint_loss, accumulation.checks_left = True, 0
             if accumulation.boundary.size != 1:
                 raise MisconfigurationException(_OF_SEVERAL_BATCHES)
             return
-    verdict = check(rows)
+    verdict, was_late = check(rows), accumulation.verdict is not None
+    if not largest(float(verdict.may_try_again)):
+        accumulation.checks_left = 0
     if largest(float(not verdict.adds_up)) == 0:
         is_unchecked = largest(float(verdict.deviation is None))
         worst = largest(verdict.deviation or 0.0)
         if verdict.deviation is not None:
             verdict = Verdict(None, seen="another rank could not be") if is_unchecked else replace(verdict, deviation=worst)
-        if was_late:
+        if was_late and not accumulation.checks_left:
             rank_zero_info(f"GradientAccumulation: {verdict}.")
     elif largest(float(verdict.has_terms)) and strategy.row_wise is None:
         if not verdict.adds_up:

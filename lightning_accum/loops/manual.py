@@ -27,21 +27,20 @@ class WindowManualOptimization(_ManualOptimization):
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        with self.strategy.around_loader_batch(kwargs):
+        batch = next(iter(kwargs.values()), None)
+        with self.strategy.around_loader_batch(kwargs), self.strategy.running_row_wise(batch):
             return self._run(kwargs)
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         manual = self.strategy.manual
         if manual is None:
-            with self.strategy.running_row_wise(next(iter(kwargs.values()), None)):
-                return super().run(kwargs)
+            return super().run(kwargs)
         epoch_loop, batch = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop), next(iter(kwargs.values()), None)
         self._is_boundary, self._plan = epoch_loop.begin_loader_batch(manual.windows.boundary), manual.plan(batch)
         self.strategy.begin_manual_loader_batch()
         if self._plan is None:
             manual.windows.begin_micro_batch(batch, self._is_boundary)
-        with self.strategy.running_row_wise(batch):
-            outputs = super().run(kwargs)
+        outputs = super().run(kwargs)
         manual.windows.end_loader_batch(epoch_loop.batch_progress.total.ready)
         manual.announce(batch, self.trainer.accumulate_grad_batches)
         if self._is_boundary:
