@@ -25,6 +25,7 @@ from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
 from lightning_accum.whole.offload import offload_in_words
+from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import FACTORS_DIFFER, ClosedWindow, Window
 
@@ -120,6 +121,8 @@ class Accumulation:
         """Called in every micro-batch that is added to the window, once its weight is known."""
         self.checks_left = 0
         """At how many loader batches more the check may be tried: until one has two rows on every rank."""
+        self.row_wise: RowWise | None = None
+        """Runs submodules in micro-batches."""
         self.has_joint_loss = False
         """The loss of a rank takes the rows of all ranks together."""
         self.verdict: Verdict | None = None
@@ -475,6 +478,8 @@ class Accumulation:
             parts.append(f"each runs {self.splitting.describe()}")
         if self.policy.offload:
             parts.append(offload_in_words(self.ranks.device))
+        if self.row_wise is not None:
+            parts.append(self.row_wise.describe())
         parts.append(f"weight: {self.weigher.criterion}")
         if self.sums is not None:
             parts.append(f"gradients are added up in {self.sums.dtype}")

@@ -738,3 +738,46 @@ def test_ranks_with_unequally_many_batches_take_the_step_of_all_rows(find_unused
     callback = GradientAccumulation(2, micro_batch=3, row_wise="encoder")
     trainer(ddp(find_unused_parameters=find_unused), devices=2, callbacks=[callback]).fit(module)
     assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+
+
+# --- names that are found -----------------------------------------------------------------------------------------------
+
+
+class Towers(pl.LightningModule):
+    """Two towers, one of which has a BatchNorm between two parts that have none; a method that is no call; a loss of pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 6, bias=False)).double()
+        body = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 16))
+        self.text = nn.ModuleDict({"body": body, "norm": nn.BatchNorm1d(16), "last": nn.Linear(16, 6, bias=False)}).double()
+        self.tiny = nn.Linear(1, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, classes = batch
+        text = self.text["last"](self.text["norm"](self.text["body"](x.flip(1))))
+        return clip(self.image(x), text, classes, torch.tensor(0.5)) + self.tiny(x[0, :1]).square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_auto_names_the_largest_submodules_that_treat_rows_independently(caplog: pytest.LogCaptureFixture) -> None:
+    expected = train_by_hand(Towers(), batches(), 1)
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        module = fit(Towers(), batches(), "auto")
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+    assert relative_error(module.buffers(), expected.buffers()) < 1e-12
+    assert "image, text.body, text.last in micro-batches of 4" in caplog.text
+
+
+def test_auto_is_an_error_where_nothing_would_be_saved() -> None:
+    class WithoutSubmodules(Towers):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return clip(F.linear(batch[0], self.image[0].weight), batch[0].repeat(1, 4)[:, :16], batch[1], torch.tensor(0.5))
+
+    with pytest.raises(RowWiseError, match=r'row_wise="auto": the submodules of WithoutSubmodules .* hold 0%'):
+        fit(WithoutSubmodules(), batches(), "auto")
+    with pytest.raises(MisconfigurationException, match=r"Give the names of its submodules"):
+        fit(Gan(), batches(), "auto")

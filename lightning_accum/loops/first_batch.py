@@ -23,6 +23,8 @@ from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Verdict
+from lightning_accum.weighing.weight import count_samples
+from lightning_accum.whole.row_wise import RowWise
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
@@ -137,6 +139,23 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
             _message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows), policy.row_wise)
         )
     accumulation.verdict = verdict
+
+
+def choose_row_wise(trainer: pl.Trainer, strategy: AccumulationMixin, row_wise: RowWise, kwargs: OrderedDict[str, Any]) -> None:
+    """Decide by a few rows of the batch in ``kwargs`` which submodules run in micro-batches, if it has two.
+
+    Raises:
+        RowWiseError: there are none that would help.
+    """
+    try:
+        rows, _ = FewRows(next(iter(kwargs.values()), None), strategy.samples_of_loader()).two(8)
+    except CannotCheckError:
+        return
+    snapshot = strategy.keeper.take(watches_parameters=False)
+    try:
+        row_wise.choose(lambda: unlogged_step(trainer, kwargs)(rows()), count_samples(rows()))
+    finally:
+        snapshot.restore()
 
 
 def takes_rows_of_other_ranks(

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_accum.batch_norm.joint_layers import statistics_of_ranks
 from lightning_accum.batch_norm.joint_run import JointRun
 from lightning_accum.gradient_norm import noting_gradient_norm
-from lightning_accum.loops.first_batch import check_first_batch, unlogged_step
+from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
 from lightning_accum.splitting.batch_run import BatchRun
 from lightning_accum.splitting.proofs import Verdict
@@ -65,6 +65,8 @@ class WindowOptimization(_AutomaticOptimization):
             epoch_loop.batch = accumulation.batch
         if accumulation.splitting is not None:
             accumulation.splitting.begin(accumulation.batch, partial(self._difference_by_padding, kwargs))
+        if self.strategy.row_wise is not None and self.strategy.row_wise.is_undecided:
+            choose_row_wise(self.trainer, self.strategy, self.strategy.row_wise, kwargs)
         if accumulation.checks_left and not self._skip_backward:
             check_first_batch(self.trainer, self.strategy, kwargs)
         return WindowClosure(

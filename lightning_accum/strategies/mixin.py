@@ -140,6 +140,7 @@ class AccumulationMixin(WindowHooks):
         assert self.ranks is not None
         sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
         self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(module))
+        self.accumulation.row_wise = self.row_wise
         assert self._fit is not None
         if sums is not None:
             self.accumulation.sums = sums

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.weighing.nodes import inputs_of
+from lightning_accum.whole.auto_names import choose_names
 from lightning_accum.whole.calls import Call, Layer, RowWiseError, call_of, twice_differentiated
 from lightning_accum.whole.row_proof import RowProof, number_of_rows
 
@@ -29,7 +30,7 @@ class RowWise:
 
     Args:
         module: that is trained.
-        names: of its submodules.
+        names: of its submodules; ``["auto"]`` until :meth:`choose` was called.
         micro_batch: rows, or tokens, of a micro-batch.
         device: where the module runs.
 
@@ -49,7 +50,10 @@ class RowWise:
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str], micro_batch: int | Tokens, device: torch.device) -> None:
-        self._layers = _layers(module, names)
+        self._module = module
+        self.is_undecided = tuple(names) == ("auto",)
+        """Which submodules it will be is found out from the first batch of two rows."""
+        self._layers = [] if self.is_undecided else _layers(module, names)
         self._micro_batch = micro_batch
         self._device = device
         self._proof = RowProof()
@@ -57,6 +61,16 @@ class RowWise:
         self._rows: int | None = None
         self._is_inside = self._is_in_backward = self._has_run = self._drops = False
         self._called: set[str] = set()
+
+    def choose(self, step: Callable[[], Any], rows: int | None) -> None:
+        """Decide which submodules it will be, see :func:`choose_names`."""
+        self._layers, self.is_undecided = _layers(self._module, choose_names(self._module, step, rows)), False
+
+    def describe(self) -> str:
+        """What runs in micro-batches, in words."""
+        size = self._micro_batch
+        rows = f"up to {size.count} tokens" if isinstance(size, Tokens) else f"{size}"
+        return f"{', '.join(layer.name for layer in self._layers) or 'nothing'} in micro-batches of {rows}, the loss sees all rows"
 
     @contextmanager
     def step(self, rows: int | None = None) -> Iterator[None]:

@@ -23,6 +23,7 @@ def replaced(value: Any, function: Callable[[Any], Any]) -> Any:
         UnknownObjectError: there may be tensors in ``value`` that are not found.
 
     Example:
+        >>> import torch
         >>> replaced({"x": [torch.ones(2), None], "names": ["a", "b"]}, lambda leaf: leaf[:1])
         {'x': [tensor([1.]), None], 'names': ['a']}
     """
