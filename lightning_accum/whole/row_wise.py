@@ -233,8 +233,10 @@ def _layers(module: nn.Module, names: Sequence[str]) -> list[Layer]:
                 raise RowWiseError(
                     f"row_wise={list(names)}: {inner!r} is inside of {outer!r}, which runs in micro-batches. Name one of them."
                 )
-    distinct = {modules[name]: name for name in reversed(names)}
-    return [Layer(name, layer, lambda: None) for layer, name in distinct.items()]
+    distinct: dict[nn.Module, str] = {}
+    for name in names:
+        distinct.setdefault(modules[name], name)
+    return [Layer(name, layer, layer) for layer, name in distinct.items()]
 
 
 @contextmanager
