@@ -1,6 +1,6 @@
 """What ``row_wise=`` costs: a step of a CLIP-like training, whole, row-wise, and in a hand-written GradCache loop.
 
-Time: the sides are interleaved in one process, and the medians of many rounds are compared. Activations: what autograd saves for
+Time: of the processor, on one thread; the sides are interleaved, and the medians of many rounds compared. Activations: what is saved for
 the backward, without parameters and batches, at its largest; that of the loss, which has a matrix of all pairs, by itself. The last
 table is the largest batch that a fixed budget has room for.
 
@@ -92,10 +92,10 @@ def seconds(sides: dict[str, Callable[..., None]], model: TwoTowers, rows: int, 
     for index in range(rounds + 2):
         for name, step in sides.items():
             model.zero_grad()
-            start = time.perf_counter()
+            start = time.process_time()
             step(model, images, texts, size)
             if index > 1:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.process_time() - start)
     return {name: statistics.median(of_side) for name, of_side in times.items()}
 
 
