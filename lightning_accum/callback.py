@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_accum import seams
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.arguments import check_module, checked, needs_one_batch, row_wise_policy, what_to_use_instead_of
 from lightning_accum.boundary import Tail
@@ -59,13 +60,13 @@ class GradientAccumulation(Callback):
             waits in the memory of the host. Nothing is split, so it is exact for any module (BatchNorm, manual optimization) and
             any loss; a step takes as much longer as the copies do that computing does not hide. A CPU has no other memory.
         row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), several, or ``"auto"``. Then
-            ``training_step`` runs once, on the loader's batch, and calls of these submodules run in micro-batches of ``micro_batch``
-            rows, or :class:`Tokens`: first without a graph, and again with one after the backward of the loss. The loss sees the
-            outputs of the whole batch, so any loss is exact: contrastive ones, those of pairs or of batch statistics. What a
-            submodule does with one row must not depend on the others, which is tried out on two rows. ``"auto"`` names the largest
-            for which that is so. Over ranks a loss is of all rows where ``training_step`` gathers them itself,
-            ``self.all_gather(..., sync_grads=True)``. Not for sharded modules, nor for steps that differentiate through a call
-            themselves (gradient penalties).
+            ``training_step`` runs once, on the loader's batch, and their calls run in micro-batches of ``micro_batch`` rows, or
+            :class:`Tokens`: first without a graph, and again with one after the backward of the loss. The loss sees the outputs of
+            the whole batch, so any loss is exact: contrastive ones, those of pairs or of batch statistics. What a submodule does
+            with one row must not depend on the others, which is tried out on two rows. ``"auto"`` names the largest for which that
+            is so. Over ranks a loss is of all rows where ``training_step`` gathers them itself, ``self.all_gather(...,
+            sync_grads=True)``. Not for sharded modules, nor for steps that differentiate through a call themselves (gradient
+            penalties).
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by counts which do not
@@ -280,6 +281,8 @@ class GradientAccumulation(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if differing := seams.changed():  # whatever it says, that may be why; printed from Python 3.11 on
+            exception.__notes__ = [*getattr(exception, "__notes__", []), seams.in_words(differing)]
         # other callbacks may take a checkpoint now, on this rank alone unless all were told to end
         self._may_gather = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
 

@@ -151,6 +151,40 @@ def test_windows_of_one_micro_batch_on_each_rank_are_exact_without_being_told() 
     assert error_of_updates(module, by_hand, Rated("adamw")) <= 1e-12
 
 
+class Balanced(Rated):
+    """Tasks that a learnt uncertainty weighs: Kendall, Gal and Cipolla, arXiv 1705.07115, in the ways in which it is written."""
+
+    def __init__(self, writing: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.scales = nn.Parameter(torch.tensor([0.7, 1.3], dtype=torch.float64))
+        self.writing = writing
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        cross_entropy, error = self.terms(batch)
+        s, t = self.scales
+        if self.writing == 0:
+            return torch.exp(-self.scales[0]) * cross_entropy + self.scales[0] + torch.exp(-self.scales[1]) * error + self.scales[1]
+        if self.writing == 1:
+            return cross_entropy / (2 * s**2) + error / t.exp() + s.log() + t
+        return torch.stack([(-s).exp() * cross_entropy, (-t).exp() * error]).sum() + s + t
+
+
+@pytest.mark.parametrize("writing", [0, 1, 2])
+@pytest.mark.parametrize("is_over_ranks", [False, True])
+def test_the_learnt_scale_of_a_term_has_the_weight_of_the_term(writing: int, is_over_ranks: bool) -> None:
+    batches = rated(2)
+    if is_over_ranks:
+        parts = [[rows_of(batch, slice(0, 5)) for batch in batches], [rows_of(batch, slice(5, None)) for batch in batches]]
+        module = Balanced(writing, by_rank=parts)
+        trainer(ddp(), devices=2).fit(module)
+    else:
+        module = Balanced(writing)
+        trainer(callbacks=[GradientAccumulation(micro_batch=5, weight=EACH)]).fit(module, loader(batches))
+    by_hand = train_by_hand(Balanced(writing), batches, epochs=1)
+    assert error_of_updates(module, by_hand, Balanced(writing)) <= 1e-12
+    assert relative_error([module.scales], [by_hand.scales]) <= 1e-12
+
+
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 def test_terms_share_one_weight_where_ranks_may_leave_a_micro_batch_out(on_nonfinite: Any) -> None:
     """What it is left out of would be the totals, which have to be known before its backward."""

@@ -27,9 +27,12 @@ class WindowManualOptimization(_ManualOptimization):
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        self.strategy.watch.run("_ManualOptimization")
         batch = next(iter(kwargs.values()), None)
         with self.strategy.around_loader_batch(kwargs), self.strategy.running_row_wise(batch):
-            return self._run(kwargs)
+            outputs = self._run(kwargs)
+        self.strategy.watch.end_run(is_manual=True)
+        return outputs
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         manual = self.strategy.manual

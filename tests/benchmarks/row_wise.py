@@ -1,8 +1,8 @@
 """What ``row_wise=`` costs: a step of a CLIP-like training, whole, row-wise, and in a hand-written GradCache loop.
 
-Time: of the processor, on one thread; the sides are interleaved, and the medians of many rounds compared. Activations: what is saved for
-the backward, without parameters and batches, at its largest; that of the loss, which has a matrix of all pairs, by itself. The last
-table is the largest batch that a fixed budget has room for.
+Time: of the processor, on one thread; the sides are interleaved, and the medians of many rounds compared. Activations: what
+autograd saves for the backward, without parameters and batches, at its largest; that of the loss, which has a matrix of all pairs,
+by itself. The last table is the largest batch that a fixed budget has room for.
 
     python tests/benchmarks/row_wise.py --rounds 15
 """
