@@ -65,6 +65,12 @@ class FewRows:
             found.append(_cut(emptied, range(len(rows)), [2, len(rows) - 2]))
         return found
 
+    def two(self, number: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Two batches of as many rows, of the first ``number``; the second repeats one where there are few."""
+        half = min(number // 2, 4)
+        first, second = ([*range(half)], [*range(half, 2 * half)]) if half > 1 else ([0, 1], [1, 1])
+        return partial(self._layout.take, first), partial(self._layout.take, second)
+
 
 class SplitRows:
     """The first micro-batch of a batch that the user's own function cuts, whose sizes may be of another kind than samples.

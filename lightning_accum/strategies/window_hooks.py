@@ -26,7 +26,9 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.strategies.engine import Engine
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
+from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.offload import Offload
+from lightning_accum.whole.row_wise import RowWise
 
 _NOTHING_AROUND = nullcontext()
 
@@ -47,6 +49,8 @@ class WindowHooks(Engine):
     """this is the ``gradient`` of its backward."""
     watch: Watch
     """Whether Lightning calls what stands in for its own; there in a fit."""
+    row_wise: RowWise | None = None
+    """Runs submodules in micro-batches, in steps that see the whole batch; None where nothing was asked to."""
     offload: Offload | None = None
     """Moves what autograd saves; None where it stays."""
     audience: Audience
@@ -60,6 +64,10 @@ class WindowHooks(Engine):
     def is_plain(self) -> bool:
         """Whether the window is one micro-batch on one rank, so that everything is left to Lightning."""
         return self.accumulation is None or self.accumulation.is_plain()
+
+    def running_row_wise(self, batch: Any) -> AbstractContextManager[None]:
+        """In here, a step and its backward, the submodules that were named run in micro-batches."""
+        return nullcontext() if self.row_wise is None else self.row_wise.step(count_samples(batch))
 
     def around_loader_batch(self, batch: Any) -> AbstractContextManager[None]:
         """What a loader batch runs in, whole or in micro-batches."""
@@ -120,10 +128,14 @@ class WindowHooks(Engine):
     def _around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
         assert self.accumulation is not None
         if self.accumulation.is_stand_in and not self.is_waited_for_in_forward:
-            return no_gradients(loss)
+            return self._weightless(no_gradients(loss))
         if self.accumulation.is_weightless:
-            return gradients_of_zero(loss)
+            return self._weightless(gradients_of_zero(loss))
         return nullcontext() if self.guard is None else self.guard.watching(loss, self.accumulation.weight)
+
+    def _weightless(self, context: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """A backward in ``context``, of which row-wise submodules get nothing."""
+        return context if self.row_wise is None else self.row_wise.dropping(context)
 
     def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take in the loss of a micro-batch. Returns what to call backward on, and with which gradient (None for 1)."""
@@ -164,7 +176,7 @@ class WindowHooks(Engine):
     @property
     def ends_windows_apart(self) -> bool:
         """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
-        return self.guard is not None or self.policy.micro_batch == "auto" or self.joins_batches
+        return self.guard is not None or self.policy.micro_batch == "auto" or self.joins_batches or self.row_wise is not None
 
     def end_window_apart(self) -> Tensor | None:
         """The window has ended with the last micro-batch, which did not know: only now the gradients are reduced."""
