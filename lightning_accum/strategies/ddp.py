@@ -20,7 +20,7 @@ from lightning_accum.batch_norm.joint_layers import sync_batch_norm_hidden
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.strategies.mixin import AccumulationMixin
-from lightning_accum.strategies.preparation import check_reduces_once_a_window, checked
+from lightning_accum.strategies.preparation import check_reduces_once_a_window, check_row_wise_reduction, checked
 from lightning_accum.sync import DDPSync, SyncPolicy, WideDDPSync
 
 
@@ -94,6 +94,8 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
                     f" GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) gradients are looked at before. Leave"
                     " static_graph out."
                 )
+        if self.row_wise is not None:
+            check_row_wise_reduction(ddp.static_graph, self._sync_policy)
         if self.joins_batches and ddp.static_graph:
             raise MisconfigurationException(
                 "DDPAccumulationStrategy(static_graph=True) records one forward and backward, but GradientAccumulation(batch_norm="
