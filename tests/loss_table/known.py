@@ -20,10 +20,6 @@ OPEN: Known = {
         "idioms: a mean over the number of labels that occur",
         "idioms: losses below their own median",
     ),
-    ("refused", "a factor that may be one over a count"): (
-        "idioms: cross entropy, sum times one over the number",
-        "idioms: squares, each times one over the number, sum",
-    ),
     ("refused", "a node that is not looked through"): (
         "multi-task: torch.addcmul",
         "multi-task: torch.lerp",
@@ -56,8 +52,10 @@ OPEN: Known = {
     ("refused", "a weight that is read wrongly, as the check finds"): (
         "language: causal, time first, mean of a step and mean over steps",
         "language: causal, in chunks of rows and positions",
+        "idioms: cross entropy, sum times one over the number",
         "idioms: squares, sum times one over a tensor",
         "idioms: cross entropy, sum times the reciprocal",
+        "idioms: squares, each times one over the number, sum",
         "idioms: cross entropy, product with a vector of one over the number",
         "idioms: cross entropy, halves, each summed, over the number",
         "idioms: masked cross entropy, sum times one over a clamped count",
@@ -77,6 +75,10 @@ OPEN: Known = {
 }
 
 OPEN_ON_RANKS: Known = {
+    ("refused", "as on one rank"): (
+        "multi-task: learned scales of columns' means",
+        "idioms: masked cross entropy, sum times one over a clamped count",
+    ),
     ("false alarm", "a count that is that of the samples on one rank by chance"): (
         "criteria: triplet margin, none, a sum over the number of rows",
         "forecasting: missing values",
