@@ -135,8 +135,8 @@ def _message(verdict: Verdict, weight: Any, mend: str | None) -> str:
         f"Pass GradientAccumulation({mend}): with it they add up."
         if mend is not None
         else "No weight that was tried makes them add up: such a loss compares the rows of its batch, or divides by what no count"
-        " shows. Have the batch run whole (a window of 1, without micro_batch=), or pass the weight that its mean is divided by, as"
-        " a function of the batch."
+        ' shows. Have the batch run whole (a window of 1, GradientAccumulation(micro_batch="offload")), or pass the weight that its'
+        " mean is divided by, as a function of the batch."
     )
     return (
         "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch:"

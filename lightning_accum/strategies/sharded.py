@@ -16,7 +16,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum import loops
-from lightning_accum.batch_norm.policy import refuse_sharded
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.whole import written_whole
 from lightning_accum.splitting.snapshot import Snapshot
@@ -54,7 +53,6 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
                 f'GradientAccumulation(micro_batch="auto") runs a batch again on the rank that ran out of memory, but with'
                 f" {type(self).__name__} the other ranks wait for it in every forward. Give a number of samples, or Tokens(...)."
             )
-        refuse_sharded(self.policy, type(self).__name__)
         self.sync = self._sharded_sync = self._make_sync()
         assert self._fit is not None
         self._fit.callback(self.sync.close)

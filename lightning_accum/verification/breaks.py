@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_accum.verification.report import Break
@@ -46,11 +46,13 @@ def not_finite() -> Break:
     return Break("non-finite gradient", found, math.nan, None, mend)
 
 
-def batch_norm(layers: Sequence[str], policy: Mapping[str, Any], difference: float, without: float | None) -> Break:
+def batch_norm(layers: Sequence[str], difference: float, without: float | None) -> Break:
     """Layers normalise by the statistics of what they see."""
-    exact = 'batch_norm="exact"' if policy.get("micro_batch") else 'micro_batch=..., batch_norm="exact"'
     found = f"{listed(layers)} normalise{'s' * (len(layers) == 1)} each micro-batch by its own statistics."
-    mend = f"GradientAccumulation({exact}) takes those of the whole batch; or use GroupNorm, or layers in evaluation mode."
+    mend = (
+        'GradientAccumulation(micro_batch="offload") runs a loader batch whole: have the loader yield the batch that is wanted. Or'
+        " use GroupNorm, or layers in evaluation mode."
+    )
     return Break("BatchNorm", found, difference, without, mend)
 
 
@@ -78,7 +80,7 @@ def contrastive(difference: float) -> Break:
         " others, and a micro-batch has fewer of them."
     )
     mend = (
-        "No argument does. Run the batch as one (window=1, without micro_batch=), or keep the embeddings of the whole batch and"
+        'GradientAccumulation(micro_batch="offload") runs a loader batch whole; or keep the embeddings of the whole batch and'
         " backpropagate in pieces (GradCache, arXiv 2101.06983)."
     )
     return Break("contrastive loss", found, difference, None, mend)
@@ -159,7 +161,10 @@ def coupled_rows(nearest: float, order: float | None, difference: float) -> Brea
     )
     if order is not None:
         found += " It depends on the order of the rows, too."
-    mend = "No argument does. Compute it within each row (LayerNorm, a loss of one row), or run the batch as one."
+    mend = (
+        'GradientAccumulation(micro_batch="offload") runs a loader batch whole. Or compute it within each row (LayerNorm, a loss of'
+        " one row)."
+    )
     return Break("rows that depend on each other", found, difference, None, mend)
 
 
