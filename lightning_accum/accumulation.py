@@ -26,7 +26,7 @@ from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
 from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.wide_sums import WideSums
-from lightning_accum.window import ClosedWindow, Window
+from lightning_accum.window import FACTORS_DIFFER, ClosedWindow, Window
 
 _COUNTED = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
 _STATE = ("format", *_COUNTED, "is_at_boundary", "checked_weight")
@@ -69,7 +69,7 @@ class Accumulation:
         are_totals_known = ranks.size > 1 and splitting is None and policy.on_nonfinite == "propagate"
         may_be_at_once = policy.weight == "auto" and are_totals_known
         self._terms_at_once = TermsAtOnce() if may_be_at_once else None
-        self.weigher = Weigher(policy.weight, warn, hands_out_terms=self._terms_at_once is not None)
+        self.weigher = Weigher(policy.weight, warn, self._terms_at_once is not None, lambda: self._is_proven)
         if isinstance(policy.weight, tuple):
             window = self.window
             window.terms = TermsCountedAhead(policy.weight, window.device, window.dtype, ranks.size, ranks.group)
@@ -339,6 +339,11 @@ class Accumulation:
         return self.ranks.sum(self.window.weight_so_far()) >= self.window_tokens
 
     @property
+    def _is_proven(self) -> bool:
+        """Parts of the first batch were found to add up to it."""
+        return self.verdict is not None and self.verdict.deviation is not None and self.verdict.adds_up
+
+    @property
     def is_closed_empty(self) -> bool:
         """The window that ended last had no weight, so there is no optimizer step for it."""
         return self.closed is not None and self.closed.is_empty
@@ -365,6 +370,8 @@ class Accumulation:
                 " batch. Each is weighed by itself where a window is one loader batch that is split, and counted in it:"
                 " GradientAccumulation(micro_batch=..., weight=[TokenCount(), SampleCount()]), one weight for each term."
             )
+        if self.closed.do_factors_differ:
+            self._warn_once(FACTORS_DIFFER)
         if self.closed.is_miscounted:
             self._warn_once(
                 "What the weights of the terms counted in micro-batches does not add up to what they counted in the whole batch: a"

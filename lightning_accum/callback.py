@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_accum import seams
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.arguments import check_module, checked, needs_one_batch, what_to_use_instead_of, why_unexpected
 from lightning_accum.boundary import Tail
@@ -265,6 +266,8 @@ class GradientAccumulation(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if differing := seams.changed():  # whatever it says, that may be why; printed from Python 3.11 on
+            exception.__notes__ = [*getattr(exception, "__notes__", []), seams.in_words(differing)]
         # other callbacks may take a checkpoint now, on this rank alone unless all were told to end
         self._may_gather = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
 

@@ -23,6 +23,10 @@ from lightning_accum.weighing.weight import Contribution
 
 _MOST_RANKS = 2.0**20
 """Two flags are in one number, and those of so many ranks do not run into each other."""
+FACTORS_DIFFER = (
+    "A factor of the loss changes inside a window, or what it counts is not the same on all ranks. Factors are taken for constants:"
+    " if this one goes with the batch, a window differs from its full batch. Use an explicit weight."
+)
 _NUMBERS = 8
 """Those that are summed over the ranks; :attr:`Window.terms` may add some."""
 
@@ -37,6 +41,7 @@ class ClosedWindow:
         micro_batches: micro-batches with a loss.
         is_empty: nothing had any weight, so there is no gradient to step on.
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
+        do_factors_differ: a constant that the loss is multiplied or divided by is not the same in all micro-batches.
         is_miscounted: what was counted ahead for the terms of the loss is not what its micro-batches had.
         is_flagged: a rank had raised its :attr:`Window.flag`.
         is_last: a rank had raised its :attr:`Window.is_last`.
@@ -48,6 +53,7 @@ class ClosedWindow:
     micro_batches: int
     is_empty: bool = False
     do_terms_disagree: bool = False
+    do_factors_differ: bool = False
     is_miscounted: bool = False
     is_flagged: bool = False
     is_last: bool = False
@@ -152,9 +158,9 @@ class Window:
         return float(sum(weights))  # type: ignore[arg-type]
 
     def weighed(self) -> list[list[Any]]:
-        """What was taken in so far, as numbers: the loss, weight (None for a sum) and other denominators of each micro-batch."""
+        """What was taken in so far, as numbers: the loss, weight (None for a sum), other denominators and factors of each."""
         return [
-            [float(loss), None if c.weight is None else float(c.weight), [float(other) for other in c.others]]
+            [float(loss), None if c.weight is None else float(c.weight), [float(other) for other in c.others], float(c.factors)]
             for loss, c in zip(self._losses, self._contributions, strict=True)
         ]
 
@@ -171,8 +177,8 @@ class Window:
     def take_back(self, reference: float | None, weighed: Sequence[Sequence[Any]]) -> None:
         """Go on with what :attr:`reference` and :meth:`weighed` were."""
         self._reference = reference
-        self._losses = [loss for loss, _, _ in weighed]
-        self._contributions = [Contribution(weight, tuple(others)) for _, weight, others in weighed]
+        self._losses = [loss for loss, *_ in weighed]
+        self._contributions = [Contribution(weight, tuple(others), 0, *factors) for _, weight, others, *factors in weighed]
 
     def rewind(self, micro_batches: int) -> None:
         """Forget all but the first ``micro_batches`` with a loss."""
@@ -252,6 +258,9 @@ class Window:
         left_out = totals[_NUMBERS] if self._counts_left_out else 0.0
         are_exact = self.terms is not None and self.terms.are_exact(totals[self._numbers :], weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
+        kinds, has_others = self._kinds(), any(contribution.others for contribution in self._contributions)
+        is_mixed = len(kinds) > 1 if self._world_size == 1 else flags >= _MOST_RANKS**2
+        flags %= _MOST_RANKS**2
         self.discard()
         told: dict[str, Any] = {
             "is_flagged": flags % _MOST_RANKS > 0,
@@ -263,10 +272,24 @@ class Window:
                 f"Of the weights of the window's {micro_batches:.0f} micro-batches some are negative, infinite or NaN (their sum is"
                 f" {weight:g}). A weight is the denominator of a mean loss; see the `weight` argument of GradientAccumulation."
             )
-        if 0 < sums < micro_batches:
+        if is_mixed:
+            found = " and ".join(f"by {kind}" for kind in kinds) if len(kinds) > 1 else "by two different things on another rank"
+            raise ValueError(
+                f"The losses of one window are divided {found}. What is counted has to be the same in all of its micro-batches."
+                " Say what to weigh them by: GradientAccumulation(weight=SampleCount()), or any function of the batch."
+            )
+        if sums and weight:
             raise ValueError(
                 f"In {sums:.0f} of the window's {micro_batches:.0f} micro-batches the loss is a sum, in the others it is a mean:"
                 " they cannot be added up. Return one kind of loss from training_step."
+            )
+        # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n (of a sum, n is 1)
+        excess = spread * (sums or weight) / terms**2 - 1 if terms else 0.0
+        disagree = not are_exact and excess > (1e-10 if self.dtype == torch.float64 else 1e-6)
+        if sums and disagree:
+            raise ValueError(
+                "The loss is a sum that is multiplied by another factor in each micro-batch of the window, as by one over a count:"
+                " sums are added up as they are. Divide the sum by its count, so that the count is seen, or pass the weight."
             )
         if sums:
             if self._world_size > 1:
@@ -280,31 +303,39 @@ class Window:
         of_a_rank = weight / self._world_size
         is_next = self._is_on_host and _is_power_of_two(of_a_rank)
         self._reference = of_a_rank if is_next else _power_of_two_near(weight / micro_batches)
-        # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n
-        disagree = terms > 0 and not are_exact and spread * weight / terms**2 - 1 > 1e-6
-        told = {**told, "do_terms_disagree": disagree and not is_miscounted, "is_miscounted": is_miscounted}
+        disagree = disagree and not is_miscounted
+        told = {**told, "do_terms_disagree": disagree and has_others, "do_factors_differ": disagree and not has_others}
+        told["is_miscounted"] = is_miscounted
         return ClosedWindow(loss / weight, weight, int(micro_batches), **told)
 
     # Eight numbers of this rank (_NUMBERS), to be summed over the ranks, 64 bytes in float64: the sums of n, of l*n (of l, for
-    # losses that are sums), of n < 0, of d and d^2/n, where d are the denominators of other terms; micro-batches; those with a
-    # sum; the flags. And, where some may be, the micro-batches that were left out.
+    # losses that are sums), of n < 0, of d and d^2/n, where d are the denominators of other terms and n times a number that
+    # stands for constant factors; micro-batches; those with a sum; the flags. And, where some may be, the micro-batches that
+    # were left out.
+
+    def _kinds(self) -> dict[str, None]:
+        """What the losses with a weight were divided by, in words."""
+        return {c.kind: None for c in self._contributions if c.kind and (isinstance(c.weight, Tensor) or c.weight != 0)}
 
     def _flags(self) -> list[float]:
         flags = float(self.flag) + _MOST_RANKS * self.is_last
+        if self._world_size > 1 and len(self._kinds()) > 1:
+            flags += _MOST_RANKS**2
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]
 
     def _sum_on_host(self) -> list[float]:
         weight = loss = negative = terms = spread = sums = 0.0
         for value, contribution in zip(self._losses, self._contributions, strict=True):
             n, l = contribution.weight, float(value)  # noqa: E741
+            factors = float(contribution.factors)
             if n is None:
-                loss, sums = loss + l, sums + 1
+                loss, sums, terms, spread = loss + l, sums + 1, terms + factors, spread + factors**2
                 continue
             n = float(n)
             weight, negative = weight + n, negative + (n < 0)
             loss += l * n if n != 0 else 0.0
-            if contribution.others:
-                d = sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
+            if contribution.others or factors:
+                d = n * factors + sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
                 terms, spread = terms + d, spread + (d**2 / n if n != 0 else d)
         return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, *self._flags()]
 
@@ -316,12 +347,16 @@ class Window:
         weights = [contribution.weight for contribution in contributions if contribution.weight is not None]
         counts = self._tensor_of([len(contributions), len(contributions) - len(weights), *self._flags()])
         zero = torch.zeros_like(counts[0])
+        factors = self._tensor_of([contribution.factors for contribution in contributions])
         if len(weights) < len(contributions):
-            return torch.cat((torch.stack((zero, losses.sum(), zero, zero, zero)), counts))
+            n = self._tensor_of(weights).sum() if weights else zero
+            is_sum = self._tensor_of([float(contribution.weight is None) for contribution in contributions])
+            loss, factors = torch.where(is_sum > 0, losses, zero).sum(), factors * is_sum
+            return torch.cat((torch.stack((n, loss, zero, factors.sum(), factors.square().sum())), counts))
         n = self._tensor_of(weights)
         terms = spread = zero
-        if any(contribution.others for contribution in contributions):
-            d = torch.stack([self._denominators_of_other_terms(contribution) for contribution in contributions])
+        if any(c.others or isinstance(c.factors, Tensor) or c.factors != 0 for c in contributions):
+            d = torch.stack([self._denominators_of_other_terms(contribution) for contribution in contributions]) + n * factors
             terms, spread = d.sum(), torch.where(n == 0, d, d**2 / n).sum()
         loss = torch.where(n == 0, zero, losses * n).sum()
         return torch.cat((torch.stack((n.sum(), loss, (n < 0).sum().to(self.dtype), terms, spread)), counts))

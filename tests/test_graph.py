@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import read_loss, read_terms, terms_of
-from lightning_accum.weighing.safeguards import gradients_of_zero, guard_against_zero, is_contrastive
-from lightning_accum.weighing.weight import Contribution
+from lightning_accum.weighing.safeguards import gradients_of_zero, is_contrastive
+from lightning_accum.weighing.weight import Weigher
 from lightning_accum.window import Window
 
 D = torch.float64
@@ -50,6 +50,14 @@ def each(net, b):
     return (net.value(b["x"])[:, 0] - b["y"]) ** 2
 
 
+def each_mean(net, b):
+    return each(net, b).mean()
+
+
+def masked_by_number(net, b):
+    return (each(net, b) * b["y"]).sum() / len(b["x"])
+
+
 def images(net, b):
     return net.logits(b["x"])[:, :, None, None].expand(-1, -1, 2, 2).contiguous(), b["target"][:, None, None].expand(-1, 2, 2)
 
@@ -68,6 +76,21 @@ def log_softmax(net, b):
 
 def ce(net, b, **kwargs):
     return F.cross_entropy(net.logits(b["x"]), b["target"], **kwargs)
+
+
+def dice(net, b, dims):
+    p, y = log_softmax(net, b).exp(), b["probabilities"]
+    return 1 - 2 * (p * y).sum(dims) / (p.sum(dims) + y.sum(dims) + 1)
+
+
+def steps(columns):
+    return torch.cat([columns, columns.flip(1), columns.cumsum(1)], 1)
+
+
+def ctc(net, b):
+    log_p, rows = torch.stack([log_softmax(net, b)] * 5), len(b["x"])
+    lengths = torch.full((rows,), 5), torch.full((rows,), 2)
+    return F.ctc_loss(log_p, torch.ones(rows, 2, dtype=torch.long), *lengths, reduction="sum")
 
 
 def bce(net, b, **kwargs):
@@ -140,6 +163,56 @@ LOSSES = {
     "mean over the batch, viewed, then a mean": lambda net, b: log_softmax(net, b).mean(0).view(-1).mean(),
     "sum over the batch divided, then a mean": lambda net, b: (log_softmax(net, b).sum(0) / len(b["x"])).mean(),
     "mean over the mask's mean": lambda net, b: (each(net, b) * b["mask"]).mean() / b["mask"].to(D).mean(),
+    "logsumexp of a row": lambda net, b: net.logits(b["x"]).logsumexp(-1).mean(),
+    "cross entropy and z-loss": lambda net, b: bce(net, b) + 0.01 * net.logits(b["x"]).logsumexp(-1).square().mean(),
+    "mixture density": lambda net, b: -torch.logsumexp(log_softmax(net, b) - net.logits(b["x"]).square(), 1).mean(),
+    "standard deviation of a row": lambda net, b: net.logits(b["x"]).std(1).mean(),
+    "variance of a row, summed over the batch size": lambda net, b: net.logits(b["x"]).var(-1).sum() / len(b["x"]),
+    "largest of a row": lambda net, b: net.logits(b["x"]).topk(2, dim=1).values.mean() + net.logits(b["x"]).max(-1).values.mean(),
+    "sorted row, trimmed": lambda net, b: log_softmax(net, b).square().sort(1).values[:, :2].mean(),
+    "running sum of a row": lambda net, b: log_softmax(net, b).cumsum(1).square().mean(),
+    "norm of a row": lambda net, b: (net.logits(b["x"]) - b["probabilities"]).norm(dim=1).mean(),
+    "Dice of each sample": lambda net, b: dice(net, b, 1).mean(),
+    "column weights that add up to 1": lambda net, b: (log_softmax(net, b).square() * (CLASS_WEIGHTS / CLASS_WEIGHTS.sum())).sum(),
+    "column weights of mean 1": lambda net, b: (log_softmax(net, b).square() * (CLASS_WEIGHTS / CLASS_WEIGHTS.mean())).mean(),
+    "columns, weighed by a product": lambda net, b: log_softmax(net, b).square().mean(0) @ CLASS_WEIGHTS,
+    "tasks, weighed by a product": lambda net, b: torch.stack([bce(net, b), each(net, b).mean()]) @ CLASS_WEIGHTS[:2],
+    "two columns": lambda net, b: (columns := log_softmax(net, b).square().mean(0))[0] + 2 * columns[1],
+    "some columns": lambda net, b: log_softmax(net, b).square().mean(0)[torch.tensor([0, 2])].sum(),
+    "learnt scale under the loss": lambda net, b: ce(net, b) / (2 * net.log_scale**2) + net.log_scale.log(),
+    "learnt scale, exponential": lambda net, b: ce(net, b) / net.log_scale.exp() + net.log_scale,
+    "loss over its own value": lambda net, b: (loss := ce(net, b)) / loss.detach(),
+    "sum of sums of rows over a number": lambda net, b: (
+        (log_softmax(net, b).square() * b["mask"][:, None]).sum(1).sum() / max(1, int(3 * b["mask"].sum()))
+    ),
+    "sum of selected rows over the batch size": lambda net, b: each(net, b)[b["mask"]].sum() / len(b["x"]),
+    "halves over one count": lambda net, b: ((e := each(net, b))[:1].sum() + e[1:].sum()) / len(b["x"]),
+    "chunks over one count": lambda net, b: (
+        sum(F.cross_entropy(o, t, reduction="sum") for o, t in zip(net.logits(b["x"]).split(2), b["target"].split(2), strict=True))
+        / max(1, int(b["mask"].sum()))
+    ),
+    "ctc sum over a count": lambda net, b: ctc(net, b) / (2 * len(b["x"])),
+    "weights over their own sum": lambda net, b: (each(net, b) * b["y"]).sum() / float(b["y"].sum()),
+    "einsum": lambda net, b: torch.einsum("bd,bd->", log_softmax(net, b), b["probabilities"]) / len(b["x"]),
+    "einsum of rows": lambda net, b: torch.einsum("bd,bd->b", log_softmax(net, b), b["probabilities"]).mean(),
+    "bmm": lambda net, b: torch.bmm(log_softmax(net, b)[:, None], b["probabilities"][:, :, None]).sum(),
+    "time first": lambda net, b: steps(log_softmax(net, b)).square().T.mean(0).sqrt().mean(),
+    "time first, masked": lambda net, b: (
+        (steps(log_softmax(net, b)) * (mask := steps(b["probabilities"]) > 0.1)).T.sum(0) / mask.T.sum(0).clamp(min=1)
+    ).mean(),
+    "steps stacked first": lambda net, b: torch.stack([each(net, b), net.value(b["x"])[:, 0]]).sum(0).mean(),
+    "nan_to_num of the loss": lambda net, b: ce(net, b).nan_to_num(),
+    "nan_to_num of the losses": lambda net, b: each(net, b).nan_to_num().mean(),
+    "mask by where": lambda net, b: torch.where(b["mask"], each(net, b), 0.0).sum() / b["mask"].sum().clamp(min=1),
+    "mask by filling": lambda net, b: each(net, b).masked_fill(~b["mask"], 0.0).sum() / b["mask"].sum().clamp(min=1),
+    "multilabel soft margin sum": lambda net, b: F.multilabel_soft_margin_loss(
+        net.logits(b["x"]), (b["probabilities"] > 0.3).to(D), reduction="sum"
+    ),
+    "sum of means of rows by hand": lambda net, b: (images(net, b)[0].square().flatten(1).sum(1) / 12).sum(),
+    "sum times a constant tensor": lambda net, b: each(net, b).sum() * torch.tensor(0.37, dtype=D),
+    "penalties of parameters": lambda net, b: (
+        ce(net, b) + 0.1 * net.logits.weight.abs().max() + 0.1 * (net.logits.weight @ net.logits.weight.T).square().sum().sqrt()
+    ),
     "sum": lambda net, b: ce(net, b, reduction="sum"),
     "sum of squares": lambda net, b: 0.5 * each(net, b).sum(),
     "sums, as of a variational autoencoder": lambda net, b: bce(net, b, reduction="sum") + log_softmax(net, b).square().sum(),
@@ -147,21 +220,19 @@ LOSSES = {
 SIZES = (1, 3, 5, 2)
 
 
-def contribution_of(reading) -> Contribution:
-    return Contribution(reading.weight, tuple(t.denominator for t in reading.others if t.denominator is not None))
+def fail(message: str) -> None:
+    raise AssertionError(message)
 
 
 def accumulate(net, loss_of, batches) -> float:
     """What the package does in a window, without Lightning. Returns the window's loss; leaves its gradients in ``net``."""
-    window = Window(torch.device("cpu"))
+    window, weigher = Window(torch.device("cpu")), Weigher("auto", fail)
     for batch in batches:
         loss = loss_of(net, batch)
-        reading = read_loss(loss)
-        guard_against_zero(terms_of(loss))
-        assert reading.others == () or not window.micro_batches or reading.weight is not None
-        loss.backward(gradient=window.add(loss, contribution_of(reading)))
+        loss.backward(gradient=window.add(loss, weigher(loss, batch)))
     closed = window.close([p.grad for p in net.parameters() if p.grad is not None])
     assert not closed.do_terms_disagree
+    assert not closed.do_factors_differ
     return closed.loss
 
 
@@ -235,11 +306,9 @@ class Hidden(torch.autograd.Function):
         (lambda t: t.square().mean().exp() * t.mean(), "product of losses"),
         (lambda t: t.mean() / t.square().mean(), "quotient of losses"),
         (lambda t: t.square().sum() * (1 / 6), "one over a count"),
-        (lambda t: t.square().sum() * torch.tensor(0.1), "one over a count"),
         (lambda t: t.square().sum() / 100.5, "cannot be a count"),
         (lambda t: torch.linalg.vector_norm(t), "LinalgVectorNormBackward"),
         (lambda t: t.flatten()[0], "SelectBackward"),
-        (lambda t: (t * torch.softmax(torch.randn(2, 3).flatten(), 0).view(2, 3)).sum(), "normalised over the batch"),
         (lambda t: t.mean(0).square().sum(), "of a function of MeanBackward1 over the batch"),
         (lambda t: t.sum(0).mean(), "of a sum over dimension 0"),
         (lambda t: torch.relu(1 - t.var(0).sqrt()).mean(), "MeanBackward0 of VarBackward0"),
@@ -247,15 +316,105 @@ class Hidden(torch.autograd.Function):
         (lambda t: (t.mean() + t.square()).sum(), "combined with a reduction over the batch"),
         (lambda t: (torch.stack([t.mean(), t.square().mean()]) * t.flatten()[:2] + t[0, :2]).sum(), "combined with a reduction"),
         (lambda t: F.mse_loss(t.mean(0), torch.ones(3)), "MseLossBackward0 of MeanBackward1 over the batch"),
-        (lambda t: torch.dot(t.flatten(), torch.softmax(torch.arange(6.0), 0)), "normalised over the batch"),
         (lambda t: torch.stack([t.mean(), t.square().mean()]).view(2, 1).mean(), "put together by StackBackward0"),
         (lambda t: torch.stack([t.sum(), t.square().sum()]).mean(), "a mean of sums"),
+        (lambda t: torch.stack([t.mean(), t.square().mean(), t.exp().mean()])[:2].sum(), "put together by StackBackward0"),
+        (lambda t: torch.stack([t.mean(), t.square().mean()]).gather(0, torch.tensor([1])).sum(), "put together by StackBackward0"),
+        (lambda t: assigned(t.mean(), t.square().mean()).sum(), "combined with a reduction over the batch by .*CopySlices"),
+        (lambda t: assigned(t.mean(), t.square().mean())[0], "combined with a reduction over the batch by .*CopySlices"),
+        (lambda t: t.mean(0).clamp(min=0.1)[1:].sum(), "of a function of MeanBackward1 over the batch"),
+        (lambda t: t.sort(0).values[:1].mean(), "MeanBackward0 of SortBackward0"),
+        (lambda t: t.cumsum(0).mean(), "MeanBackward0 of CumsumBackward0"),
+        (lambda t: t.max(0).values.mean(), "MeanBackward0 of MaxBackward0"),
+        (lambda t: (t / t.max()).mean(), "combined with a reduction over the batch"),
+        (lambda t: (t.softmax(0) * torch.rand(2, 3)).sum(1).mean(), "MeanBackward0 of SoftmaxBackward0"),
+        (lambda t: (t.square().sum(0) / (t.exp().sum(0) + 1)).mean(), "combined with a reduction over the batch by DivBackward0"),
+        (lambda t: (t.square().sum(0) / (t.exp().sum(0) + 1))[1:].sqrt().mean(), "combined with a reduction over the batch by Div"),
+        (lambda t: (t.T.square().sum(1) / (t.T.exp().sum(1) + 1)).mean(), "not one for each sample"),
     ],
 )
 def test_what_hides_its_denominator_is_refused_and_named(loss, found: str) -> None:
     t = torch.randn(2, 4) @ torch.randn(4, 3, requires_grad=True)
     with pytest.raises(UnreadableLossError, match=found):
-        read_terms(terms_of(loss(t), may_wait=True))
+        read_terms(terms_of(loss(t), lambda: 2))
+
+
+def assigned(*losses: torch.Tensor) -> torch.Tensor:
+    vector = torch.zeros(len(losses))
+    for place, loss in enumerate(losses):
+        vector[place] = loss
+    return vector
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_refused"),
+    [
+        (lambda net, b: each(net, b).sum() * (1 / (9 + int(b["mask"].sum()))), True),
+        (lambda net, b: each(net, b).sum() * (1 / (9 + b["mask"].sum())), True),
+        (lambda net, b: each(net, b).mean() * len(b["x"]), False),
+        (lambda net, b: each(net, b).mean() * b["y"].mean(), False),
+        (lambda net, b: (loss := each(net, b).mean()) * loss.detach(), False),
+    ],
+)
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_a_factor_that_changes_inside_a_window_is_found(loss, is_refused: bool, is_on_host: bool) -> None:
+    net, window, weigher = Net(), Window(torch.device("cpu")), Weigher("auto", fail)
+    window._is_on_host = is_on_host
+    for seed, rows in enumerate((7, 5, 7)):
+        window.add(micro_batch_loss := loss(net, batch := make(rows, seed)), weigher(micro_batch_loss, batch))
+    if is_refused:
+        with pytest.raises(ValueError, match="multiplied by another factor in each micro-batch"):
+            window.close([])
+    else:
+        assert window.close([]).do_factors_differ
+
+
+def test_a_factor_may_change_from_window_to_window() -> None:
+    net, window, weigher = Net(), Window(torch.device("cpu")), Weigher("auto", fail)
+    for annealed in (0.0, 0.1, 0.2, 1.0):
+        for seed in range(3):
+            batch = make(4, seed)
+            loss = ce(net, batch) + annealed * each(net, batch).mean() + annealed * torch.tensor(2.0) * bce(net, batch)
+            window.add(loss, weigher(loss, batch))
+        assert not window.close([]).do_factors_differ
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_a_window_of_losses_that_count_different_things_is_refused(is_on_host: bool) -> None:
+    """One task is a mean over samples, the other over elements."""
+    net, window, weigher = Net(), Window(torch.device("cpu")), Weigher("auto", fail)
+    window._is_on_host = is_on_host
+    for seed, loss_of in enumerate((each_mean, ce, lambda net, b: F.mse_loss(net.logits(b["x"]), b["probabilities"]), bce)):
+        window.add(loss := loss_of(net, batch := make(4, seed)), weigher(loss, batch))
+    with pytest.raises(ValueError, match="divided by its samples and by what its mean squared error counts"):
+        window.close([])
+
+
+def test_tasks_that_are_all_means_over_samples_share_a_window() -> None:
+    net, window, weigher = Net(), Window(torch.device("cpu")), Weigher("auto", fail)
+    for seed, loss_of in enumerate((each_mean, ce, bce, masked_by_number)):
+        window.add(loss := loss_of(net, batch := make(4, seed)), weigher(loss, batch))
+    assert window.close([]).weight == 3 * 4 + (make(4, 1)["target"] != -100).sum()
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_nothing_times_zero_is_no_other_kind_of_loss_in_a_window_of_sums(is_on_host: bool) -> None:
+    net, window, weigher = Net(), Window(torch.device("cpu")), Weigher("auto", fail)
+    window._is_on_host = is_on_host
+    losses = [each(net, make(3, 1)).sum(), 0.0 * each(net, make(3, 2)).sum(), (net.logits(make(2, 3)["x"]) * 0).mean()]
+    for loss in losses:
+        window.add(loss, weigher(loss, torch.zeros(3, 1)))
+    assert float(window.close([]).loss) == pytest.approx(losses[0].item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_row_without_any_label_weighs_nothing_and_a_margin_that_is_kept_does(rows: int) -> None:
+    o = torch.full((rows, 3), 2.0, requires_grad=True) * torch.ones(3)
+    nothing = torch.zeros(rows, dtype=torch.bool)
+    weigher = Weigher("auto", fail)
+    for masked_sum in (torch.where(nothing, o.sum(1), 0.0), o.sum(1).masked_fill(~nothing, 0.0), o.sum(1) * nothing):
+        assert weigher(loss := masked_sum.sum() / nothing.sum().clamp(min=1), o).weight == 0, loss
+    assert weigher(F.relu(1 - o[:, 0]).sum() / rows, o).weight == rows
 
 
 @pytest.mark.parametrize(
@@ -273,36 +432,6 @@ def test_a_graph_that_a_backward_has_freed_is_not_readable(loss) -> None:
     t.backward()
     with pytest.raises(UnreadableLossError, match="already been freed"):
         read_loss(t)
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize(
-    ("loss", "is_mean"),
-    [
-        (lambda t, p: F.cross_entropy(t, p), True),
-        (lambda t, p: F.cross_entropy(t, p, weight=torch.tensor([0.2, 0.3, 0.5])), True),
-        (lambda t, p: F.cross_entropy(t, p, label_smoothing=0.1), True),
-        (lambda t, p: F.kl_div(t.log_softmax(-1), p, reduction="batchmean"), True),
-        (lambda t, p: -(p * t.log_softmax(-1)).sum() / len(p), True),
-        (lambda t, p: -(p * t.log_softmax(-1)).sum(-1).mean(), True),
-        (lambda t, p: F.cross_entropy(t, p, reduction="sum"), False),
-        (lambda t, p: F.kl_div(t.log_softmax(-1), p, reduction="sum"), False),
-    ],
-)
-def test_probabilities_of_a_single_row_are_no_normalised_weights(loss, is_mean: bool, rows: int) -> None:
-    logits = torch.randn(rows, 4) @ torch.randn(4, 3, requires_grad=True)
-    reading = read_terms(terms_of(loss(logits, torch.randn(rows, 3).softmax(-1)), may_wait=True))
-    assert reading.weight == (rows if is_mean else None)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_token_weights_that_were_normalised_are_refused_in_a_single_row_too(rows: int) -> None:
-    losses = torch.randn(rows, 4) @ torch.randn(4, 6, requires_grad=True)
-    weights = torch.rand(rows, 6)
-    weights = weights / weights.sum()
-    for loss in ((losses * weights).sum(), (losses * weights).sum() / 4, (losses.log_softmax(0) * weights).sum()):
-        with pytest.raises(UnreadableLossError, match="normalised over the batch"):
-            read_terms(terms_of(loss, may_wait=True))
 
 
 def test_compiled_loss_is_refused() -> None:
@@ -329,12 +458,11 @@ def test_penalty_beside_a_sum_is_named_since_it_would_be_added_in_every_micro_ba
 
 
 def test_terms_of_different_counts_are_found_to_disagree() -> None:
-    net, window = Net(), Window(torch.device("cpu"))
+    net, window, weigher = Net(), Window(torch.device("cpu")), Weigher("auto", fail)
     for seed, rows in enumerate(SIZES):
         batch = make(rows, seed)
         loss = ce(net, batch) + each(net, batch).mean()
-        reading = read_loss(loss)
-        window.add(loss, contribution_of(reading))
+        window.add(loss, weigher(loss, batch))
     assert window.close([]).do_terms_disagree
 
 

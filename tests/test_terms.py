@@ -19,13 +19,14 @@ from torch.utils.data import DataLoader
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import terms_of
-from lightning_accum.weighing.term_nodes import TermLister, TermNode, are_apart, scale_terms
+from lightning_accum.weighing.term_nodes import TermLister, TermNode, scale_terms
 from lightning_accum.weighing.terms import TermsAtOnce
 from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.window import Window
 
 EACH = [TokenCount(), SampleCount()]
 ROWS = 16
+SCALE = nn.Parameter(torch.tensor(0.3))
 
 
 class Rated(pl.LightningModule):
@@ -150,6 +151,40 @@ def test_windows_of_one_micro_batch_on_each_rank_are_exact_without_being_told() 
     assert error_of_updates(module, by_hand, Rated("adamw")) <= 1e-12
 
 
+class Balanced(Rated):
+    """Tasks that a learnt uncertainty weighs: Kendall, Gal and Cipolla, arXiv 1705.07115, in the ways in which it is written."""
+
+    def __init__(self, writing: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.scales = nn.Parameter(torch.tensor([0.7, 1.3], dtype=torch.float64))
+        self.writing = writing
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        cross_entropy, error = self.terms(batch)
+        s, t = self.scales
+        if self.writing == 0:
+            return torch.exp(-self.scales[0]) * cross_entropy + self.scales[0] + torch.exp(-self.scales[1]) * error + self.scales[1]
+        if self.writing == 1:
+            return cross_entropy / (2 * s**2) + error / t.exp() + s.log() + t
+        return torch.stack([(-s).exp() * cross_entropy, (-t).exp() * error]).sum() + s + t
+
+
+@pytest.mark.parametrize("writing", [0, 1, 2])
+@pytest.mark.parametrize("is_over_ranks", [False, True])
+def test_the_learnt_scale_of_a_term_has_the_weight_of_the_term(writing: int, is_over_ranks: bool) -> None:
+    batches = rated(2)
+    if is_over_ranks:
+        parts = [[rows_of(batch, slice(0, 5)) for batch in batches], [rows_of(batch, slice(5, None)) for batch in batches]]
+        module = Balanced(writing, by_rank=parts)
+        trainer(ddp(), devices=2).fit(module)
+    else:
+        module = Balanced(writing)
+        trainer(callbacks=[GradientAccumulation(micro_batch=5, weight=EACH)]).fit(module, loader(batches))
+    by_hand = train_by_hand(Balanced(writing), batches, epochs=1)
+    assert error_of_updates(module, by_hand, Balanced(writing)) <= 1e-12
+    assert relative_error([module.scales], [by_hand.scales]) <= 1e-12
+
+
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 def test_terms_share_one_weight_where_ranks_may_leave_a_micro_batch_out(on_nonfinite: Any) -> None:
     """What it is left out of would be the totals, which have to be known before its backward."""
@@ -203,7 +238,6 @@ def test_on_a_device_nothing_is_copied_to_the_host() -> None:
     meta = torch.device("meta")
     weigher, window = Weigher("auto", print, hands_out_terms=True), Window(meta)
     window._reference, window.terms = 1.0, TermsAtOnce()
-    weigher._looks_for_contrast = 0
     logits, target = torch.randn(6, 5, device=meta, requires_grad=True), torch.zeros(6, dtype=torch.long, device=meta)
     loss = F.cross_entropy(logits, target) + F.mse_loss(logits[:2], torch.zeros(2, 5, device=meta))
     window.add(loss, weigher(loss, None))
@@ -281,8 +315,7 @@ def test_as_many_weights_as_terms() -> None:
     ("loss", "message"),
     [
         (lambda x: x.square().mean() + x.sum(), "divided by nothing"),
-        (lambda x: (mean := x.square().mean()) + mean.exp(), "computed from another"),
-        (lambda x: (mean := x.square().mean()) + mean, "computed from another"),
+        (lambda x: SCALE.exp() * (x.square().mean() + x.exp().mean()), "a parameter multiplies a sum of them"),
     ],
 )
 def test_terms_that_cannot_be_told_apart_are_an_error(loss: Callable[[Tensor], Tensor], message: str) -> None:
@@ -291,11 +324,15 @@ def test_terms_that_cannot_be_told_apart_are_an_error(loss: Callable[[Tensor], T
         TermLister([SampleCount(), SampleCount()], print).read(terms, [3.0, 3.0])
 
 
-def test_a_term_above_another_is_seen() -> None:
-    x = torch.ones(3, requires_grad=True) * torch.ones(3)
-    mean = x.mean()
-    assert are_apart(terms_of(mean + x.square().mean()))
-    assert not are_apart(terms_of(mean + mean.exp()))
+@pytest.mark.parametrize("other", [lambda mean: mean, lambda mean: mean.exp(), lambda mean: 3 * mean.square().squeeze()])
+def test_terms_that_are_computed_from_one_another_are_scaled_each_by_itself(other: Callable[[Tensor], Tensor]) -> None:
+    x = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64, requires_grad=True)
+    rows = torch.ones(3, dtype=torch.float64)
+    loss = (mean := (x * rows).square().mean()) + other(mean)
+    scale_terms(TermLister([SampleCount(), SampleCount()], print).read(terms_of(loss), [3.0, 3.0]), [5.0, 7.0])
+    loss.backward()
+    (expected,) = torch.autograd.grad(5 * (mean := x.square().mean()) + 7 * other(mean), x)
+    assert relative_error([x.grad], [expected]) < 1e-15
 
 
 def test_scaling_is_by_term() -> None:

@@ -251,10 +251,6 @@ def test_contrastive_loss_is_refused(weight) -> None:
         fit(Contrasts([x(1, 2, 3), x(4, 5, 6)]), weight)
 
 
-def test_contrastive_loss_is_warned_of_by_name_where_the_mean_of_means_is_wanted(recwarn) -> None:
-    assert "The loss is contrastive" in warnings_of(Contrasts([x(1, 2, 3), x(4, 5, 6)]), recwarn, "equal")
-
-
 def test_batch_norm_is_warned_of_by_name(recwarn) -> None:
     class Normalises(Scalar):
         def __init__(self, batches) -> None:
@@ -351,7 +347,7 @@ def test_factor_that_goes_with_the_batch_is_warned_of(recwarn) -> None:
     with pytest.raises(ValueError, match="do not add up"):
         fit(Scales(UNEVEN))
     fit(Scales(UNEVEN), check=False)
-    assert "A factor of the loss changes" in "".join(str(warning.message) for warning in recwarn)
+    assert "A factor of the loss changes inside a window" in "".join(str(warning.message) for warning in recwarn)
 
 
 def test_no_graph_is_kept_until_the_window_ends() -> None:

@@ -71,6 +71,8 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
 
     accumulation.checks_left -= 1
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
+    if size is None and (plan := accumulation.plan) is not None and plan.is_read:
+        size = plan.pieces[0].count  # of the longest rows
     found: FewRows | SplitRows | None = None
     reason = "a rank has no batch of two rows"
     try:
@@ -88,7 +90,6 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     if not rows:
         accumulation.verdict = Verdict(None, seen=reason)
         return
-    was_late, accumulation.checks_left = accumulation.verdict is not None, 0
     strategy.sync.reshard()
     check = Check(
         trainer.lightning_module,
@@ -99,13 +100,15 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         accumulation.weighs_terms,
         largest,
     )
-    verdict = check(rows)
+    verdict, was_late = check(rows), accumulation.verdict is not None
+    if not largest(float(verdict.may_try_again)):
+        accumulation.checks_left = 0
     if largest(float(not verdict.adds_up)) == 0:
         is_unchecked = largest(float(verdict.deviation is None))
         worst = largest(verdict.deviation or 0.0)
         if verdict.deviation is not None:
             verdict = Verdict(None, seen="another rank could not be") if is_unchecked else replace(verdict, deviation=worst)
-        if was_late:
+        if was_late and not accumulation.checks_left:
             rank_zero_info(f"GradientAccumulation: {verdict}.")
     elif largest(float(verdict.has_terms)):
         if not verdict.adds_up:

@@ -23,7 +23,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.weight import Weigher
-from lightning_accum.window import ClosedWindow, Window
+from lightning_accum.window import FACTORS_DIFFER, ClosedWindow, Window
 
 
 @dataclass
@@ -216,6 +216,8 @@ class ManualWindows:
                 "The terms of a loss are means over counts that are not proportional from micro-batch to micro-batch. All of them"
                 f" take the weight of the main one ({call.weigher.criterion}); for the others a window differs from its full batch."
             )
+        if closed.do_factors_differ:
+            self.warn_once(FACTORS_DIFFER)
         if closed.is_empty:
             return {}
         if scale != 1.0:

@@ -17,6 +17,7 @@ from lightning_accum import loops
 from lightning_accum.backward import backward
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.listeners import Audience, already_on_cpu
+from lightning_accum.loops.watch import Watch
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import ManualOptimization
 from lightning_accum.nonfinite import Guard
@@ -35,6 +36,8 @@ class WindowHooks(Engine):
     takes_gradient: bool = True
     """``backward`` takes the ``gradient`` argument."""
     _callback: GradientAccumulation | None = None
+    watch: Watch
+    """Whether Lightning calls what stands in for its own; there in a fit."""
     offload: Offload | None = None
     """Moves what autograd saves; None where it stays."""
     audience: Audience
@@ -76,10 +79,12 @@ class WindowHooks(Engine):
             return self.manual.backward(super().backward, closure_loss, optimizer, *args, **kwargs)
         if self.accumulation is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.watch.backward(closure_loss, self.accumulation.is_zero_grad_due)
         loss, seed = self._weigh(closure_loss)
         if seed is not None:
             kwargs["gradient"] = seed
-        with self._around_backward(loss):
+        is_known = self.watch.is_close and self._is_precision_lightnings
+        with self.watch.gradient_of_loss(loss, seed, self.loss_scale() if is_known else None), self._around_backward(loss):
             return super().backward(loss, optimizer, *args, **kwargs)
 
     def backward_without_hooks(self, loss: Tensor) -> None:
@@ -91,6 +96,10 @@ class WindowHooks(Engine):
                 backward(loss, seed)
         else:
             backward(loss, seed)
+
+    @property
+    def _is_precision_lightnings(self) -> bool:
+        return type(self.precision_plugin).__module__.startswith("lightning.")
 
     def _around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
         assert self.accumulation is not None
@@ -151,6 +160,7 @@ class WindowHooks(Engine):
 
     def _end_window(self) -> Tensor | None:
         assert self.accumulation is not None
+        self.watch.close(self.optimizers[0])
         self.sync.end_window()
         if self.guard is not None:
             self.guard.end_window()
@@ -251,8 +261,11 @@ class WindowHooks(Engine):
         assert self.accumulation is not None
         if self._watch.optimizer is not optimizer:
             self._watch.remove()
-            self._watch = StepWatch(optimizer)
+            self._watch = self._step_watch(optimizer)
         return closure(), self.accumulation.is_closed_empty
+
+    def _step_watch(self, optimizer: Optimizer) -> StepWatch:
+        return StepWatch(optimizer, lambda: self.watch.before_optimizer(self.is_plain()))
 
     def _raising_where_empty(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that Lightning calls inside of the optimizer's step, and that ends this step if the window has no weight."""
@@ -272,8 +285,13 @@ class WindowHooks(Engine):
     def after_optimizer_step(self) -> None:
         """Count the step, if it really happened."""
         assert self.accumulation is not None
-        has_stepped = self._watch.has_stepped() or self.accumulation.is_closed_empty
-        self.accumulation.after_optimizer_step(has_stepped and self.accumulation.is_step)
+        has_stepped, is_empty = self._watch.has_stepped(), self.accumulation.is_closed_empty
+        may_skip = is_empty or getattr(self.precision_plugin, "scaler", None) is not None or not self._is_precision_lightnings
+        self.watch.after_optimizer(has_stepped or may_skip)
+        is_counted = (has_stepped or is_empty) and self.accumulation.is_step
+        self.accumulation.after_optimizer_step(is_counted)
+        if is_counted and self.lr_scheduler_configs:
+            self.watch.schedulers_due()
         if self._callback is not None:
             self._callback.show_window()
             self._callback.set_size(self.trainer())

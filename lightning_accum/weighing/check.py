@@ -27,8 +27,8 @@ from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCoun
 _T = TypeVar("_T")
 
 MOST_ROWS = 8
-_SAMPLED = 2**14
-"""Elements of a gradient that are compared, spread over all of it."""
+_SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
+"""Elements of a gradient that are compared, spread over all of it; and of all gradients about."""
 _OF_A_PARAMETER = 1e-2
 """A gradient smaller than this part of the whole one is compared with this part: what it is beside is rounding."""
 
@@ -58,6 +58,10 @@ class CannotCheckError(Exception):
     """What keeps the check from an answer."""
 
 
+class UnsuitableRowsError(CannotCheckError):
+    """These rows show nothing; others may."""
+
+
 class Rows(NamedTuple):
     """A few rows of a batch, together and in parts, each made anew when it is asked for: a step may take its batch apart."""
 
@@ -76,6 +80,7 @@ class Verdict:
         seen: what deviates by that much, or why nothing could be found out.
         rows: how many rows were looked at, and the sizes of the parts.
         has_terms: the loss has several terms, which share one weight.
+        may_try_again: another batch may show more.
     """
 
     deviation: float | None
@@ -83,6 +88,12 @@ class Verdict:
     seen: str = ""
     rows: tuple[int, ...] = ()
     has_terms: bool = False
+    may_try_again: bool = False
+
+    @classmethod
+    def unknown(cls, reason: CannotCheckError) -> Verdict:
+        """That of what could not be found out."""
+        return cls(None, seen=str(reason), may_try_again=isinstance(reason, UnsuitableRowsError))
 
     @property
     def in_words(self) -> str:
@@ -193,7 +204,7 @@ class Check:
             deviation, seen = _deviation(whole, parts)
             verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
         except CannotCheckError as reason:
-            verdict = Verdict(None, seen=str(reason))
+            verdict = Verdict.unknown(reason)
         if self._largest(float(not verdict.adds_up)) == 0:
             return verdict
         try:
@@ -204,7 +215,7 @@ class Check:
                 if _deviation(whole, [again])[0] > verdict.tolerance:
                     raise CannotCheckError("training_step gives the same rows another loss each time")
         except CannotCheckError as reason:
-            verdict = Verdict(None, seen=str(reason))
+            verdict = Verdict.unknown(reason)
         return verdict
 
     def _measure(self, rows: Callable[[], Any], weight: Any, whole: _Measured | None = None) -> _Measured:
@@ -241,13 +252,13 @@ class Check:
             output = self._training_step(batch)
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
-            raise CannotCheckError("training_step returns None for some of the first rows")
+            raise UnsuitableRowsError("training_step returns None for some of the first rows")
         if not loss.requires_grad:
             raise CannotCheckError("the loss of the first rows needs no gradient")
         contribution = weigher(loss, batch)
         is_empty = contribution.weight is not None and float(contribution.weight) == 0 and not contribution.others
         if not is_empty and not math.isfinite(float(loss.detach())):
-            raise CannotCheckError("the loss of the first rows is not finite")
+            raise UnsuitableRowsError("the loss of the first rows is not finite")
         return loss, contribution
 
     def _gradients(self, loss: Tensor, share: float) -> dict[int, Tensor]:
@@ -261,21 +272,23 @@ class Check:
                 raise
             self._trained = []  # reentrant checkpointing has no way to it; losses and weights are compared all the same
             return {}
-        return {index: _sample(gradient) for index, gradient in enumerate(gradients) if gradient is not None and share}
+        most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
+        return {index: _sample(gradient, most) for index, gradient in enumerate(gradients) if gradient is not None and share}
 
     def _together(self, function: Callable[[], _T]) -> _T:
         """Call a function on all ranks: where it fails on one, it has failed on all."""
-        problem, result = "", None
+        problem: CannotCheckError | None = None
+        result: _T | None = None
         try:
             result = function()
         except CannotCheckError as error:
-            problem = str(error)
+            problem = error
         except UnreadableLossError:
-            problem = "the graph of the loss shows no denominator"  # the first micro-batch says more
+            problem = CannotCheckError("the graph of the loss shows no denominator")  # the first micro-batch says more
         except Exception as error:
-            problem = f"training_step raises {type(error).__name__} on a few rows of the batch: {error}"
-        if self._largest(float(bool(problem))):
-            raise CannotCheckError(problem or "another rank cannot run a few rows of its batch")
+            problem = CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}")
+        if self._largest(float(problem is not None)):
+            raise problem or CannotCheckError("another rank cannot run a few rows of its batch")
         return cast("_T", result)
 
     @contextmanager
@@ -313,7 +326,7 @@ def parts_of(rows: int, size: int | None) -> list[int]:
 def _deviation(whole: _Measured, parts: Sequence[_Measured]) -> tuple[float, str]:
     """How far the parts are from the whole, and what is farthest."""
     if whole.weight == 0 and not whole.counts:
-        raise CannotCheckError("the first rows have no weight")
+        raise UnsuitableRowsError("the first rows have no weight")
     if not whole.counts:
         parts = [part for part in parts if part.weight != 0]
     if len({part.weight is None for part in (whole, *parts)}) > 1:
@@ -344,15 +357,15 @@ def _deviation_of_gradients(whole: _Measured, parts: Sequence[_Measured]) -> flo
     return max((difference / max(size, _OF_A_PARAMETER * overall) for difference, size in differences if difference), default=0.0)
 
 
-def _sample(gradient: Tensor) -> Tensor:
+def _sample(gradient: Tensor, most: int) -> Tensor:
     gradient = gradient.detach()
     if isinstance(gradient, DTensor):
         gradient = gradient.to_local()  # each rank compares its part
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
     flat = gradient.reshape(-1)
-    if flat.numel() > _SAMPLED:
-        flat = flat[:: flat.numel() // _SAMPLED | 1]  # odd, so that it meets more than one column of a matrix
+    if flat.numel() > most:
+        flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix
     return flat.cpu().double()
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.weighing.nodes import SUMS, Node, constant_operand, inputs_of, kind_of, reduced_dims, reduced_numel
+from lightning_accum.weighing.nodes import SUMS, Node, constant_operand, inputs_of, kind_of, reduced_dims, reduced_numel, sizes_of
 
 Denominator: TypeAlias = "Tensor | float"
 
@@ -34,6 +34,11 @@ class Term(NamedTuple):
         divisions: the nodes of the divisions on its way to the loss.
         is_divided_sum: it is a sum that was divided by what was counted elsewhere, rather than a mean.
         rows: entries in the first dimension of such a sum.
+        elements: how many numbers such a sum adds up.
+        number: the Python number that such a sum was divided by.
+        constants: the tensors of one number that it is multiplied by.
+        edge: the last addition on the way from the loss, and the place of the term in it; None where nothing is added.
+        is_shared: a parameter multiplies it together with other terms.
     """
 
     criterion: str
@@ -44,6 +49,18 @@ class Term(NamedTuple):
     divisions: tuple[Node, ...] = ()
     is_divided_sum: bool = False
     rows: int = 0
+    elements: float = 0
+    number: float | None = None
+    constants: tuple[Tensor, ...] = ()
+    edge: tuple[Node, int] | None = None
+    is_shared: bool = False
+
+    def unless_larger_than(self, elements: float) -> Term:
+        """The same, but not readable where its sum was divided by a number that cannot be a count of so many elements."""
+        if self.number is None or 1 <= self.number <= elements or elements == math.inf:
+            return self
+        found = f"a sum divided by the number {self.number:g}, which cannot be a count of its {elements:g} elements"
+        return self._replace(criterion=found, denominator=None, is_readable=False)
 
 
 NO_REDUCTION, MEAN_REDUCTION, SUM_REDUCTION = 0, 1, 2  # at::Reduction
@@ -107,8 +124,15 @@ def operation(kind: str, operand: Any, node: Node) -> Operation:
     return Operation(kind, operand, node, _number_of(operand))
 
 
-def criterion_of(node: Node, kind: str, scale: Sequence[Operation]) -> Term:
-    """The term that ends in ``node``, of operation ``kind``, after what ``scale`` does to it."""
+def criterion_of(node: Node, kind: str, scale: Sequence[Operation], elements: float = 0) -> Term:
+    """The term that ends in ``node``, of operation ``kind``, after what ``scale`` does to it.
+
+    Args:
+        node: the last one that is looked at.
+        kind: its operation.
+        scale: what multiplies and divides on the way to it.
+        elements: of a sum, how many numbers it adds up.
+    """
     if kind in CRITERIA:
         words, denominator = CRITERIA[kind]
         reduction = node._saved_reduction
@@ -126,24 +150,37 @@ def criterion_of(node: Node, kind: str, scale: Sequence[Operation]) -> Term:
     else:
         return Term(node.name(), node, None, is_readable=False)
     factor = 1.0
+    numbers = [step.number for step in scale if step.kind == "over" and step.number is not None]
     for step in scale:
         if step.number is not None and step.kind == "times":
             factor *= step.number
-        elif step.number and step.kind == "over":
-            factor /= step.number
     if factor == 0 or _is_of_zeros(node):
         return Term(words, node, 0.0, factor=0.0)  # `0.0 * ...` trains nothing
     divisions = tuple(step.node for step in scale if step.kind == "over" and step.number is None)
+    constants = tuple(step.operand for step in scale if step.kind == "times" and step.number is None and _is_one(step.operand))
     try:
-        if count is not None:
-            return Term(words, node, _times_divisors(count, scale), factor=factor, divisions=divisions)
-        divided = _divided_sum(node, scale)
+        divided = _divided_sum(node, scale) if count is None else _times_divisors(count, scale)
     except UnreadableLossError as unreadable:
         return Term(unreadable.found, node, None, is_readable=False)
+    if count is not None:
+        for number in numbers:
+            factor /= number or 1.0
+        return Term(words, node, divided, factor=factor, divisions=divisions, constants=constants)
     if divided is None:
-        return Term(words, node, None, divisions=divisions)
-    rows = next(iter(_sizes_of(node)), 0)
-    return Term(f"{words} divided by a count", node, divided, divisions=divisions, is_divided_sum=True, rows=rows)
+        return Term(words, node, None, factor=factor, divisions=divisions, constants=constants)
+    sizes = sizes_of(node)
+    return Term(
+        f"{words} divided by a count",
+        node,
+        divided,
+        factor=factor,
+        divisions=divisions,
+        is_divided_sum=True,
+        rows=next(iter(sizes), 0),
+        elements=elements or math.prod(sizes),
+        number=math.prod(numbers) if numbers and not divisions and divided != 0 else None,
+        constants=constants,
+    )
 
 
 def _is_of_zeros(node: Node) -> bool:
@@ -171,7 +208,7 @@ def _times_divisors(count: Denominator, scale: Sequence[Operation]) -> Denominat
 
 def _divided_sum(summed: Node, scale: Sequence[Operation]) -> Denominator | None:
     """What a sum is divided by; None if by nothing."""
-    sizes = _sizes_of(summed)
+    sizes = sizes_of(summed)
     outer: float = math.prod(step.operand for step in scale if step.kind == "count")
     if any(step.kind == "mean of losses" for step in scale):
         raise UnreadableLossError("a mean of sums")
@@ -185,19 +222,12 @@ def _divided_sum(summed: Node, scale: Sequence[Operation]) -> Denominator | None
             count = count * tensor
         return _zero_where_masked(summed, count)
     if numbers:
-        number = _plausible_count(math.prod(numbers), sizes) * outer
-        return number if number > 1 else _zero_where_masked(summed, torch.tensor(number))
+        number = math.prod(numbers) * outer
+        return number if number > 1 else _zero_where_masked(summed, torch.tensor(number, dtype=torch.float64))
     for step in scale:
         if step.kind == "times":
             _refuse_hidden_mean(step, sizes)
     return None
-
-
-def _sizes_of(summed: Node) -> tuple[int, ...]:
-    sizes = tuple(getattr(summed, "_saved_self_sym_sizes", ()))
-    if not sizes and isinstance(saved := getattr(summed, "_saved_self", None), Tensor):
-        sizes = (saved.numel(),) if saved.is_nested else tuple(saved.shape)  # a nested one has symbols among its sizes
-    return sizes
 
 
 def _one_number(divisor: Any) -> Tensor:
@@ -212,42 +242,29 @@ def _zero_where_masked(summed: Node, count: Tensor) -> Tensor:
     Where all factors are 0 and more was counted, they are no mask: advantages, say, that happen to be 0.
     """
     below = summed.next_functions[0][0]
-    while below is not None and kind_of(below) == "Mul" and len(inputs := inputs_of(below)) == 1:
+    while below is not None and kind_of(below) in ("Mul", "Where", "MaskedFill") and len(inputs := inputs_of(below)) == 1:
         mask = constant_operand(below)
+        if kind_of(below) == "MaskedFill":
+            mask = ~below._saved_mask
+        elif kind_of(below) == "Where":
+            mask = below._saved_condition if below.next_functions[0][0] is not None else ~below._saved_condition
         if isinstance(mask, Tensor) and mask.dim() > 0:
             return torch.where(mask.any() | (count.to(mask.device) > 1), count.to(mask.device), 0)
         below = inputs[0][0]
     return count
 
 
-def _plausible_count(number: float, sizes: tuple[int, ...]) -> float:
-    """A number that a sum over ``sizes`` is divided by, if it can be its count."""
-    if number < 1 or (sizes and number > math.prod(sizes)):
-        raise UnreadableLossError(f"a sum divided by the number {number:g}, which cannot be a count of its {sizes} elements")
-    return number
-
-
 def _refuse_hidden_mean(step: Operation, sizes: tuple[int, ...]) -> None:
     """``loss.sum() * (1 / batch_size)`` is a mean that looks like a scaled sum. A factor of 0.5 is taken for a constant."""
     value = step.number
-    if value is None and isinstance(step.operand, Tensor):
-        raise UnreadableLossError("a sum times a tensor, which may be one over a count")
     sizes_of_batch = {math.prod(sizes[:end]) for end in range(1, len(sizes) + 1)} - {0, 1, 2}
     if value and any(math.isclose(1 / value, size, rel_tol=1e-6) for size in sizes_of_batch):
         raise UnreadableLossError(f"a sum over {sizes} times {value:g}, which may be one over a count")
 
 
-def refuse_normalised(weights: Any, is_mean: bool) -> None:
-    """``(loss * w / w.sum()).sum()`` with the division on the weights' side is a weighted mean that looks like a sum.
-
-    Raises:
-        UnreadableLossError: the weights add up to 1 (in a mean: have the mean 1), and are not all the same.
-    """
-    if not isinstance(weights, Tensor) or weights.dim() == 0 or not weights.is_floating_point() or weights.numel() < 2:
-        return
-    total = weights.double().mean() if is_mean else weights.double().sum()
-    if abs(float(total) - 1) < 1e-4 and bool((weights != weights.flatten()[0]).any()):
-        raise UnreadableLossError("a sum with weights that were normalised over the batch")
+def _is_one(operand: Any) -> bool:
+    """Whether it is a tensor of one number."""
+    return isinstance(operand, Tensor) and operand.numel() == 1
 
 
 def _is_number(tensor: Tensor) -> bool:

@@ -10,8 +10,9 @@ A node that is not known is never guessed at: see :class:`UnreadableLossError`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -24,9 +25,11 @@ from lightning_accum.weighing.denominator import (
     UnreadableLossError,
     criterion_of,
     operation,
-    refuse_normalised,
 )
 from lightning_accum.weighing.nodes import (
+    ALONG_A_DIMENSION,
+    CONTRACTIONS,
+    SELECTIONS,
     SUMS,
     THROUGH,
     Node,
@@ -36,7 +39,15 @@ from lightning_accum.weighing.nodes import (
     kind_of,
     reduced_dims,
     reduced_numel,
+    sizes_of,
 )
+
+Rows: TypeAlias = Callable[[], "int | None"]
+"""Counts the samples of a micro-batch, None where that is not known; called only where the graph can be read in two ways."""
+
+
+def _unknown() -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,8 @@ def read_terms(terms: Sequence[Term]) -> Reading:
 def _read(terms: Sequence[Term]) -> Reading:
     if not terms:
         raise UnreadableLossError("a loss without a graph (no `grad_fn`)")
+    elements = sum(term.elements for term in terms)
+    terms = [term.unless_larger_than(elements) for term in terms]
     if len(terms) == 1:
         main = terms[0]
         if not main.is_readable:
@@ -121,12 +134,12 @@ def _is_nothing(term: Term) -> bool:
     return not isinstance(term.denominator, Tensor) and term.denominator == 0 and term.factor == 0
 
 
-def terms_of(loss: Tensor, may_wait: bool = False) -> list[Term]:
+def terms_of(loss: Tensor, rows: Rows = _unknown) -> list[Term]:
     """The summands of a loss, left to right.
 
     Args:
         loss: one number, with its graph.
-        may_wait: whether tensors may be looked into, which waits for their device.
+        rows: counts the samples of the micro-batch.
 
     Raises:
         UnreadableLossError: torch raised an error. After a backward the graph has freed what it had saved.
@@ -136,7 +149,7 @@ def terms_of(loss: Tensor, may_wait: bool = False) -> list[Term]:
         return []
     kind = kind_of(root)
     try:
-        return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, loss.output_nr, may_wait))
+        return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, loss.output_nr, rows))
     except _ERRORS_OF_TORCH as error:
         raise UnreadableLossError(_in_words(error)) from error
 
@@ -149,72 +162,111 @@ def _in_words(error: Exception) -> str:
     return f"a node that cannot be read ({type(error).__name__}: {str(error).partition('. ')[0]})"
 
 
-def _walk(root: Node, output_index: int, may_wait: bool) -> Iterator[Term]:
-    """Walk from the loss down to its criteria, taking along what multiplies and divides them on the way."""
-    stack: list[tuple[Node, int, tuple[Operation, ...]]] = [(root, output_index, ())]
+class _Way(NamedTuple):
+    """From the loss to a node.
 
-    def descend(pairs: list[tuple[Node, int]], scale: tuple[Operation, ...]) -> None:
-        stack.extend((node, index, scale) for node, index in reversed(pairs))
+    Attributes:
+        scale: what multiplies and divides.
+        edge: the last addition, and the place of the summand in it; None where nothing is added.
+        is_learned: a parameter multiplies below that addition.
+        is_shared: a parameter multiplies above it, and so the sum.
+    """
+
+    scale: tuple[Operation, ...] = ()
+    edge: tuple[Node, int] | None = None
+    is_learned: bool = False
+    is_shared: bool = False
+
+
+def _walk(root: Node, output_index: int, rows: Rows) -> Iterator[Term]:
+    """Walk from the loss down to its criteria, taking along what multiplies and divides them on the way."""
+    stack: list[tuple[Node, int, _Way]] = [(root, output_index, _Way())]
+
+    def descend(pairs: list[tuple[Node, int]], way: _Way, *operations: Operation) -> None:
+        way = way._replace(scale=(*way.scale, *operations)) if operations else way
+        stack.extend((node, index, way) for node, index in reversed(pairs))
+
+    def descend_into_summands(addition: Node, way: _Way, *operations: Operation) -> None:
+        if len(inputs_of(addition)) > 1:
+            way = way._replace(is_learned=False, is_shared=way.is_shared or way.is_learned)
+            for place, (child, index) in reversed(list(enumerate(addition.next_functions))):
+                if child is not None:
+                    descend([(child, index)], way._replace(edge=(addition, place)), *operations)
+        else:
+            descend(inputs_of(addition), way, *operations)
 
     while stack:
-        node, index, scale = stack.pop()
+        node, index, way = stack.pop()
         kind = kind_of(node)
+        term: Term | None = None
         if kind in CRITERIA:
-            yield criterion_of(node, kind, scale)
+            term = criterion_of(node, kind, way.scale)
         elif kind == "_DDPSink":  # every tensor that DistributedDataParallel returns goes in and out at the same place
-            descend([node.next_functions[index]], scale)
-        elif kind in ("Add", "Sub", "Rsub") or kind in THROUGH:
-            descend(inputs_of(node), scale)
-        elif kind == "Mul":
+            descend([node.next_functions[index]], way)
+        elif kind in ("Add", "Sub", "Rsub"):
+            descend_into_summands(node, way)
+        elif kind in THROUGH:
+            descend(inputs_of(node), way)
+        elif kind in ("Mul", "Div"):
             inputs = inputs_of(node)
-            if len(inputs) == 1:
-                descend(inputs, (*scale, operation("times", constant_operand(node), node)))
-            elif len(losses := [pair for pair in inputs if not is_of_parameters_only(pair[0])]) == 1:
-                descend(losses, scale)
+            losses = inputs if len(inputs) == 1 else [pair for pair in inputs if not is_of_parameters_only(pair[0])]
+            if len(losses) != 1 or (kind == "Div" and losses[0] != node.next_functions[0]):
+                words = "product" if kind == "Mul" else "quotient"
+                term = Term(f"{node.name()} (a {words} of losses)", node, None, is_readable=False)
+            elif len(inputs) > 1:
+                descend(losses, way._replace(is_learned=True))
+            elif kind == "Mul":
+                descend(inputs, way, operation("times", constant_operand(node), node))
             else:
-                yield Term(f"{node.name()} (a product of losses)", node, None, is_readable=False)
-        elif kind == "Div":
-            if node.next_functions[0][0] is None or len(inputs_of(node)) != 1:
-                yield Term(f"{node.name()} (a quotient of losses)", node, None, is_readable=False)
-            else:
-                descend(inputs_of(node), (*scale, operation("over", node._saved_other, node)))
-        elif kind in ("Mean", *SUMS):
+                descend(inputs, way, operation("over", node._saved_other, node))
+        elif kind in ("Mean", *SUMS, *SELECTIONS):
             if scalars := _stacked_scalars(node):
-                is_mean = kind == "Mean" and len(scalars) > 1
-                descend(scalars, (*scale, operation("mean of losses", len(scalars), node)) if is_mean else scale)
+                is_mean = kind == "Mean" and len(inputs_of(scalars)) > 1
+                steps = [operation("mean of losses", len(inputs_of(scalars)), node)] if is_mean else []
+                descend_into_summands(scalars, way, *steps)
                 continue
             try:
-                inner, below = _reduction_below(node, scale, may_wait)
+                inner, below, elements = _reduction_below(node, rows)
             except UnreadableLossError as unreadable:
-                yield Term(unreadable.found, node, None, is_readable=False)
-                continue
-            if inner is None:
-                yield criterion_of(node, kind, (*scale, *below))
+                term = Term(unreadable.found, node, None, is_readable=False)
             else:
-                outer = (operation("count", reduced_numel(node), node),) if kind == "Mean" else ()
-                stack.append((inner, 0, (*scale, *outer, *below)))
+                if inner is None:
+                    term = criterion_of(node, kind, (*way.scale, *below), elements)
+                else:
+                    outer = (operation("count", reduced_numel(node), node),) if kind == "Mean" else ()
+                    descend([(inner, 0)], way, *outer, *below)
+        elif kind in CONTRACTIONS and not any(_hides_a_reduction(child, rows) for child, _ in inputs_of(node)):
+            term = criterion_of(node, "Dot", way.scale, math.inf)  # the loss is one number, and so is this product
         else:
-            yield criterion_of(node, kind, scale)
+            term = criterion_of(node, kind, way.scale)
+        if term is not None:
+            yield term._replace(edge=way.edge, is_shared=way.is_shared)
 
 
-def _stacked_scalars(node: Node) -> list[tuple[Node, int]]:
-    """The operands of ``torch.stack([loss_1, loss_2]).sum()`` or ``.mean()``, and of a ``.mean()`` of one loss."""
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
-    below, index = node.next_functions[0]
-    if sizes is None or below is None:
-        return []
+def _stacked_scalars(node: Node) -> Node | None:
+    """What puts the losses of ``torch.stack([loss_1, loss_2]).sum()`` or ``.mean()`` together; of one loss, what is above it."""
+    above, below = node, node.next_functions[0][0]
+    if below is None or kind_of(node) in SELECTIONS:
+        return None
+    sizes = (len(below.next_functions),) if kind_of(node) == "Dot" else getattr(node, "_saved_self_sym_sizes", None)
+    if sizes is None:
+        return None
     if kind_of(below) == "Mul" and len(inputs_of(below)) == 1:
-        below, index = inputs_of(below)[0]
+        above, below = below, inputs_of(below)[0][0]
     if kind_of(below) in ("Stack", "Cat") and len(sizes) == 1 and len(below.next_functions) == sizes[0]:
-        losses = inputs_of(below)
-        return losses if all(_is_whole_loss(loss) for loss, _ in losses) else []
-    return [(below, index)] if math.prod(sizes) == 1 and _is_whole_loss(below) else []
+        return below if all(_is_whole_loss(loss) for loss, _ in inputs_of(below)) else None
+    return above if math.prod(sizes) == 1 and _is_whole_loss(below) else None
 
 
 def _is_whole_loss(node: Node) -> bool:
     """Whether ``node`` is a loss already, reduced over all its dimensions, and not the loss of a single sample."""
-    while ((kind := kind_of(node)) in THROUGH or kind in ("Mul", "Div")) and len(inputs_of(node)) == 1:
-        node = inputs_of(node)[0][0]
+    while (kind := kind_of(node)) in THROUGH or kind in ("Mul", "Div"):
+        inputs = inputs_of(node)
+        if len(inputs) > 1:
+            inputs = [pair for pair in inputs if not is_of_parameters_only(pair[0])]
+        if len(inputs) != 1:
+            break
+        node = inputs[0][0]
     if kind in ("Add", "Sub"):
         return all(_is_whole_loss(child) for child, _ in inputs_of(node))
     if kind in CRITERIA:
@@ -228,100 +280,132 @@ _NONLINEAR = {
     "Abs", "Clamp", "ClampMax", "ClampMin", "Exp", "Expm1", "Log", "Log1P", "Log2", "Pow", "Reciprocal", "Relu", "Rsqrt",
     "Sigmoid", "Softplus", "Sqrt", "Square", "Tanh",
 }  # fmt: skip
-_STATISTICS = {"Var", "Std", "VarMean", "StdMean", "Logsumexp", "Logcumsumexp", "Cumsum", "Topk", "Sort"}
+_OF_SEVERAL = {"Add", "Sub", "Rsub", "Mul", "Div", "Where", "Stack", "Cat", "Maximum", "Minimum", *SELECTIONS}
 
 
-def _reduction_below(outer: Node, above: Sequence[Operation], may_wait: bool) -> tuple[Node | None, list[Operation]]:
-    """Look for a reduction over the batch (dimension 0) below a sum or a mean, elementwise operations down.
+def _reduction_below(outer: Node, rows: Rows) -> tuple[Node | None, list[Operation], float]:
+    """Look for a reduction over the batch below a sum, a mean or a selection, elementwise operations down.
 
     Args:
         outer: the sum or mean.
-        above: what multiplies and divides it on the way to the loss.
-        may_wait: whether tensors may be looked into.
+        rows: counts the samples of the micro-batch.
 
     Returns:
-        That reduction (None if there is none, as it should be), and what multiplies and divides on the way there.
+        That reduction (None if there is none, as it should be), what multiplies and divides on the way there, and how many
+        elements were added up.
 
     Raises:
         UnreadableLossError: between the two is no linear way, so that no weight makes micro-batches equal to the batch.
     """
     scale: list[Operation] = []
-    if may_wait and kind_of(outer) == "Dot":
-        refuse_normalised(outer._saved_tensor if outer._saved_tensor is not None else outer._saved_self, is_mean=False)
+    sizes = sizes_of(outer)
+    elements = math.inf if kind_of(outer) == "Dot" else math.prod(sizes)
     is_linear, node = True, outer.next_functions[0][0]
     for _ in range(40):
         kind = "" if node is None else kind_of(node)
-        if kind in ("Mean", *SUMS) and 0 in reduced_dims(node):
-            if not is_linear:
-                raise UnreadableLossError(f"{outer.name()} of a function of {node.name()} over the batch")
-            is_divided = any(step.kind == "over" for step in scale)
-            if kind in SUMS and kind_of(outer) == "Mean" and not is_divided:
-                raise UnreadableLossError(f"{outer.name()} of a sum over dimension 0")
-            return node, scale
-        if kind in CRITERIA and node._saved_reduction != NO_REDUCTION:
-            raise UnreadableLossError(f"{outer.name()} of {node.name()}")
-        if kind in _STATISTICS:
-            raise UnreadableLossError(f"{outer.name()} of {node.name()}")
         inputs = [] if node is None else inputs_of(node)
-        is_scaled = len(inputs) == 1 and (kind == "Mul" or (kind == "Div" and node.next_functions[0][0] is not None))
-        if is_scaled and is_linear:
-            operand = node._saved_other if kind == "Div" else constant_operand(node)
-            if kind == "Mul" and may_wait and not _is_counted(outer, above) and not _is_of_one_distribution(node, operand):
-                refuse_normalised(operand, is_mean=kind_of(outer) == "Mean")
-            step = operation("times" if kind == "Mul" else "over", operand, node)
-            # a zero here may stand beside what is not scaled: x - 0 * w
-            if step.number != 0 and (kind == "Div" or not (isinstance(operand, Tensor) and operand.dim() > 0)):
-                scale.append(step)
-        elif kind in _NONLINEAR or kind == "Div":
+        if kind in ("Mean", *SUMS):
+            if 0 in reduced_dims(node):
+                flaw = _flaw_between(outer, node, scale, is_linear)
+                if flaw is None:
+                    return node, scale, elements
+                if not _is_of_rows_beside(node, sizes_of(node), rows):
+                    raise UnreadableLossError(flaw)
+            elements = max(elements, math.prod(sizes_of(node)))
+            if scale and scale[-1].kind == "over" and scale[-1].number == reduced_numel(node):
+                scale.pop()  # x.sum(1) / x.shape[1] is a mean over a row
+        elif kind in CRITERIA and node._saved_reduction != NO_REDUCTION:
+            raise UnreadableLossError(f"{outer.name()} of {node.name()}")
+        elif kind in ALONG_A_DIMENSION:
+            if _mixes_rows(node, sizes, rows):
+                raise UnreadableLossError(f"{outer.name()} of {node.name()}")
             is_linear = False
         elif kind in ("Stack", "Cat") and inputs and all(_is_whole_loss(child) for child, _ in inputs):
             raise UnreadableLossError(f"{outer.name()} of losses that were put together by {node.name()}")
-        elif kind in ("Add", "Sub", "Mul") and len(inputs) == 2:
-            if any(_hides_a_reduction(child) for child, _ in inputs):
+        elif len(inputs) > 1 and kind in _OF_SEVERAL:
+            elements = max(elements, *(math.prod(sizes_of(child)) for child, _ in inputs if kind_of(child) in SELECTIONS), 0)
+            if any(_hides_a_reduction(child, rows) for child, _ in inputs):
                 raise UnreadableLossError(f"{outer.name()} of what is combined with a reduction over the batch by {node.name()}")
-            break
-        elif not (kind in THROUGH or kind in ("Add", "Sub", "Rsub", "Mul", "Mean", *SUMS)):
+            if kind == "Div" and all(_hides_a_reduction(child, None) for child, _ in inputs) and _is_of_no_rows(sizes, rows):
+                raise UnreadableLossError(f"{outer.name()} of a quotient of sums, {node.name()}, which is not one for each sample")
+        elif len(inputs) == 1 and (kind == "Mul" or (kind == "Div" and node.next_functions[0][0] is not None)):
+            step = operation("times" if kind == "Mul" else "over", constant_operand(node), node)
+            is_vector = isinstance(step.operand, Tensor) and step.operand.dim() > 0
+            # a zero here may stand beside what is not scaled: x - 0 * w
+            if is_linear and step.number != 0 and (kind == "Div" or not is_vector):
+                scale.append(step)
+            elements = math.inf if is_vector else elements  # weighted, perhaps, and divided by the sum of its weights
+        elif kind in _NONLINEAR or kind == "Div":
+            is_linear = False
+        elif kind in SELECTIONS:
+            elements = max(elements, math.prod(sizes_of(node)))
+        elif not (kind in THROUGH or kind in ("Add", "Sub", "Rsub")):
             break
         if len(inputs) != 1:
             break
         node = inputs[0][0]
-    return None, [step for step in scale if not (isinstance(step.operand, Tensor) and step.operand.dim() > 0)]
+    if kind in ("Bmm", "Mv", "CtcLoss"):
+        elements = math.inf
+    return None, [step for step in scale if not (isinstance(step.operand, Tensor) and step.operand.dim() > 0)], elements
 
 
-def _is_counted(outer: Node, above: Sequence[Operation]) -> bool:
-    """Whether a sum is divided by what it counts, so that no weights in it need to do so: by a tensor, rows, or positions."""
-    sizes = getattr(outer, "_saved_self_sym_sizes", None)
-    if kind_of(outer) == "Mean" or not sizes:
+def _flaw_between(outer: Node, inner: Node, scale: Sequence[Operation], is_linear: bool) -> str | None:
+    """Why a reduction over dimension 0 cannot be read through the one above it."""
+    if not is_linear:
+        return f"{outer.name()} of a function of {inner.name()} over the batch"
+    divisors = [step.operand for step in scale if step.kind == "over"]
+    if any(isinstance(divisor, Tensor) and divisor.dim() > 0 for divisor in divisors):
+        return f"{outer.name()} of {inner.name()}, each divided by its own number"
+    if kind_of(inner) in SUMS and kind_of(outer) == "Mean" and not divisors:
+        return f"{outer.name()} of a sum over dimension 0"
+    return None
+
+
+def _is_of_rows_beside(node: Node, sizes: tuple[int, ...], rows: Rows) -> bool:
+    """Whether ``node``, which goes over the first dimension, leaves that of the samples alone: time comes first, or a list."""
+    below = node.next_functions[0][0]
+    if below is not None and kind_of(below) == "Stack" and below._saved_dim == 0:
+        return True
+    number = rows()
+    return (
+        number is not None and sizes[:1] != (number,) and number in sizes and sizes.index(number) not in reduced_dims(node, sizes)
+    )
+
+
+def _mixes_rows(node: Node, like: tuple[int, ...], rows: Rows) -> bool:
+    """Whether a statistic goes over the dimension of samples.
+
+    Args:
+        node: the statistic.
+        like: the shape that it has if it did not save that.
+        rows: counts the samples of the micro-batch.
+    """
+    sizes = sizes_of(node) or like or None
+    if 0 not in reduced_dims(node, sizes):
         return False
-    classes = sizes[1] if len(sizes) > 1 else 1  # of `cross_entropy(logits, probabilities)`, which divides by all the rest
-    counts = {sizes[0], math.prod(sizes) / max(1, classes)}
-    return any(step.kind == "over" and (step.number is None or step.number in counts) for step in above)
+    if kind_of(node) in ("Softmax", "LogSoftmax") and sizes is not None and len(sizes) == 1 and rows() != sizes[0]:
+        return False  # of a single sample
+    return sizes is None or not _is_of_rows_beside(node, sizes, rows)
 
 
-def _is_of_one_distribution(product: Node, weights: object) -> bool:
-    """Whether ``weights`` are the probabilities of the classes of a single sample, which always add up to 1."""
-    node = inputs_of(product)[0][0]
-    while kind_of(node) in THROUGH and len(inputs_of(node)) == 1:
-        node = inputs_of(node)[0][0]
-    if kind_of(node) != "LogSoftmax" or not isinstance(weights, Tensor):
-        return False
-    log_probabilities = node._saved_result
-    dim = node._saved_dim - 2**64 if node._saved_dim >= 2**63 else node._saved_dim
-    return bool(weights.numel() == log_probabilities.numel() == log_probabilities.shape[dim])
+def _is_of_no_rows(sizes: tuple[int, ...], rows: Rows) -> bool:
+    number = rows()
+    return number is not None and bool(sizes) and sizes[0] != number and (number == 1 or sizes[0] % number != 0)
 
 
-def _hides_a_reduction(root: Node) -> bool:
-    """Whether a loss, losses put together, or a reduction over the batch is found a few elementwise operations down."""
+def _hides_a_reduction(root: Node, rows: Rows | None) -> bool:
+    """Whether a loss, or a reduction over the batch (of any dimension without ``rows``) is found elementwise operations down."""
     stack = [root]
-    for _ in range(12):
+    for _ in range(40):
         if not stack:
             return False
         node = stack.pop()
         kind = kind_of(node)
-        if _is_whole_loss(node) or (kind in ("Mean", *SUMS) and 0 in reduced_dims(node)):
+        is_found = _is_whole_loss(node)
+        if not is_found and (kind in ("Mean", *SUMS) or kind in ALONG_A_DIMENSION):
+            is_found = rows is None or _mixes_rows(node, (), rows)
+        if is_found:
             return not is_of_parameters_only(node)
-        if kind in ("Stack", "Cat"):
-            return all(_is_whole_loss(child) for child, _ in inputs_of(node))
-        if kind in THROUGH or kind in ("Add", "Sub", "Rsub", "Mul", "Div"):
+        if kind in THROUGH or kind in _OF_SEVERAL or kind in _NONLINEAR or kind in ("Mean", *SUMS):
             stack.extend(child for child, _ in inputs_of(node))
     return False

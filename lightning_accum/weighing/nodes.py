@@ -16,10 +16,22 @@ Node: TypeAlias = Any  # torch.autograd.graph.Node: its saved attributes are not
 
 # One operand goes through unchanged, or with its sign turned.
 THROUGH = {
-    "Alias", "Clone", "Contiguous", "Copy", "Expand", "MaskedFill", "Neg", "Permute", "Reshape", "ReshapeAlias", "Squeeze", "T",
-    "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View", "Where",
+    "Alias", "Clone", "Contiguous", "Copy", "Expand", "MaskedFill", "NanToNum", "Neg", "Permute", "Reshape", "ReshapeAlias",
+    "Squeeze", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View", "Where",
 }  # fmt: skip
 SUMS = {"Sum", "Nansum", "Dot"}
+CONTRACTIONS = {"Bmm", "Mm", "Mv"}
+# Some of the elements, or all in other places.
+SELECTIONS = {
+    "AsStrided", "ConstantPadNd", "CopySlices", "Diagonal", "Flip", "Gather", "Index", "IndexFill", "IndexPut", "IndexSelect",
+    "MaskedScatter", "MaskedSelect", "Repeat", "Roll", "Scatter", "Select", "Slice", "Split", "SplitWithSizes", "Take", "Tril",
+    "Triu", "Unbind",
+}  # fmt: skip
+# Each element of the result depends on all elements along a dimension, or on all there are.
+ALONG_A_DIMENSION = {
+    "Amax", "Amin", "Cumprod", "Cumsum", "Kthvalue", "LinalgVectorNorm", "LogSoftmax", "Logcumsumexp", "Logsumexp", "Max", "Median",
+    "Min", "Norm", "Prod", "Renorm", "Softmax", "Sort", "Std", "StdMean", "Topk", "Var", "VarMean",
+}  # fmt: skip
 
 
 def kind_of(node: Node) -> str:
@@ -58,16 +70,31 @@ def constant_operand(node: Node) -> Any:
     return operand if operand is not None else getattr(node, "_saved_self", None)
 
 
-def reduced_dims(node: Node) -> tuple[int, ...]:
-    """The dimensions that a sum or a mean goes over."""
+def sizes_of(node: Node) -> tuple[int, ...]:
+    """The shape that an operation over dimensions works on; empty where it was not saved."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
-    if sizes is None:  # a dot product, or a sum that leaves nan out
-        return (0,)
+    if sizes is None:
+        saved = getattr(node, "_saved_self", None)
+        saved = getattr(node, "_saved_result", None) if saved is None else saved
+        # a nested one has symbols among its sizes
+        sizes = () if not isinstance(saved, Tensor) else (saved.numel(),) if saved.is_nested else saved.shape
+    return tuple(sizes)
+
+
+def reduced_dims(node: Node, sizes: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The dimensions that an operation, as a sum or a mean, goes over.
+
+    Args:
+        node: of the operation.
+        sizes: the shape that it works on, if it did not save that.
+    """
+    sizes = getattr(node, "_saved_self_sym_sizes", None) if sizes is None else sizes
     dims = getattr(node, "_saved_dim", None)
-    if not dims:
-        return tuple(range(len(sizes)))
+    if dims is None or dims == ():  # all; a dot product, or a sum that leaves nan out, did not save its shape
+        return (0,) if sizes is None else tuple(range(len(sizes)))
     # a negative dim is saved as an unsigned 64-bit number
-    return tuple((dim - 2**64 if dim >= 2**63 else dim) % len(sizes) for dim in dims)
+    signed = tuple(dim - 2**64 if dim >= 2**63 else dim for dim in (dims if isinstance(dims, tuple) else (dims,)))
+    return signed if sizes is None else tuple(dim % max(1, len(sizes)) for dim in signed)
 
 
 def reduced_numel(node: Node) -> int:
@@ -79,9 +106,10 @@ def reduced_numel(node: Node) -> int:
 
 
 _OF_PARAMETERS = {
-    "Pow", "Abs", "Sqrt", "Exp", "Log", "Neg", "Sum", "Mean", "Norm", "LinalgVectorNorm", "Add", "Sub", "Rsub", "Stack", "Cat",
-    "View", "Reshape", "ToCopy", "T", "Transpose", "Softplus", "Sigmoid", "Clone", "Clamp", "ClampMin", "Reciprocal", "Square",
-    "Select", "Squeeze", "Unsqueeze", "Expand",
+    "Abs", "Add", "Amax", "Amin", "Cat", "Clamp", "ClampMin", "Clone", "Diagonal", "Dot", "Exp", "Expand", "Expm1",
+    "LinalgVectorNorm", "Log", "Log1P", "Max", "Mean", "Min", "Neg", "Norm", "Permute", "Pow", "Reciprocal", "Relu", "Reshape",
+    "Rsqrt", "Rsub", "Select", "Sigmoid", "Slice", "Softmax", "Softplus", "Sqrt", "Square", "Squeeze", "Stack", "Sub", "Sum", "T",
+    "Tanh", "ToCopy", "Transpose", "Unbind", "Unsqueeze", "View", *CONTRACTIONS,
 }  # fmt: skip
 
 
@@ -96,6 +124,6 @@ def is_of_parameters_only(root: Node) -> bool:
             operands = [getattr(node, f"_saved_{side}", None) for side in ("self", "other")]
             if len(inputs) < 2 and any(isinstance(t, Tensor) and t.dim() > 0 for t in operands):
                 return False
-        elif kind not in _OF_PARAMETERS or (kind in ("Add", "Sub", "Rsub") and len(inputs) < 2):
+        elif kind not in _OF_PARAMETERS or (kind in ("Add", "Sub", "Rsub", "Dot", *CONTRACTIONS) and len(inputs) < 2):
             return False  # what is added without a gradient is not saved, and may be the batch
     return True

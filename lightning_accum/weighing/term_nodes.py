@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from lightning_accum.weighing.denominator import Denominator, Term, UnreadableLossError
-from lightning_accum.weighing.nodes import Node, is_of_parameters_only, nodes_below
+from lightning_accum.weighing.nodes import Node, is_of_parameters_only
 
 if TYPE_CHECKING:
     from lightning_accum.weighing.graph import Reading
@@ -19,17 +19,24 @@ MOST_OTHERS = 6
 
 
 class TermNode(NamedTuple):
-    """A node that is scaled in backward, and its place among the factors."""
+    """What is scaled in backward: a node, or what an addition gives to one of its summands.
+
+    Attributes:
+        node: of the term.
+        place: among the factors.
+        edge: the addition, and the place of the summand in it. A parameter that multiplies the term is below it.
+    """
 
     node: Node
     place: int
+    edge: tuple[Node, int] | None = None
 
 
 def scale_terms(terms: Sequence[TermNode], factors: Sequence[Denominator]) -> None:
     """Multiply the gradient of each term by its factor, in the backward to come.
 
     Args:
-        terms: the nodes, none below another.
+        terms: where they are.
         factors: by place; numbers, or tensors of one number.
 
     Example:
@@ -41,30 +48,29 @@ def scale_terms(terms: Sequence[TermNode], factors: Sequence[Denominator]) -> No
         >>> x.grad
         tensor([13., 23.])
     """
-    for node, place in terms:
-        node.register_prehook(_times(factors[place]))
+    for node, place, edge in terms:
+        if edge is None:
+            node.register_prehook(_times(factors[place], None))
+        else:
+            edge[0].register_hook(_times(factors[place], edge[1]))
 
 
-def _times(factor: Denominator) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
-    def times(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(g if g is None else g * (factor.to(g.dtype) if isinstance(factor, Tensor) else factor) for g in gradients)
+def _times(factor: Denominator, only: int | None) -> Callable[..., tuple[Tensor | None, ...]]:
+    def times(gradients: tuple[Tensor | None, ...], *_: Any) -> tuple[Tensor | None, ...]:
+        return tuple(
+            g if g is None or only not in (None, place) else g * (factor.to(g.dtype) if isinstance(factor, Tensor) else factor)
+            for place, g in enumerate(gradients)
+        )
 
     return times
 
 
-def are_apart(terms: Sequence[Term]) -> bool:
-    """Whether no term is another or computed from another, so that each can be scaled by itself. Walks the whole graph."""
-    nodes = {term.node for term in terms}
-    if len(nodes) < len(terms):
-        return False
-    return not any(below in nodes for node in nodes for below in nodes_below(node) if below is not node)
+def _identity(term: Term) -> object:
+    return term.edge or term.node
 
 
 class TermReader:
     """Terms that are weighed by what they were divided by, as their nodes say."""
-
-    def __init__(self) -> None:
-        self._are_apart: bool | None = None  # looked at once: a training has losses of one kind
 
     def read(self, terms: Sequence[Term], reading: Reading) -> tuple[list[TermNode], int]:
         """Where to scale the terms of a loss.
@@ -74,18 +80,46 @@ class TermReader:
             reading: which have a denominator of their own.
 
         Returns:
-            The nodes, at place 0 those with the main weight, then each other denominator; none where they cannot be told apart.
-            And a number from 1 to 2**16 for which terms these are, so that ranks find out whether they have the same.
+            The nodes, at place 0 those with the main weight, then each other denominator; none where a parameter multiplies a
+            sum of them. And a number from 1 to 2**16 for which terms these are, so that ranks find out whether they have the
+            same.
         """
-        if self._are_apart is None:
-            self._are_apart = are_apart(terms)
         weighed = [term for term in reading.others if term.denominator is not None]
-        if not self._are_apart or len(weighed) > MOST_OTHERS:
+        if any(term.is_shared for term in terms) or len(weighed) > MOST_OTHERS:
             return [], 1
-        places = {term.node: place for place, term in enumerate(weighed, start=1)}
+        places = {_identity(term): place for place, term in enumerate(weighed, start=1)}
         names = "+".join([reading.criterion, *(term.criterion for term in weighed)])
-        nodes = [TermNode(term.node, places.get(term.node, 0)) for term in terms]
+        nodes = [TermNode(term.node, places.get(_identity(term), 0), term.edge) for term in terms]
         return nodes, 2 + zlib.crc32(names.encode()) % (2**16 - 1)
+
+
+class Proportion:
+    """Compares what an explicit weight counts with what the loss was divided by, in a few micro-batches.
+
+    Args:
+        name: of the weight.
+        warn: takes a warning that should be seen once.
+    """
+
+    def __init__(self, name: str, warn: Callable[[str], None]) -> None:
+        self.looks_left = 4
+        self._name, self._warn = name, warn
+        self._seen: list[tuple[float, float]] = []
+
+    def look(self, count: Denominator, divisor: Denominator, criterion: str) -> None:
+        """It may be a multiple of it, but the same one in all micro-batches."""
+        self.looks_left -= 1
+        now, over = float(count), float(divisor)
+        for before, over_before in self._seen:
+            if abs(now * over_before - before * over) > 1e-6 * abs(now * over_before) + 1e-12:
+                self.looks_left = 0
+                self._warn(
+                    f"{self._name} counts {before:g} and {now:g} in two micro-batches where the term of the loss that it weighs"
+                    f" ({criterion}) was divided by {over_before:g} and {over:g}. A window equals its full batch only where the two"
+                    ' are proportional. weight="auto" reads the latter from the loss.'
+                )
+                return
+        self._seen.append((now, over))
 
 
 class TermLister:
@@ -102,9 +136,7 @@ class TermLister:
         """What is weighed how, in words; empty before the first loss."""
         self._names = [getattr(weight, "__name__", str(weight)) for weight in weights]
         self._argument = f"weight=[{', '.join(self._names)}]"
-        self._warn = warn
-        self._looks_left = 4
-        self._seen: list[list[tuple[float, float]]] = [[] for _ in weights]
+        self._proportions = [Proportion(name, warn) for name in self._names]
 
     def read(self, terms: Sequence[Term], counts: Sequence[Denominator]) -> list[TermNode]:
         """Where to scale the terms of a loss.
@@ -132,33 +164,16 @@ class TermLister:
                 f"{self._argument} says what each term of the loss is divided by, but one of them ({sums[0]}) is divided by"
                 " nothing. Return a sum of means from training_step."
             )
+        if any(term.is_shared for term in terms):
+            raise UnreadableLossError(
+                f"{self._argument} weighs each term of the loss by itself, but a parameter multiplies a sum of them ({found})."
+                ' Multiply each by it, or use one weight for all, or "auto".'
+            )
         if not self.description:
-            if not are_apart(terms):
-                raise UnreadableLossError(
-                    f"{self._argument} weighs each term of the loss by itself, but one of them ({found}) is computed from another."
-                    ' Use one weight for all, or "auto".'
-                )
             words = (f"{term.criterion} by {name}" for term, name in zip(varying, self._names, strict=True))
             self.description = f"each term of the loss by its own, {', '.join(words)}"
-        if self._looks_left:
-            self._looks_left -= 1
-            self._compare(varying, counts)
-        places = {term.node: place for place, term in enumerate(varying)}
-        return [TermNode(term.node, places.get(term.node, 0)) for term in terms]
-
-    def _compare(self, terms: Sequence[Term], counts: Sequence[Denominator]) -> None:
-        """What is counted for a term may be a multiple of what it was divided by, but the same one in all micro-batches."""
-        for name, term, count, seen in zip(self._names, terms, counts, self._seen, strict=True):
-            if term.denominator is None:
-                continue
-            now, divisor = float(count), float(term.denominator)
-            for before, divisor_before in seen:
-                if abs(now * divisor_before - before * divisor) > 1e-6 * abs(now * divisor_before) + 1e-12:
-                    self._looks_left = 0
-                    self._warn(
-                        f"{name} counts {before:g} and {now:g} in two micro-batches where the term of the loss that it weighs"
-                        f" ({term.criterion}) was divided by {divisor_before:g} and {divisor:g}. A window equals its full batch"
-                        " only where the two are proportional."
-                    )
-                    return
-            seen.append((now, divisor))
+        for proportion, term, count in zip(self._proportions, varying, counts, strict=True):
+            if proportion.looks_left and term.denominator is not None:
+                proportion.look(count, term.denominator, term.criterion)
+        places = {_identity(term): place for place, term in enumerate(varying)}
+        return [TermNode(term.node, places.get(_identity(term), 0), term.edge) for term in terms]

@@ -7,9 +7,11 @@ the batch, for losses whose graph hides it.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from numbers import Number
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -18,10 +20,10 @@ from torch import Tensor
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError, first_tensor_or_list, read_parts
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, Term, UnreadableLossError, plain_mean
-from lightning_accum.weighing.graph import Reading, read_loss, read_terms, terms_of
-from lightning_accum.weighing.nodes import Node, kind_of
-from lightning_accum.weighing.safeguards import guard_against_zero, is_contrastive
-from lightning_accum.weighing.term_nodes import TermLister, TermNode, TermReader
+from lightning_accum.weighing.graph import Reading, Rows, read_terms, terms_of
+from lightning_accum.weighing.nodes import Node, kind_of, sizes_of
+from lightning_accum.weighing.safeguards import guard_against_zero
+from lightning_accum.weighing.term_nodes import Proportion, TermLister, TermNode, TermReader
 
 Weight: TypeAlias = Callable[[Any], Any]
 """Counts what the mean loss of a batch is divided by: takes the batch, returns a scalar tensor or a number."""
@@ -142,11 +144,15 @@ class Contribution(NamedTuple):
         weight: what its mean loss was divided by; None if the loss is a sum, so that it is added as it is.
         others: the denominators of other terms of the loss. No terms: their nodes would keep the graph alive.
         signature: a number that tells which terms these are; 0 without any.
+        factors: a number that is another one where a constant factor of the loss, or its kind, is; 0 where that is not known.
+        kind: what the weight counts, in words; empty where it is explicit, and for a sum.
     """
 
     weight: Denominator | None
     others: tuple[Denominator, ...] = ()
     signature: int = 0
+    factors: Denominator = 0.0
+    kind: str = ""
 
 
 class Weigher:
@@ -156,6 +162,7 @@ class Weigher:
         weight: ``"auto"``, ``"equal"``, a callable of the batch, or one for each term of the loss.
         warn: takes a warning that should be seen once.
         hands_out_terms: with ``"auto"``, whether :meth:`take_terms` will be called after each micro-batch.
+        is_proven: whether micro-batches were found to add up to their batch, so that nothing needs to be warned of.
     """
 
     def __init__(
@@ -163,17 +170,18 @@ class Weigher:
         weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...],
         warn: Callable[[str], None],
         hands_out_terms: bool = False,
+        is_proven: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_proven = is_proven
         self._weight = weight
         self._warn = warn
         self._reader = TermReader() if hands_out_terms else None
         self._lister = TermLister(weight, warn) if isinstance(weight, tuple) else None
         self._terms: list[TermNode] = []
-        self._looks_for_contrast = 3  # micro-batches more: one of a single sample shows nothing
-        self._factors: list[float] | None = None
-        self._plain: tuple[type, Callable[[Node], Denominator]] | None = None
-        """The node of a loss that is a mean criterion itself and has nothing left to be looked for, and what reads it."""
-        self._is_warned_of_factor = False
+        self._proportion = Proportion(getattr(weight, "__name__", str(weight)), warn)
+        self._kinds: dict[tuple[str, int], str] = {}
+        self._plain: tuple[type, Callable[[Node], Denominator], Denominator, str] | None = None
+        """The node of a loss that is a mean criterion itself, what reads it, and what is constant in its contributions."""
         self.criterion: str | None = None
         """What the weight was found to be, in words; None before the first micro-batch."""
         self.unweighed_terms: tuple[str, ...] = ()
@@ -196,29 +204,33 @@ class Weigher:
         if self._plain is not None and type(loss.grad_fn) is self._plain[0]:
             plain = plain_mean(loss.grad_fn, self._plain[1])
             if plain is not None:
-                return Contribution(_on_host(plain))
+                return Contribution(_on_host(plain), (), 0, self._plain[2], self._plain[3])
         is_first = self.criterion is None
         if self._weight == "auto":
+            count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
             try:
-                terms = terms_of(loss, may_wait=self._looks_for_contrast > 0)
+                terms = terms_of(loss, count_rows)
                 reading = read_terms(terms)
             except UnreadableLossError as unreadable:
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
             if is_first:
                 self._describe(reading)
-            if self._looks_for_contrast:
-                self._look_for_contrast(terms)
             guard_against_zero(terms)
-            self._compare_factor(terms)
+            kind = self._kind(reading, terms, count_rows)
+            factors = _number_for(terms, kind)
             if not reading.others:
-                if not self._looks_for_contrast and terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
-                    self._plain = (type(loss.grad_fn), CRITERIA[kind_of(loss.grad_fn)][1])
-                return Contribution(_zero_where_empty(_on_host(reading.weight), loss, terms[0]))
+                weight = _zero_where_empty(_on_host(reading.weight), loss, terms[0])
+                if terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
+                    self._plain = (type(loss.grad_fn), CRITERIA[kind_of(loss.grad_fn)][1], factors, kind)
+                return Contribution(weight, (), 0, factors, kind)
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             signature = 0
-            if self._reader is not None and others and reading.weight is not None:
+            if self._reader is None:
+                is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in terms)
+                others = () if is_one_sum else others  # chunks of a sum over one count
+            elif others and reading.weight is not None:
                 self._terms, signature = self._reader.read(terms, reading)
-            return Contribution(_on_host(reading.weight), others, signature)
+            return Contribution(_on_host(reading.weight), others, signature, factors, kind)
         terms = []
         with suppress(UnreadableLossError):
             terms = terms_of(loss)
@@ -228,8 +240,6 @@ class Weigher:
             guard_against_zero(terms)
             self.criterion = self._lister.description
             return Contribution(counts[0], tuple(counts[1:]))
-        if self._looks_for_contrast:
-            self._look_for_contrast(terms)
         if self._weight == "equal":
             self.criterion = "equal: a mean of the micro-batches' means"
             return Contribution(1.0)
@@ -242,7 +252,8 @@ class Weigher:
         weight = _checked(_count(self._weight, batch, rows), self._weight)
         if is_first:
             self.criterion = f"{getattr(self._weight, '__name__', self._weight)}"
-            self._compare_with_graph(loss, weight)
+        if self._proportion.looks_left and terms:
+            self._compare_with_graph(terms, weight)
         guard_against_zero(terms)
         return Contribution(weight)
 
@@ -257,51 +268,64 @@ class Weigher:
         else:
             self.criterion = f"{reading.criterion}, each micro-batch weighed by what its loss was divided by"
         self.unweighed_terms = tuple(dict.fromkeys(term.criterion for term in reading.others if term.denominator is None))
-        if self.unweighed_terms:
+        if self.unweighed_terms and not self._is_proven():
             self._warn(
                 f"The loss has terms that are no plain mean over the same count as its {reading.criterion}:"
                 f" {', '.join(self.unweighed_terms)}. They take the weight of the {reading.criterion}; for them a window may"
                 " differ from its full batch."
             )
 
-    def _compare_factor(self, terms: Sequence[Term]) -> None:
-        """A factor of a mean that changes with the batch, ``loss.mean() * len(batch)``, is not the constant it is taken for."""
-        factors = [term.factor for term in terms]
-        if self._factors is None:
-            self._factors = factors
-        elif not self._is_warned_of_factor and len(factors) == len(self._factors) and factors != self._factors:
-            self._is_warned_of_factor = True
-            self._warn(
-                f"A factor of the loss changes from micro-batch to micro-batch (it was {self._factors}, now it is {factors}). It is"
-                " taken for a constant: if it goes with the batch, a window differs from its full batch. Use an explicit weight."
-            )
+    def _kind(self, reading: Reading, terms: Sequence[Term], rows: Rows) -> str:
+        """What the weight of a loss counts. A mean that was over its samples once is taken for one over its samples."""
+        if reading.weight is None:
+            return ""
+        main = next((term for term in terms if term.denominator is reading.weight), terms[0])
+        sizes = sizes_of(main.node)
+        key = (reading.criterion, len(sizes))
+        if key not in self._kinds:
+            positions = sizes[0] if kind_of(main.node) == "NllLoss" and sizes else main.denominator
+            is_of_samples = not isinstance(positions, Tensor) and positions == rows()
+            self._kinds[key] = "its samples" if is_of_samples else f"what its {reading.criterion} counts"
+        return self._kinds[key]
 
-    def _look_for_contrast(self, terms: Sequence[Term]) -> None:
-        verdict = is_contrastive(terms)
-        self._looks_for_contrast = self._looks_for_contrast - 1 if verdict is None else 0
-        if verdict:
-            self._warn(
-                "The loss is contrastive: a cross entropy over logits that are square in the batch with labels 0..B-1. Each"
-                " sample is a negative of all others in its batch, so no weight makes micro-batches equal to the full batch."
-            )
-
-    def _compare_with_graph(self, loss: Tensor, weight: Denominator) -> None:
+    def _compare_with_graph(self, terms: Sequence[Term], weight: Denominator) -> None:
         """A naive count is off by the model's own shift or mask: say so where the graph knows better."""
         try:
-            reading = read_loss(loss)
+            reading = read_terms(terms)
         except UnreadableLossError:
             return
         if reading.weight is None:
+            self._proportion.looks_left = 0
+            if self._is_proven():
+                return
             self._warn(
                 f"The loss is a sum ({reading.criterion}), but weight={self._weight} treats it as a mean over {float(weight):g}."
                 ' With weight="auto" sums are added as they are.'
             )
-        elif not math.isclose(float(reading.weight), float(weight), rel_tol=1e-6):
-            self._warn(
-                f"weight={self._weight} says {float(weight):g} for the first micro-batch, but its loss ({reading.criterion}) was"
-                f' divided by {float(reading.weight):g}. A window equals its full batch only with the latter: weight="auto"'
-                " reads it from the loss."
-            )
+        else:
+            self._proportion.look(weight, reading.weight, reading.criterion)
+
+
+def _are_same(one: Denominator | None, other: Denominator | None) -> bool:
+    """Whether two denominators are known on the host to be the same."""
+    is_known = not any(isinstance(d, Tensor) and d.device.type != "cpu" for d in (one, other))
+    return is_known and bool(one == other)
+
+
+def _number_for(terms: Sequence[Term], kind: str) -> Denominator:
+    """A number from 1 to 2 that is another one where a factor of a term is, or the kind; in double precision."""
+    number: Denominator = zlib.crc32(kind.encode()) / 2**32
+    for place, term in enumerate(terms, start=1):
+        if term.factor not in (0.0, 1.0):
+            number = number + (math.log(abs(term.factor)) + (term.factor < 0)) * (0.4 + place / math.pi)
+        for constant in term.constants:
+            if constant.device.type == "cpu":
+                value = abs(constant.item()) or 1e-300
+                number = number + (math.log(value) + (constant.item() < 0)) * (0.4 + place / math.pi)
+            else:
+                constant = constant.detach().reshape(()).double()
+                number = number + ((constant.abs() + 1e-300).log() + (constant < 0)) * (0.4 + place / math.pi)
+    return 1.0 + number % 1.0
 
 
 def _count(weight: Weight, batch: Any, rows: int | None) -> Any:
