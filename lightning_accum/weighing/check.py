@@ -10,7 +10,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum.weighing.functions import FunctionOfMean, leave_out_function
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher
@@ -122,6 +124,14 @@ class _Measured(NamedTuple):
     counts: tuple[float, ...]
     """What the other terms were divided by, where each is weighed by itself."""
     has_terms: bool
+    function: FunctionOfMean | None = None
+    """What makes the loss of a mean. That of a part is the mean itself here, and its gradient is multiplied by the"""
+    slope: float = 1.0
+    """of the whole; and"""
+    constant: float = 0.0
+    """was added to it, times its share."""
+    is_read: bool = True
+    """The weight is known; that of the whole may be not, which no window needs."""
 
 
 class Check:
@@ -228,10 +238,11 @@ class Check:
         weigher = Weigher(weight, lambda message: None, hands_out_terms=self._weighs_terms and weight == "auto")
         try:
             try:
-                loss, contribution = self._together(lambda: self._run(rows(), weigher))
+                loss, read = self._together(lambda: self._run(rows(), weigher, is_part=whole is not None))
             except CannotCheckError:
                 self._backward.forget_forward()
                 raise
+            contribution = Contribution(1.0) if read is None else read
             n = None if contribution.weight is None else float(contribution.weight)
             nodes = weigher.take_terms()
             counts = tuple(float(count) for count in contribution.others) if nodes else ()
@@ -241,13 +252,26 @@ class Check:
                 scale_terms(nodes, [count / total if total else 0.0 for count, total in totals])
             elif whole is not None and n is not None and whole.weight is not None:
                 share = n / whole.weight if whole.weight else 0.0
-            gradient = self._together(lambda: self._gradients(loss, share))
+            of_mean, slope = contribution.of_mean, 1.0
+            if whole is None and of_mean is not None:
+                _, slope = of_mean.function.at(float(of_mean.mean))
+            elif whole is not None and of_mean is not None:
+                leave_out_function(loss)
+                slope = whole.slope
+            gradient = self._together(lambda: self._gradients(loss, share if whole is None else share * slope))
         finally:
             self._has_drawn |= drawn_before != _random_state()
         has_terms = bool(contribution.others or weigher.unweighed_terms)
-        return _Measured(share * float(loss.detach()) if share else 0.0, n, gradient, counts, has_terms)
+        measured = _Measured(
+            share * float(loss.detach()) if share else 0.0, n, gradient, counts, has_terms, is_read=read is not None
+        )
+        if of_mean is None:
+            return measured
+        value = measured.loss if whole is None else share * float(of_mean.mean) if share else 0.0
+        constant = share * float(of_mean.constant) if share else 0.0
+        return measured._replace(loss=value, function=of_mean.function, slope=slope, constant=constant)
 
-    def _run(self, batch: Any, weigher: Weigher) -> tuple[Tensor, Contribution]:
+    def _run(self, batch: Any, weigher: Weigher, is_part: bool) -> tuple[Tensor, Contribution | None]:
         with self._mode:
             output = self._training_step(batch)
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -255,7 +279,12 @@ class Check:
             raise UnsuitableRowsError("training_step returns None for some of the first rows")
         if not loss.requires_grad:
             raise CannotCheckError("the loss of the first rows needs no gradient")
-        contribution = weigher(loss, batch)
+        try:
+            contribution = weigher(loss, batch)
+        except UnreadableLossError:
+            if is_part:
+                raise
+            return loss, None
         is_empty = contribution.weight is not None and float(contribution.weight) == 0 and not contribution.others
         if not is_empty and not math.isfinite(float(loss.detach())):
             raise UnsuitableRowsError("the loss of the first rows is not finite")
@@ -301,7 +330,7 @@ class Check:
             stack.callback(self._mode.restore)
             freeze_batch_norm(self._module)
             self._snapshot = self._take_snapshot()
-            stack.enter_context(_nothing_compiled())
+            stack.enter_context(in_eager_mode())
             yield
         self._snapshot = None
 
@@ -329,12 +358,22 @@ def _deviation(whole: _Measured, parts: Sequence[_Measured]) -> tuple[float, str
         raise UnsuitableRowsError("the first rows have no weight")
     if not whole.counts:
         parts = [part for part in parts if part.weight != 0]
-    if len({part.weight is None for part in (whole, *parts)}) > 1:
+    if len({part.weight is None for part in ((whole, *parts) if whole.is_read else parts)}) > 1:
         return math.inf, "the loss is a sum in some parts, and a mean in others"
-    found = [(_deviation_of_gradients(whole, parts), "the gradient")]
+    if len({part.function for part in (whole, *parts)}) > 1:
+        return math.inf, "the loss is a function of a mean in some parts, and another or none in all of them together"
+    weights = [part.weight or 0.0 for part in parts]
+    scale = 1.0 if whole.is_read else 1 / (sum(weights) or 1.0)
+    losses = [scale * part.loss for part in parts]
+    if whole.function is not None:
+        value, slope = whole.function.at(mean := sum(losses))
+        value += sum(part.constant for part in parts) / (len(parts) if whole.weight is None else 1)
+        losses = [value - slope * mean, slope * mean]
+    found = [(_deviation_of_gradients(whole, parts, scale), "the gradient")]
     if not whole.counts:  # else each term has its own share, and in its gradient only
-        found.append((_relative([part.loss for part in parts], whole.loss), "the loss"))
-        found.append((_relative([part.weight or 0.0 for part in parts], whole.weight or 0.0), "the weight"))
+        found.append((_relative(losses, whole.loss), "the loss"))
+        if whole.is_read:
+            found.append((_relative(weights, whole.weight or 0.0), "the weight"))
     return max(found, key=lambda pair: pair[0])
 
 
@@ -343,10 +382,10 @@ def _relative(parts: Sequence[float], whole: float) -> float:
     return abs(sum(parts) - whole) / size if size else 0.0
 
 
-def _deviation_of_gradients(whole: _Measured, parts: Sequence[_Measured]) -> float:
+def _deviation_of_gradients(whole: _Measured, parts: Sequence[_Measured], scale: float) -> float:
     differences: list[tuple[float, float]] = []
     for index in sorted({index for measured in (whole, *parts) for index in measured.gradient}):
-        given = [part.gradient[index] for part in parts if index in part.gradient]
+        given = [scale * part.gradient[index] for part in parts if index in part.gradient]
         expected = whole.gradient.get(index)
         difference = sum(given) - (0 if expected is None else expected)
         size = max(0.0 if expected is None else float(expected.norm()), sum(float(gradient.norm()) for gradient in given))
@@ -367,11 +406,6 @@ def _sample(gradient: Tensor, most: int) -> Tensor:
     if flat.numel() > most:
         flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix
     return flat.cpu().double()
-
-
-def _nothing_compiled() -> AbstractContextManager[Any]:
-    stance = getattr(torch.compiler, "set_stance", None)  # from torch 2.6
-    return nullcontext() if stance is None else stance("force_eager")
 
 
 def _random_state() -> tuple[Any, ...]:

@@ -134,22 +134,23 @@ def _is_nothing(term: Term) -> bool:
     return not isinstance(term.denominator, Tensor) and term.denominator == 0 and term.factor == 0
 
 
-def terms_of(loss: Tensor, rows: Rows = _unknown) -> list[Term]:
+def terms_of(loss: Tensor, rows: Rows = _unknown, below: tuple[Node, int] | None = None) -> list[Term]:
     """The summands of a loss, left to right.
 
     Args:
         loss: one number, with its graph.
         rows: counts the samples of the micro-batch.
+        below: where to begin, a node and the place among its outputs, if not at the loss.
 
     Raises:
         UnreadableLossError: torch raised an error. After a backward the graph has freed what it had saved.
     """
-    root = loss.grad_fn
+    root, index = (loss.grad_fn, loss.output_nr) if below is None else below
     if root is None:
         return []
     kind = kind_of(root)
     try:
-        return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, loss.output_nr, rows))
+        return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, index, rows))
     except _ERRORS_OF_TORCH as error:
         raise UnreadableLossError(_in_words(error)) from error
 
@@ -254,11 +255,11 @@ def _stacked_scalars(node: Node) -> Node | None:
     if kind_of(below) == "Mul" and len(inputs_of(below)) == 1:
         above, below = below, inputs_of(below)[0][0]
     if kind_of(below) in ("Stack", "Cat") and len(sizes) == 1 and len(below.next_functions) == sizes[0]:
-        return below if all(_is_whole_loss(loss) for loss, _ in inputs_of(below)) else None
-    return above if math.prod(sizes) == 1 and _is_whole_loss(below) else None
+        return below if all(is_whole_loss(loss) for loss, _ in inputs_of(below)) else None
+    return above if math.prod(sizes) == 1 and is_whole_loss(below) else None
 
 
-def _is_whole_loss(node: Node) -> bool:
+def is_whole_loss(node: Node) -> bool:
     """Whether ``node`` is a loss already, reduced over all its dimensions, and not the loss of a single sample."""
     while (kind := kind_of(node)) in THROUGH or kind in ("Mul", "Div"):
         inputs = inputs_of(node)
@@ -268,7 +269,7 @@ def _is_whole_loss(node: Node) -> bool:
             break
         node = inputs[0][0]
     if kind in ("Add", "Sub"):
-        return all(_is_whole_loss(child) for child, _ in inputs_of(node))
+        return all(is_whole_loss(child) for child, _ in inputs_of(node))
     if kind in CRITERIA:
         return bool(node._saved_reduction != NO_REDUCTION)
     if kind in ("Mean", *SUMS) and (sizes := getattr(node, "_saved_self_sym_sizes", None)) is not None:
@@ -320,7 +321,7 @@ def _reduction_below(outer: Node, rows: Rows) -> tuple[Node | None, list[Operati
             if _mixes_rows(node, sizes, rows):
                 raise UnreadableLossError(f"{outer.name()} of {node.name()}")
             is_linear = False
-        elif kind in ("Stack", "Cat") and inputs and all(_is_whole_loss(child) for child, _ in inputs):
+        elif kind in ("Stack", "Cat") and inputs and all(is_whole_loss(child) for child, _ in inputs):
             raise UnreadableLossError(f"{outer.name()} of losses that were put together by {node.name()}")
         elif len(inputs) > 1 and kind in _OF_SEVERAL:
             elements = max(elements, *(math.prod(sizes_of(child)) for child, _ in inputs if kind_of(child) in SELECTIONS), 0)
@@ -401,7 +402,7 @@ def _hides_a_reduction(root: Node, rows: Rows | None) -> bool:
             return False
         node = stack.pop()
         kind = kind_of(node)
-        is_found = _is_whole_loss(node)
+        is_found = is_whole_loss(node)
         if not is_found and (kind in ("Mean", *SUMS) or kind in ALONG_A_DIMENSION):
             is_found = rows is None or _mixes_rows(node, (), rows)
         if is_found:
