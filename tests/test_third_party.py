@@ -59,7 +59,7 @@ def test_what_the_package_says_is_quoted() -> None:
 
 def test_arguments_are_for_split_batches() -> None:
     row = examined(Case("", OfTheBatch, ROWS, arguments={"weight": "equal"}), "lightning")
-    assert row["said"]["windows"].startswith('refused: weight="auto" found no denominator')
+    assert row["said"]["windows"].startswith("refused: ")
     assert row["said"]["split"] == ""
 
 
