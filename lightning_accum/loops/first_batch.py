@@ -99,6 +99,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         policy.weight,
         strategy.sync,
         accumulation.weighs_terms,
+        policy.micro_batch is None and not policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
         largest,
     )
     verdict, was_late = check(rows), accumulation.verdict is not None
