@@ -27,6 +27,7 @@ from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
 from lightning_accum.whole.offload import offload_in_words
+from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import FACTORS_DIFFER, ClosedWindow, Window
 
@@ -68,7 +69,7 @@ class Accumulation:
         self.boundary = Boundary(policy.tail)
         self.window = Window(ranks.device, ranks.size, ranks.group, counts_left_out=policy.on_nonfinite == "skip")
         # the totals are known before the backward, unless its gradient may still be left out of them
-        are_totals_known = ranks.size > 1 and splitting is None and policy.on_nonfinite == "propagate"
+        are_totals_known = ranks.size > 1 and splitting is None and policy.on_nonfinite == "propagate" and not policy.row_wise
         may_be_at_once = policy.weight == "auto" and are_totals_known
         self._terms_at_once = TermsAtOnce() if may_be_at_once else None
         self.weigher = Weigher(policy.weight, warn, self._terms_at_once is not None, lambda: self._is_proven)
@@ -124,6 +125,10 @@ class Accumulation:
         """Called in every micro-batch that is added to the window, once its weight is known."""
         self.checks_left = 0
         """At how many loader batches more the check may be tried: until one has two rows on every rank."""
+        self.row_wise: RowWise | None = None
+        """Runs submodules in micro-batches."""
+        self.has_joint_loss = False
+        """The loss of a rank takes the rows of all ranks together."""
         self.verdict: Verdict | None = None
         """What the check found in this fit."""
         self._was_checked = False
@@ -239,6 +244,11 @@ class Accumulation:
             The ``gradient`` for its backward; None for plain 1.
         """
         self.has_loss = True
+        if self.has_joint_loss and self.is_stand_in:
+            raise RuntimeError(
+                "This rank has run out of data, and its last batch stands in for the next, but the loss gathers the rows of all"
+                " ranks: those of this one would count twice. Give all ranks equally many batches (drop_last=True)."
+            )
         if self.sums is not None:
             self.sums.begin_backward(is_adding=not self.is_plain())
         if self.is_stand_in:
@@ -257,6 +267,12 @@ class Accumulation:
             if not self._is_one_micro_batch():
                 raise
             contribution = Contribution(None)  # nothing depends on its weight
+        if self.has_joint_loss and contribution.weight is None:
+            raise ValueError(
+                "The loss gathers the rows of all ranks, and is a sum: it may be the same on each, or that of its own rows."
+                ' Pass GradientAccumulation(weight="equal") for the mean over the ranks, as DistributedDataParallel takes it;'
+                " or divide it by the number of its own rows."
+            )
         self.weight, self.of_mean = contribution.weight, contribution.of_mean
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         # the weight in the wide type, if there is one
@@ -479,6 +495,8 @@ class Accumulation:
             parts.append(f"each runs {self.splitting.describe()}")
         if self.policy.offload:
             parts.append(offload_in_words(self.ranks.device))
+        if self.row_wise is not None:
+            parts.append(self.row_wise.describe())
         parts.append(f"weight: {self.weigher.criterion}")
         if self.sums is not None:
             parts.append(f"gradients are added up in {self.sums.dtype}")

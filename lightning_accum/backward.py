@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# private, and what torch.autograd.backward itself ends with; the same in torch 2.6 and 2.13
-_run: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 _ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
@@ -32,11 +30,13 @@ def backward(loss: Tensor, gradient: Tensor | None) -> None:
         >>> weights.grad
         tensor([1.5000, 1.5000, 1.5000])
     """
-    if _run is None or not _is_usual(loss) or not (gradient is None or type(gradient) is Tensor):
+    # private, and what torch.autograd.backward itself ends with; the same in torch 2.6 and 2.13
+    run: Any = getattr(torch.autograd, "_engine_run_backward", None)
+    if run is None or not _is_usual(loss) or not (gradient is None or type(gradient) is Tensor):
         torch.autograd.backward(loss, gradient)
         return
     seed = _one_for(loss) if gradient is None else gradient
-    _run((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    run((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _is_usual(tensor: Tensor) -> bool:

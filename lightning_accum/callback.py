@@ -15,7 +15,14 @@ from typing_extensions import override
 
 from lightning_accum import seams
 from lightning_accum.accumulation import Accumulates, Accumulation
-from lightning_accum.arguments import check_module, checked, needs_one_batch, what_to_use_instead_of, why_unexpected
+from lightning_accum.arguments import (
+    check_module,
+    checked,
+    needs_one_batch,
+    row_wise_policy,
+    what_to_use_instead_of,
+    why_unexpected,
+)
 from lightning_accum.boundary import Tail
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
@@ -59,6 +66,14 @@ class GradientAccumulation(Callback):
             have logged and returned. Or ``"offload"``: the loader's batch as it is, of which what autograd saves for the backward
             waits in the memory of the host. Nothing is split, so it is exact for any module (BatchNorm, manual optimization) and
             any loss; a step takes as much longer as the copies do that computing does not hide. A CPU has no other memory.
+        row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), several, or ``"auto"``. Then
+            ``training_step`` runs once, on the loader's batch, and their calls run in micro-batches of ``micro_batch`` rows, or
+            :class:`Tokens`: first without a graph, and again with one after the backward of the loss. The loss sees the outputs of
+            the whole batch, so any loss is exact: contrastive ones, those of pairs or of batch statistics. What a submodule does
+            with one row must not depend on the others, which is tried out on two rows. ``"auto"`` names the largest for which that
+            is so. Over ranks a loss is of all rows where ``training_step`` gathers them itself, ``self.all_gather(...,
+            sync_grads=True)``. Not for sharded modules, nor for steps that differentiate through a call themselves (gradient
+            penalties).
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by counts which do not
@@ -113,6 +128,7 @@ class GradientAccumulation(Callback):
         window: WindowSize = None,
         *,
         micro_batch: MicroBatchSize | Literal["offload"] | None = None,
+        row_wise: str | Sequence[str] | None = None,
         weight: Literal["auto", "equal"] | Weight | Sequence[Weight] = "auto",
         tail: Tail = "step",
         scheduler_counts: SchedulerCounts = "optimizer_steps",
@@ -133,13 +149,14 @@ class GradientAccumulation(Callback):
                 tail,
                 scheduler_counts,
                 log,
-                None if micro_batch == "offload" else micro_batch,
+                None if row_wise is not None or micro_batch == "offload" else micro_batch,
                 split,
                 trim_padding,
                 accumulate_dtype,
                 on_nonfinite,
                 check,
                 offload=micro_batch == "offload",
+                **row_wise_policy(row_wise, micro_batch),
             )
         )
         self._accumulation: Accumulation | None = None

@@ -51,6 +51,10 @@ class Policy:
     accumulate_dtype: torch.dtype | None = None
     on_nonfinite: OnNonfinite = "propagate"
     check: bool = True
+    row_wise: tuple[str, ...] = ()
+    """Submodules that run in micro-batches while the loss sees the whole batch; then :attr:`micro_batch` is None, and"""
+    row_wise_size: int | Tokens | None = None
+    """this is the size of theirs."""
     offload: bool = False
     """``micro_batch="offload"``: nothing is split."""
 

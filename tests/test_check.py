@@ -265,7 +265,17 @@ def test_a_batch_without_two_rows_is_passed_over(rows: int) -> None:
     assert module.steps == 0
 
 
-def test_rows_that_weigh_nothing_are_passed_over() -> None:
+def test_other_rows_are_tried_where_the_first_weigh_nothing() -> None:
+    data = batches()
+    for batch in data:
+        batch[1][:4] = -100
+    with pytest.raises(DoesNotAddUpError):
+        trainer(callbacks=[GradientAccumulation(micro_batch=4)]).fit(
+            Classifier(lambda o, t: F.cross_entropy(o, t) * (1 + 0.1 * len(t))), loader(data)
+        )
+
+
+def test_a_batch_that_weighs_nothing_is_passed_over() -> None:
     def masked(o: Tensor, t: Tensor) -> Tensor:
         return F.cross_entropy(o, t) * (1 + 0.1 * len(t))  # a factor that goes with the batch
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -23,6 +24,8 @@ from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Verdict
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
+from lightning_accum.weighing.weight import count_samples
+from lightning_accum.whole.row_wise import RowWise
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
@@ -86,7 +89,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     except CannotCheckError as error:
         reason = str(error)
     number = int(-largest(0 if found is None else -found.number))  # as many forwards on every rank: they may wait for each other
-    rows = [] if found is None or number < 2 else found.ways(number, size)
+    rows = [] if found is None or number < 2 else found.ways(number, size, MOST_BATCHES - 1 - accumulation.checks_left)
     rows = rows[: int(-largest(-len(rows)))]
     if not rows:
         accumulation.verdict = Verdict(None, seen=reason)
@@ -102,6 +105,21 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         policy.micro_batch is None and not policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
         largest,
     )
+    if strategy.row_wise is not None and ranks.world_size > 1:
+        assert isinstance(found, FewRows)
+        try:
+            is_joint = takes_rows_of_other_ranks(check, found.two(number), ranks.rank, largest)
+        except CannotCheckError as problem:
+            accumulation.verdict = Verdict.unknown(problem)
+            if not largest(float(accumulation.verdict.may_try_again)):
+                accumulation.checks_left = 0
+            return
+        if is_joint:
+            accumulation.verdict = Verdict(None, seen="the loss takes the rows of all ranks together")
+            accumulation.has_joint_loss, accumulation.checks_left = True, 0
+            if accumulation.boundary.size != 1:
+                raise MisconfigurationException(_OF_SEVERAL_BATCHES)
+            return
     verdict, was_late = check(rows), accumulation.verdict is not None
     if not largest(float(verdict.may_try_again)):
         accumulation.checks_left = 0
@@ -112,14 +130,52 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
             verdict = Verdict(None, seen="another rank could not be") if is_unchecked else replace(verdict, deviation=worst)
         if was_late and not accumulation.checks_left:
             rank_zero_info(f"GradientAccumulation: {verdict}.")
-    elif not largest(float(not (verdict.adds_up or verdict.has_terms))):
+    elif strategy.row_wise is None and not largest(float(not (verdict.adds_up or verdict.has_terms))):
         rank_zero_warn(
             f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} rows of the first batch,"
             f" {_seen(verdict)}. {HOW_TO_WEIGH_EACH}"
         )
     else:
-        raise DoesNotAddUpError(_message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows)))
+        raise DoesNotAddUpError(
+            _message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows), policy.row_wise)
+        )
     accumulation.verdict = verdict
+
+
+def choose_row_wise(trainer: pl.Trainer, strategy: AccumulationMixin, row_wise: RowWise, kwargs: OrderedDict[str, Any]) -> None:
+    """Decide by a few rows of the batch in ``kwargs`` which submodules run in micro-batches, if it has two.
+
+    Raises:
+        RowWiseError: there are none that would help.
+    """
+    try:
+        rows, _ = FewRows(next(iter(kwargs.values()), None), strategy.samples_of_loader()).two(8)
+    except CannotCheckError:
+        return
+    snapshot = strategy.keeper.take(watches_parameters=False)
+    try:
+        row_wise.choose(lambda: unlogged_step(trainer, kwargs)(rows()), count_samples(rows()))
+    finally:
+        snapshot.restore()
+
+
+def takes_rows_of_other_ranks(
+    check: Check, pair: tuple[Callable[[], Any], Callable[[], Any]], rank: int, largest: Callable[[float], float]
+) -> bool:
+    """Whether the loss of a rank is another where other ranks have other rows: it gathers them. Called on all ranks."""
+    has_changed = 0.0
+    own, other = pair
+    for still in (0, 1):
+        before, after = check.losses_of([own, own if rank % 2 == still else other])
+        if rank % 2 == still:
+            has_changed = max(has_changed, float(abs(after - before) > check.tolerance * max(abs(before), abs(after))))
+    return largest(has_changed) > 0
+
+
+_OF_SEVERAL_BATCHES = (
+    "The loss gathers the rows of all ranks, so it is one of all rows of its batch, and that of a window of several loader batches"
+    " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as fits."
+)
 
 
 def _sizes(verdict: Verdict) -> str:
@@ -131,14 +187,22 @@ def _seen(verdict: Verdict) -> str:
     return "it is so on another rank" if verdict.adds_up else verdict.in_words
 
 
-def _message(verdict: Verdict, weight: Any, mend: str | None) -> str:
-    mends = (
-        f"Pass GradientAccumulation({mend}): with it they add up."
-        if mend is not None
-        else "No weight that was tried makes them add up: such a loss compares the rows of its batch, or divides by what no count"
-        ' shows. Have the loader yield the window as one batch, with GradientAccumulation(1, micro_batch="offload") where memory is'
-        " short; or pass the weight that the mean is divided by, as a function of the batch."
-    )
+_OF_ROW_WISE = (
+    "With row_wise= the loss sees one loader batch of one rank as a whole: have the loader yield the batch that is wanted (a window"
+    " of 1), and have training_step gather the rows of several ranks: self.all_gather(..., sync_grads=True)."
+)
+_OF_PAIRS = (
+    "No weight that was tried makes them add up: such a loss compares the rows of its batch, or divides by what no count shows."
+    " Have it see the whole batch, of which submodules run in micro-batches: GradientAccumulation(micro_batch=...,"
+    ' row_wise="encoder") with their names and a window of 1; or pass the weight that its mean is divided by, as a function of the'
+    " batch."
+)
+
+
+def _message(verdict: Verdict, weight: Any, mend: str | None, row_wise: tuple[str, ...]) -> str:
+    mends = f"Pass GradientAccumulation({mend}): with it they add up."
+    if mend is None:
+        mends = _OF_ROW_WISE if row_wise else _OF_PAIRS
     return (
         "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch:"
         f" {sum(verdict.rows)} rows of the first batch, in parts of {_sizes(verdict)} weighed by weight={weight!r}:"

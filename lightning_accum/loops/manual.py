@@ -21,7 +21,8 @@ class WindowManualOptimization(_ManualOptimization):
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         self.strategy.watch.run("_ManualOptimization")
-        with self.strategy.around_loader_batch(kwargs):
+        batch = next(iter(kwargs.values()), None)
+        with self.strategy.around_loader_batch(kwargs), self.strategy.running_row_wise(batch):
             outputs = self._run(kwargs)
         self.strategy.watch.end_run(is_manual=True)
         return outputs

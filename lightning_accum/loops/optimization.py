@@ -17,18 +17,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.gradient_norm import noting_gradient_norm
-from lightning_accum.loops.first_batch import check_first_batch, unlogged_step
+from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
 from lightning_accum.splitting.batch_run import BatchRun
 from lightning_accum.splitting.proofs import Verdict
 from lightning_accum.splitting.trimming import difference_by_padding
 
 if TYPE_CHECKING:
+    from lightning_accum.accumulation import Accumulation
     from lightning_accum.loops.epochs import AccumulatingEpochLoop
     from lightning_accum.nonfinite import Guard
     from lightning_accum.strategies.mixin import AccumulationMixin
 
 _NOTHING: dict[str, Any] = {}
+_NOTHING_AROUND = nullcontext()
 
 
 class WindowOptimization(_AutomaticOptimization):
@@ -65,6 +67,8 @@ class WindowOptimization(_AutomaticOptimization):
             epoch_loop.batch = accumulation.batch
         if accumulation.splitting is not None:
             accumulation.splitting.begin(accumulation.batch, partial(self._difference_by_padding, kwargs))
+        if self.strategy.row_wise is not None and self.strategy.row_wise.is_undecided:
+            choose_row_wise(self.trainer, self.strategy, self.strategy.row_wise, kwargs)
         if accumulation.checks_left and not self._skip_backward:
             check_first_batch(self.trainer, self.strategy, kwargs)
         return WindowClosure(
@@ -111,7 +115,7 @@ class WindowOptimization(_AutomaticOptimization):
                 optimizer.zero_grad()
                 progress.increment_completed()
                 return
-            with self.strategy.watch.zero_grad(optimizer):
+            with self.strategy.watch.zero_grad(optimizer) if self.strategy.watch.is_close else _NOTHING_AROUND:
                 self._on_before_zero_grad(optimizer)
                 self._optimizer_zero_grad(batch_idx, optimizer)
 
@@ -122,11 +126,12 @@ class WindowOptimization(_AutomaticOptimization):
         if self.strategy.accumulation is None:
             return super()._training_step(kwargs)
         # Lightning divides the loss by accumulate_grad_batches here, and refuses None on more than one rank
-        with self.strategy.watch.training_step(self.trainer.lightning_module):
+        watch = self.strategy.watch
+        with watch.training_step(self.trainer.lightning_module) if watch.is_close else _NOTHING_AROUND:
             output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
         self.strategy.post_training_step()
         result = _result_of(output)
-        self.strategy.watch.returned(result.closure_loss)
+        watch.returned = result.closure_loss
         return result
 
     @override
@@ -176,7 +181,8 @@ class WindowClosure(Closure):
     @override
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         result = super().closure(*args, **kwargs)
-        self._strategy.watch.end_closure(self._backward_fn is not None)
+        if self._strategy.watch.returned is not None:
+            self._strategy.watch.end_closure(self._backward_fn is not None)
         return result
 
     @override
@@ -189,6 +195,10 @@ class WindowClosure(Closure):
                 "The optimizer calls its closure more than once in a step, as LBFGS does. A window of several loader batches"
                 " cannot be run again: their data is gone. Use a window of 1, or another optimizer."
             )
+        with self._strategy.running_row_wise(next(iter(self._kwargs.values()), None)):
+            return self._run_or_stand_in(accumulation, *args, **kwargs)
+
+    def _run_or_stand_in(self, accumulation: Accumulation, *args: Any, **kwargs: Any) -> Tensor | None:
         if not accumulation.is_stand_in:
             return self._run(*args, **kwargs)
         if self._zero_grad_fn is not None:  # what it does to the module is to last
@@ -205,14 +215,19 @@ class WindowClosure(Closure):
         if accumulation.plan is not None:
             return self._run_micro_batches()
         if self._strategy.guard is not None:
-            return self._run_guarded(self._strategy.guard)
+            return self._run_before_reduction(self._strategy.guard)
         if accumulation.is_plain():
             self._result = self.closure(*args, **kwargs)
             self._strategy.end_micro_batch()
             return self._result.loss
-        is_heard = self._strategy.audience.hears_micro_batch or self._backward_fn is None
-        self._result = self.closure(*args, **kwargs) if is_heard else self._run_unheard()
+        if self._strategy.row_wise is not None:
+            return self._run_before_reduction(None)
+        self._result = self._run_step()
         return self._strategy.end_micro_batch()
+
+    def _run_step(self) -> ClosureResult:
+        is_heard = self._strategy.audience.hears_micro_batch or self._backward_fn is None
+        return self.closure() if is_heard else self._run_unheard()
 
     def _run_unheard(self) -> ClosureResult:
         """As Lightning's closure, where nobody hears what it calls."""
@@ -229,19 +244,23 @@ class WindowClosure(Closure):
                 strategy.backward_without_hooks(result.closure_loss)
         return result
 
-    def _run_guarded(self, guard: Guard) -> Tensor | None:
-        """Run a loader batch that may be left out, so it neither ends its window nor is shown before it was looked at."""
+    def _run_before_reduction(self, guard: Guard | None) -> Tensor | None:
+        """Run a loader batch that does not end its window: it may be left out, or it has more backwards than one.
+
+        One that may be left out is not shown before it was looked at.
+        """
         strategy, trainer = self._strategy, self._strategy.trainer()
         accumulation = strategy.accumulation
         assert accumulation is not None
         ends_window, accumulation.is_boundary = accumulation.is_boundary, False
         accumulation.count_ahead(next(iter(self._kwargs.values())))
         with collecting_logs(trainer) if accumulation.policy.on_nonfinite == "skip" else nullcontext() as log:
-            guard.begin_micro_batch()
+            if guard is not None:
+                guard.begin_micro_batch()
             with strategy.blocked():
-                self._result = self.closure()
+                self._result = self.closure() if guard is not None else self._run_step()
                 strategy.end_micro_batch()
-            is_left_out = guard.end_micro_batch()
+            is_left_out = guard is not None and guard.end_micro_batch()
         if is_left_out:
             self._result = ClosureResult(None)
         if log is not None:

@@ -284,6 +284,11 @@ def begin_manual(strategy: AccumulationMixin, batches: int, warn: Callable[[str]
         MisconfigurationException: the policy asks for what cannot be had.
     """
     policy, ranks, module = strategy.policy, strategy.ranks, strategy.lightning_module
+    if policy.row_wise == ("auto",):
+        raise MisconfigurationException(
+            'row_wise="auto" tries training_step out on a few rows, but with automatic_optimization=False it steps its optimizers.'
+            " Give the names of its submodules."
+        )
     assert ranks is not None
     assert module is not None
     is_long = policy.may_be_longer_than_one(batches)

@@ -134,7 +134,7 @@ def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = Fal
         part.size = len(value) if value.shape else None
         if len(value.shape) > 1 and not hasattr(value, "iloc"):
             part.problem = "an array of a class that is not known here"
-    elif not isinstance(value, type) and (hasattr(value, "to") or _holds_tensors(value, depth=4)):
+    elif not isinstance(value, type) and (hasattr(value, "to") or holds_tensors(value, depth=4)):
         part.problem = "of a class that is not known here, and holds tensors"
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
         part.is_list, part.size = True, len(value)
@@ -208,13 +208,14 @@ def _is_numpy(value: Any) -> bool:
     return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
 
 
-def _holds_tensors(value: Any, depth: int) -> bool:
+def holds_tensors(value: Any, depth: int) -> bool:
+    """Whether ``value`` is a tensor, or an object with one in it, so many objects deep."""
     if isinstance(value, Tensor) or depth == 0 or isinstance(value, (str, bytes, range)):
         return isinstance(value, Tensor)
     inside = list(attributes_of(value).values())
     if isinstance(value, Collection):
         inside.extend(value.values() if isinstance(value, Mapping) else value)
-    return any(_holds_tensors(entry, depth - 1) for entry in inside if type(entry) not in _PLAIN)
+    return any(holds_tensors(entry, depth - 1) for entry in inside if type(entry) not in _PLAIN)
 
 
 # --- how many rows it has, and what each part is ----------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.strategies.mixin import AccumulationMixin
-from lightning_accum.strategies.preparation import check_reduces_once_a_window, checked
+from lightning_accum.strategies.preparation import check_reduces_once_a_window, check_row_wise_reduction, checked
 from lightning_accum.sync import DDPSync, SyncPolicy, WideDDPSync
 
 
@@ -86,6 +86,8 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
                     f" GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) gradients are looked at before. Leave"
                     " static_graph out."
                 )
+        if self.row_wise is not None:
+            check_row_wise_reduction(ddp.static_graph, self._sync_policy)
         if isinstance(self.policy.window, Tokens) and ddp.static_graph:
             raise MisconfigurationException(
                 "DDPAccumulationStrategy(static_graph=True) reduces in the backward that it has recorded, but a window of Tokens is"

@@ -32,7 +32,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.snapshot import Keeper
-from lightning_accum.strategies.preparation import check_optimizers, guard
+from lightning_accum.strategies.preparation import check_optimizers, guard, row_wise
 from lightning_accum.strategies.window_hooks import WindowHooks
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Verdict
@@ -132,6 +132,7 @@ class AccumulationMixin(WindowHooks):
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
         assert module is not None
+        self.row_wise = row_wise(self.policy, module, self.root_device)
         self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)
@@ -142,6 +143,7 @@ class AccumulationMixin(WindowHooks):
         assert self.ranks is not None
         sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
         self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(module))
+        self.accumulation.row_wise = self.row_wise
         assert self._fit is not None
         if sums is not None:
             self.accumulation.sums = sums

@@ -15,6 +15,8 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.sync import GradientPlace, SumPlace, SyncPolicy
+from lightning_accum.whole.calls import RowWiseError
+from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
 
 if TYPE_CHECKING:
@@ -67,6 +69,21 @@ def wide_sums(dtype: torch.dtype, module: nn.Module, parameters: Callable[[], li
     return WideSums(dtype, parameters)
 
 
+def row_wise(policy: Policy, module: nn.Module, device: torch.device) -> RowWise | None:
+    """What runs submodules in micro-batches; None where none was named.
+
+    Raises:
+        MisconfigurationException: a name is no submodule, or is inside of another.
+    """
+    if not policy.row_wise:
+        return None
+    assert policy.row_wise_size is not None
+    try:
+        return RowWise(module, policy.row_wise, policy.row_wise_size, device)
+    except RowWiseError as error:
+        raise MisconfigurationException(str(error)) from error
+
+
 def guard(strategy: AccumulationMixin, accumulation: Accumulation) -> Guard:
     """What looks whether the micro-batches of a training are finite."""
 
@@ -100,6 +117,16 @@ def checked(sync: SyncPolicy) -> SyncPolicy:
     if sync not in ("window", "micro_batch"):
         raise MisconfigurationException(f'sync={sync!r}: expected "window" or "micro_batch"')
     return sync
+
+
+def check_row_wise_reduction(is_static: bool, sync: SyncPolicy) -> None:
+    """Refuse what reduces gradients in one backward of each micro-batch, where there are several."""
+    if sync == "micro_batch" or is_static:
+        given = 'sync="micro_batch"' if sync == "micro_batch" else "static_graph=True"
+        raise MisconfigurationException(
+            f"DDPAccumulationStrategy({given}) reduces gradients in the backward of the loss, but with"
+            f" GradientAccumulation(row_wise=...) the submodules have theirs after it. Leave {given} out."
+        )
 
 
 def check_reduces_once_a_window(strategy: AccumulationMixin, sync: SyncPolicy) -> None:

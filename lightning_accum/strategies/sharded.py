@@ -53,6 +53,12 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
                 f'GradientAccumulation(micro_batch="auto") runs a batch again on the rank that ran out of memory, but with'
                 f" {type(self).__name__} the other ranks wait for it in every forward. Give a number of samples, or Tokens(...)."
             )
+        if self.row_wise is not None:
+            raise MisconfigurationException(
+                f"GradientAccumulation(row_wise={list(self.policy.row_wise)}) runs submodules again after the backward of the loss,"
+                f" but {type(self).__name__} gathers and frees their parameters for one forward and backward. Use"
+                ' Trainer(strategy="accum_ddp").'
+            )
         self.sync = self._sharded_sync = self._make_sync()
         assert self._fit is not None
         self._fit.callback(self.sync.close)

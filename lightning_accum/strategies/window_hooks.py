@@ -25,7 +25,11 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.strategies.engine import Engine
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
+from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.offload import Offload
+from lightning_accum.whole.row_wise import RowWise
+
+_NOTHING_AROUND = nullcontext()
 
 
 class WindowHooks(Engine):
@@ -38,6 +42,8 @@ class WindowHooks(Engine):
     _callback: GradientAccumulation | None = None
     watch: Watch
     """Whether Lightning calls what stands in for its own; there in a fit."""
+    row_wise: RowWise | None = None
+    """Runs submodules in micro-batches, in steps that see the whole batch; None where nothing was asked to."""
     offload: Offload | None = None
     """Moves what autograd saves; None where it stays."""
     audience: Audience
@@ -50,6 +56,10 @@ class WindowHooks(Engine):
     def is_plain(self) -> bool:
         """Whether the window is one micro-batch on one rank, so that everything is left to Lightning."""
         return self.accumulation is None or self.accumulation.is_plain()
+
+    def running_row_wise(self, batch: Any) -> AbstractContextManager[None]:
+        """In here, a step and its backward, the submodules that were named run in micro-batches."""
+        return nullcontext() if self.row_wise is None else self.row_wise.step(count_samples(batch))
 
     def around_loader_batch(self, batch: Any) -> AbstractContextManager[None]:
         """What a loader batch runs in, whole or in micro-batches."""
@@ -83,9 +93,11 @@ class WindowHooks(Engine):
         loss, seed = self._weigh(closure_loss)
         if seed is not None:
             kwargs["gradient"] = seed
-        is_known = self.watch.is_close and self._is_precision_lightnings
-        with self.watch.gradient_of_loss(loss, seed, self.loss_scale() if is_known else None), self._around_backward(loss):
+        with self._watching(loss, seed) if self.watch.is_close else _NOTHING_AROUND, self._around_backward(loss):
             return super().backward(loss, optimizer, *args, **kwargs)
+
+    def _watching(self, loss: Tensor, seed: Tensor | None) -> AbstractContextManager[None]:
+        return self.watch.gradient_of_loss(loss, seed, self.loss_scale() if self._is_precision_lightnings else None)
 
     def backward_without_hooks(self, loss: Tensor) -> None:
         """As :meth:`backward`, where nobody listens."""
@@ -98,16 +110,24 @@ class WindowHooks(Engine):
             backward(loss, seed)
 
     @property
+    def _may_skip_steps(self) -> bool:
+        return getattr(self.precision_plugin, "scaler", None) is not None or not self._is_precision_lightnings
+
+    @property
     def _is_precision_lightnings(self) -> bool:
         return type(self.precision_plugin).__module__.startswith("lightning.")
 
     def _around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
         assert self.accumulation is not None
         if self.accumulation.is_stand_in and not self.is_waited_for_in_forward:
-            return no_gradients(loss)
+            return self._weightless(no_gradients(loss))
         if self.accumulation.is_weightless:
-            return gradients_of_zero(loss)
+            return self._weightless(gradients_of_zero(loss))
         return nullcontext() if self.guard is None else self.guard.watching(loss, self.accumulation.weight)
+
+    def _weightless(self, context: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """A backward in ``context``, of which row-wise submodules get nothing."""
+        return context if self.row_wise is None else self.row_wise.dropping(context)
 
     def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take in the loss of a micro-batch. Returns what to call backward on, and with which gradient (None for 1)."""
@@ -144,7 +164,7 @@ class WindowHooks(Engine):
     @property
     def ends_windows_apart(self) -> bool:
         """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
-        return self.guard is not None or self.policy.micro_batch == "auto"
+        return self.guard is not None or self.policy.micro_batch == "auto" or self.row_wise is not None
 
     def end_window_apart(self) -> Tensor | None:
         """The window has ended with the last micro-batch, which did not know: only now the gradients are reduced."""
@@ -160,7 +180,7 @@ class WindowHooks(Engine):
 
     def _end_window(self) -> Tensor | None:
         assert self.accumulation is not None
-        self.watch.close(self.optimizers[0])
+        self.watch.close(self._watch.optimizer)
         self.sync.end_window()
         if self.guard is not None:
             self.guard.end_window()
@@ -265,7 +285,7 @@ class WindowHooks(Engine):
         return closure(), self.accumulation.is_closed_empty
 
     def _step_watch(self, optimizer: Optimizer) -> StepWatch:
-        return StepWatch(optimizer, lambda: self.watch.before_optimizer(self.is_plain()))
+        return StepWatch(optimizer, lambda *_: self.watch.before_optimizer(self.is_plain))
 
     def _raising_where_empty(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that Lightning calls inside of the optimizer's step, and that ends this step if the window has no weight."""
@@ -286,8 +306,7 @@ class WindowHooks(Engine):
         """Count the step, if it really happened."""
         assert self.accumulation is not None
         has_stepped, is_empty = self._watch.has_stepped(), self.accumulation.is_closed_empty
-        may_skip = is_empty or getattr(self.precision_plugin, "scaler", None) is not None or not self._is_precision_lightnings
-        self.watch.after_optimizer(has_stepped or may_skip)
+        self.watch.after_optimizer(has_stepped or is_empty or self._may_skip_steps)
         is_counted = (has_stepped or is_empty) and self.accumulation.is_step
         self.accumulation.after_optimizer_step(is_counted)
         if is_counted and self.lr_scheduler_configs:

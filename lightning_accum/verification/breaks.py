@@ -80,8 +80,8 @@ def contrastive(difference: float) -> Break:
         " others, and a micro-batch has fewer of them."
     )
     mend = (
-        'GradientAccumulation(micro_batch="offload") runs a loader batch whole; or keep the embeddings of the whole batch and'
-        " backpropagate in pieces (GradCache, arXiv 2101.06983)."
+        'GradientAccumulation(micro_batch=..., row_wise="auto"), or the names of the submodules: the loss sees the embeddings of'
+        " the whole batch, which they compute in micro-batches."
     )
     return Break("contrastive loss", found, difference, None, mend)
 
@@ -162,8 +162,8 @@ def coupled_rows(nearest: float, order: float | None, difference: float) -> Brea
     if order is not None:
         found += " It depends on the order of the rows, too."
     mend = (
-        'GradientAccumulation(micro_batch="offload") runs a loader batch whole. Or compute it within each row (LayerNorm, a loss of'
-        " one row)."
+        'GradientAccumulation(micro_batch=..., row_wise="auto") where it is the loss that compares rows: it sees the whole batch,'
+        ' which submodules run in micro-batches; micro_batch="offload" where it is a layer.'
     )
     return Break("rows that depend on each other", found, difference, None, mend)
 

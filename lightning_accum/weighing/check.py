@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -205,6 +206,32 @@ class Check:
                 if weight != self._weight and not self._largest(float(not fits)):
                     return words
         return None
+
+    @property
+    def tolerance(self) -> float:
+        """What rounding makes of a number, in the coarsest type that anything was computed in so far."""
+        return float(self._mode.eps**0.6)
+
+    def losses_of(self, batches: Sequence[Callable[[], Any]]) -> list[float]:
+        """The losses of some batches, each run as if it were the first. Called on all ranks, with equally many.
+
+        Raises:
+            CannotCheckError: one has none. On all ranks.
+        """
+        with self._held():
+            return [self._together(partial(self._loss_of, batch)) for batch in batches]
+
+    def _loss_of(self, batch: Callable[[], Any]) -> float:
+        assert self._snapshot is not None
+        self._snapshot.restore()
+        self._mode.restore()
+        self._mode.restart()
+        with self._mode:
+            output = self._training_step(batch())
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            raise UnsuitableRowsError("training_step returns None for some of the first rows")
+        return float(loss.detach())
 
     # --- one comparison ---------------------------------------------------------------------------------------------
 

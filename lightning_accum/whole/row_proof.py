@@ -1,0 +1,270 @@
+"""The proof that a submodule treats rows independently: its outputs for two rows, together and one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
+from lightning_accum.whole.calls import Form, Layer, RowWiseError
+from lightning_accum.whole.trees import UnknownObjectError, leaves, replaced
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
+
+
+def number_of_rows(layer: Layer, arguments: _Arguments, of_batch: int | None) -> int:
+    """The rows of a call: the size of dimension 0 of its tensors.
+
+    Args:
+        layer: that is called.
+        arguments: positional and keyword arguments. Of several sizes it is that of the batch, or a multiple of it, as of two views
+            that were joined; else that of the first tensor.
+        of_batch: the rows of the batch, where that is known.
+
+    Raises:
+        RowWiseError: there are none.
+    """
+    try:
+        sizes = [size for leaf in leaves(arguments) if (size := _size(leaf)) is not None]
+    except UnknownObjectError as error:
+        raise RowWiseError(f"row_wise={layer.name!r}: an argument of {layer.name!r} is {error}. Pass tensors.") from error
+    if not sizes:
+        raise RowWiseError(
+            f"row_wise={layer.name!r}: {layer.name!r} is called without a tensor whose dimension 0 could be the rows."
+        )
+    if of_batch:
+        sizes.sort(key=lambda size: 0 if size == of_batch else 1 if size and size % of_batch == 0 else 2)
+    return sizes[0]
+
+
+def _size(leaf: Any) -> int | None:
+    if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.dim() == 0):
+        return None
+    return len(leaf)
+
+
+class RowProof:
+    """Proves once for each kind of call that its rows are independent, and finds where they are.
+
+    Dropout is off and other random numbers are the same for every row; nothing is compiled; buffers are put back.
+    """
+
+    def __init__(self) -> None:
+        self._forms: dict[Any, Form] = {}
+
+    def __call__(self, layer: Layer, arguments: _Arguments, number: int) -> Form:
+        """Where the rows of a call are.
+
+        Args:
+            layer: that is called.
+            arguments: positional and keyword arguments.
+            number: of rows.
+
+        Raises:
+            RowWiseError: its rows are not independent, or it cannot be told where they are.
+        """
+        found = leaves(arguments)
+        fitting = tuple(_size(leaf) == number for leaf in found)
+        key = (
+            layer.name,
+            layer.module.training,
+            fitting,
+            tuple(_shape(leaf, fits) for leaf, fits in zip(found, fitting, strict=True)),
+        )
+        form = self._forms.get(key)
+        if form is None:
+            with _held(layer.module):
+                form = _prove(layer, arguments, fitting, number)
+            if number > 1:
+                self._forms[key] = form
+        return form
+
+
+def _shape(leaf: Any, fits: bool) -> Any:
+    """What calls of one kind have in common in an argument: not its number of rows or its length."""
+    return (leaf.dtype, leaf.dim(), None if fits else leaf.shape[:1]) if isinstance(leaf, Tensor) else str
+
+
+def _prove(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], number: int) -> Form:
+    for name, inner in layer.module.named_modules():
+        if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
+            raise _not_independent(layer, name, inner, "normalises by the statistics of the rows beside it")
+    if number == 1:  # nothing is joined
+        outputs = leaves(_run(layer, arguments, fitting, [0]))
+        return Form(fitting, tuple(0 if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == 1 else None for leaf in outputs))
+    rows = [0, _unlike_first(leaves(arguments), fitting, number)]
+    are_rows = _kinds(layer, arguments, fitting, rows)
+    watch = _Watch(layer.module)
+    with watch.as_("together"):
+        together = _run(layer, arguments, are_rows, rows)
+    buffers = {name: (buffer, buffer._version) for name, buffer in layer.module.named_buffers()}
+    apart = []
+    for row in rows:
+        with watch.as_("apart"):
+            apart.append(_run(layer, arguments, are_rows, [row]))
+    for name, buffer in layer.module.named_buffers():
+        if name in buffers and (buffers[name][0] is not buffer or buffers[name][1] != buffer._version):
+            owner = name.rpartition(".")[0]
+            what = f"changes its buffer {name.rpartition('.')[2]!r} in forward"
+            raise _not_independent(layer, owner, layer.module.get_submodule(owner), what)
+    dims = _dims(together, apart)
+    if dims is None:
+        name, inner = watch.first_that_differs()
+        raise _not_independent(layer, name, inner, "gives two rows together other outputs than each alone")
+    return Form(are_rows, dims)
+
+
+def _kinds(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], rows: list[int]) -> tuple[bool, ...]:
+    """Which arguments have rows: those of fitting size, but for one that only runs, with fewer rows, if it is left as it is.
+
+    A mask of the size (length, length) fits a batch of as many rows by chance.
+    """
+    if _runs(layer, arguments, fitting, rows):
+        return fitting
+    places = [place for place, fits in enumerate(fitting) if fits]
+    for place in places[1:] + places[:1] if len(places) > 1 else []:
+        others = tuple(fits and index != place for index, fits in enumerate(fitting))
+        if _runs(layer, arguments, others, rows):
+            return others
+    _run(layer, arguments, fitting, rows)  # the error is the user's
+    return fitting
+
+
+def _runs(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: list[int]) -> bool:
+    try:
+        outputs = leaves(_run(layer, arguments, are_rows, rows))
+    except UnknownObjectError:
+        raise
+    except Exception:
+        return False
+    return any(isinstance(leaf, Tensor) for leaf in outputs)
+
+
+def _run(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: list[int]) -> Any:
+    kinds = iter(are_rows)
+
+    def some_rows(leaf: Any) -> Any:
+        if not next(kinds):
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+        return leaf[rows] if isinstance(leaf, Tensor) else [leaf[row] for row in rows]
+
+    args, kwargs = replaced(arguments, some_rows)
+    with torch.no_grad(), SameForEveryRow():
+        return layer.run(*args, **kwargs)
+
+
+def _unlike_first(found: list[Any], fitting: Sequence[bool], number: int) -> int:
+    """The first row that is not as row 0."""
+    for row in range(1, min(number, 64)):
+        for leaf, fits in zip(found, fitting, strict=True):
+            if fits and (not torch.equal(leaf[0], leaf[row]) if isinstance(leaf, Tensor) else leaf[0] != leaf[row]):
+                return row
+    return 1
+
+
+def _dims(together: Any, apart: list[Any]) -> tuple[int | None, ...] | None:
+    """The dimension of each output that has the rows; None where outputs together are not those of each row."""
+    whole, parts = leaves(together), [leaves(part) for part in apart]
+    if any(len(part) != len(whole) for part in parts):
+        return None
+    dims: list[int | None] = []
+    for leaf, *of_rows in zip(whole, *parts, strict=True):
+        if not isinstance(leaf, Tensor):
+            dims.append(None if all(row == leaf for row in of_rows) else 0)
+            continue
+        joined = [dim for dim in range(leaf.dim()) if _is_joined(leaf, of_rows, dim)]
+        if joined:
+            dims.append(joined[0])
+        elif all(row.shape == leaf.shape and _is_close(row, leaf) for row in of_rows):
+            dims.append(None)
+        else:
+            return None
+    return tuple(dims)
+
+
+def _is_joined(whole: Tensor, parts: list[Tensor], dim: int) -> bool:
+    if any(part.dim() != whole.dim() for part in parts):
+        return False
+    shapes = [part.shape[:dim] + part.shape[dim + 1 :] for part in (whole, *parts)]
+    if len(set(shapes)) > 1 or sum(part.shape[dim] for part in parts) != whole.shape[dim]:
+        return False
+    return _is_close(torch.cat(parts, dim), whole)
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    if not expected.is_floating_point() or not expected.numel():
+        return torch.equal(found, expected)
+    kind = expected.device.type
+    dtypes = [expected.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    if expected.is_cuda and expected.dtype == torch.float32:
+        eps = max(eps, 2**-10)  # TF32
+    found, expected = found.double(), expected.double()
+    if not torch.equal(found.isfinite(), expected.isfinite()):
+        return False
+    difference = (found - expected).nan_to_num(0.0, 0.0, 0.0).norm()
+    return bool(difference <= eps**0.6 * expected.nan_to_num(0.0, 0.0, 0.0).norm())
+
+
+class _Watch:
+    """The inputs and outputs of all modules inside of one, for two rows together and for each."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._seen: dict[str, dict[nn.Module, list[Any]]] = {"together": {}, "apart": {}}
+
+    @contextmanager
+    def as_(self, what: str) -> Iterator[None]:
+        """The modules run in here."""
+        kept = self._seen[what]
+
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            kept.setdefault(module, []).append(((args, kwargs), output))
+
+        with ExitStack() as stack:
+            for inner in self._module.modules():
+                handle = inner.register_forward_hook(keep, with_kwargs=True)
+                stack.callback(handle.remove)
+            yield
+
+    def first_that_differs(self) -> tuple[str, nn.Module]:
+        """The first module with other outputs for two rows than for each, from inputs that are the same; its parts come first."""
+        names = {inner: name for name, inner in self._module.named_modules()}
+        for inner, together in self._seen["together"].items():
+            apart = self._seen["apart"].get(inner, [])
+            if len(together) != 1 or len(apart) != 2:
+                continue
+            with suppress(UnknownObjectError):
+                inputs, outputs = (_dims(together[0][which], [seen[which] for seen in apart]) for which in (0, 1))
+                if inputs is not None and outputs is None:
+                    return names[inner], inner
+        return "", self._module
+
+
+@contextmanager
+def _held(module: nn.Module) -> Iterator[None]:
+    """In here dropout is off and nothing is compiled; afterwards buffers are as they were."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    stance: Callable[[str], AbstractContextManager[Any]] | None = getattr(torch.compiler, "set_stance", None)  # from torch 2.6
+    with dropout_switched_off(module), nullcontext() if stance is None else stance("force_eager"):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if buffer._version or not torch.equal(buffer, value):
+                        buffer.copy_(value)
+
+
+def _not_independent(layer: Layer, name: str, inner: nn.Module, what: str) -> RowWiseError:
+    path = ".".join(part for part in (layer.name, name) if part)
+    return RowWiseError(
+        f"row_wise={layer.name!r} runs {layer.name!r} in micro-batches, but {path} ({type(inner).__name__}) {what}, so that the"
+        f" whole batch has other outputs. {_INSTEAD}"
+    )

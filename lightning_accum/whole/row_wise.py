@@ -1,0 +1,262 @@
+"""Row-wise submodules: a step sees the whole batch, of which they run a micro-batch at a time.
+
+A call runs in micro-batches without a graph, and its outputs, joined, begin the graph of the step. After the backward of the loss
+the calls are run again, the last first, micro-batch by micro-batch, with a graph and with the random state of before, and each
+takes its part of the gradient (GradCache, arXiv 2101.06983). Any loss of the outputs gets the gradient of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.snapshot import Snapshot
+from lightning_accum.weighing.nodes import inputs_of
+from lightning_accum.whole.auto_names import choose_names
+from lightning_accum.whole.calls import Call, Layer, RowWiseError, call_of, twice_differentiated
+from lightning_accum.whole.row_proof import RowProof, number_of_rows
+
+_ENGINE = "_engine_run_backward"
+"""What all of torch's backwards go through, read in torch 2.6 to 2.15."""
+
+
+class RowWise:
+    """Runs submodules in micro-batches, in steps that see the whole batch.
+
+    Args:
+        module: that is trained.
+        names: of its submodules; ``["auto"]`` until :meth:`choose` was called.
+        micro_batch: rows, or tokens, of a micro-batch.
+        device: where the module runs.
+
+    Raises:
+        RowWiseError: a name is no submodule, or is inside of another.
+
+    Example:
+        >>> model = nn.ModuleDict({"encoder": nn.Linear(2, 1)})
+        >>> row_wise, x = RowWise(model, ["encoder"], 2, torch.device("cpu")), torch.arange(8.0).reshape(4, 2)
+        >>> with row_wise.step():
+        ...     model["encoder"](x).std().backward()
+        >>> of_parts = model["encoder"].weight.grad.clone()
+        >>> model.zero_grad()
+        >>> model["encoder"](x).std().backward()
+        >>> torch.allclose(of_parts, model["encoder"].weight.grad)
+        True
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str], micro_batch: int | Tokens, device: torch.device) -> None:
+        self._module = module
+        self.is_undecided = tuple(names) == ("auto",)
+        """Which submodules it will be is found out from the first batch of two rows."""
+        self._layers = [] if self.is_undecided else _layers(module, names)
+        self._micro_batch = micro_batch
+        self._device = device
+        self._proof = RowProof()
+        self._calls: list[Call] = []
+        self._rows: int | None = None
+        self._is_inside = self._is_in_backward = self._has_run = self._drops = False
+        self._called: set[str] = set()
+
+    def choose(self, step: Callable[[], Any], rows: int | None) -> None:
+        """Decide which submodules it will be, see :func:`choose_names`."""
+        self._layers, self.is_undecided = _layers(self._module, choose_names(self._module, step, rows)), False
+
+    def describe(self) -> str:
+        """What runs in micro-batches, in words."""
+        size = self._micro_batch
+        rows = f"up to {size.count} tokens" if isinstance(size, Tokens) else f"{size}"
+        return f"{', '.join(layer.name for layer in self._layers) or 'nothing'} in micro-batches of {rows}, the loss sees all rows"
+
+    @contextmanager
+    def step(self, rows: int | None = None) -> Iterator[None]:
+        """In here, from the forward to the end of the backward, calls of the submodules run in micro-batches.
+
+        Args:
+            rows: of the batch, where that is known.
+
+        Raises:
+            RowWiseError: a submodule was not called.
+        """
+        self._rows, self._has_run = rows, False
+        run_engine = getattr(torch.autograd, _ENGINE, None)
+        if run_engine is None:
+            raise RowWiseError(f"row_wise: torch {torch.__version__} runs its backwards in a way that is not known here")
+        try:
+            with ExitStack() as stack:
+                for layer in self._layers:
+                    stack.enter_context(_calls_replaced(layer, self._call))
+                stack.enter_context(_replaced(vars(torch.autograd), _ENGINE, self._backward_through(run_engine)))
+                yield
+        finally:
+            self._calls.clear()
+        if self._has_run and len(self._called) < len(self._layers):
+            missing = next(layer.name for layer in self._layers if layer.name not in self._called)
+            raise RowWiseError(
+                f"row_wise={missing!r}: training_step does not call {missing!r}, so none of it runs in micro-batches. Name a"
+                " submodule that is called as a module, self.encoder(x), and not by another of its methods."
+            )
+
+    @contextmanager
+    def dropping(self, context: AbstractContextManager[None]) -> Iterator[None]:
+        """A backward in here, which is in ``context`` too, has no gradients for the parameters of the submodules."""
+        self._drops = True
+        try:
+            with context:
+                yield
+        finally:
+            self._drops = False
+
+    # --- the forward --------------------------------------------------------------------------------------------------
+
+    def _call(self, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside or not torch.is_grad_enabled():
+            return layer.run(*args, **kwargs)
+        self._is_inside = True
+        try:
+            self._called.add(layer.name)
+            number = number_of_rows(layer, (args, kwargs), self._rows)
+            form = self._proof(layer, (args, kwargs), number)
+            call = Call(layer, (args, kwargs), form)
+            output = call.run(self._rows_of_micro_batch(call.inputs, number), number, self._device)
+        finally:
+            self._is_inside = False
+        if call.gradients:
+            self._calls.append(call)
+        return output
+
+    def _rows_of_micro_batch(self, inputs: list[Any], number: int) -> int:
+        if not isinstance(self._micro_batch, Tokens):
+            return self._micro_batch
+        longest = max(
+            (leaf.shape[1] for leaf in inputs if isinstance(leaf, Tensor) and leaf.dim() > 1 and len(leaf) == number), default=1
+        )
+        return max(1, self._micro_batch.at(0) // longest)
+
+    # --- the backward -------------------------------------------------------------------------------------------------
+
+    def _backward_through(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_engine(
+            roots: Any, seeds: Any, keeps_graph: bool, creates_graph: bool, inputs: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if self._is_in_backward:
+                return run(roots, seeds, keeps_graph, creates_graph, inputs, *args, **kwargs)
+            if inputs or creates_graph:
+                _check_not_through_calls(roots, inputs)
+            # what made the input of a call has its backward after that of the loss, and may share its graph
+            keeps_graph = keeps_graph or any(leaf.grad_fn is not None for call in self._calls for leaf in call.needs_gradient)
+            self._is_in_backward = True
+            try:
+                result = run(roots, seeds, keeps_graph, creates_graph, inputs, *args, **kwargs)
+                self._run_again(run)
+            finally:
+                self._is_in_backward = False
+            self._has_run = True
+            return result
+
+        return run_engine
+
+    def _run_again(self, run: Callable[..., Any]) -> None:
+        """Run the calls again whose outputs have gradients, the last first."""
+
+        def backward(roots: Sequence[Tensor], seeds: Sequence[Tensor], keeps_graph: bool) -> None:
+            run(tuple(roots), tuple(seeds), keeps_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+
+        now = Snapshot(nn.Identity())
+        now.keep_random_state(self._device)
+        self._is_inside = True
+        try:
+            for call in reversed(self._calls):
+                if self._drops:
+                    call.gradients = [None] * len(call.gradients)
+                if call.has_gradients:
+                    call.run_again(backward)
+        finally:
+            self._is_inside = False
+            now.restore()
+
+
+def _check_not_through_calls(roots: Iterable[Tensor], inputs: Iterable[Any]) -> None:
+    """Refuse gradients of ``roots`` with regard to what only the inputs or the parameters of a call lead to."""
+    before, behind = _nodes_around_calls(roots)
+    for tensor in inputs:
+        for node, call in behind.items():
+            is_leaf = isinstance(tensor, Tensor) and getattr(node, "variable", None) is tensor
+            if node is getattr(tensor, "grad_fn", tensor) or is_leaf:
+                raise twice_differentiated(call.layer.name)
+        for call in before:
+            if any(tensor is parameter for parameter in call.layer.module.parameters()):
+                raise twice_differentiated(call.layer.name)
+
+
+def _nodes_around_calls(roots: Iterable[Tensor]) -> tuple[list[Call], dict[Any, Call]]:
+    """The calls below ``roots``, and the nodes below their inputs."""
+    stack: list[tuple[Any, Call | None]] = [(root.grad_fn, None) for root in roots if isinstance(root, Tensor) and root.grad_fn]
+    calls: list[Call] = []
+    behind: dict[Any, Call] = {}
+    seen: set[Any] = set()
+    while stack:
+        node, passed = stack.pop()
+        if passed is not None and node not in behind:
+            behind[node] = passed
+        elif node in seen:
+            continue
+        seen.add(node)
+        call = call_of(node)
+        if call is not None:
+            calls.append(call)
+            stack += [(_node_of(tensor), call) for tensor in call.needs_gradient]
+        stack += [(child, passed) for child, _ in inputs_of(node)]
+    return calls, behind
+
+
+def _node_of(tensor: Tensor) -> Any:
+    """The node of the graph that a tensor is, that of a leaf included."""
+    return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def _layers(module: nn.Module, names: Sequence[str]) -> list[Layer]:
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for name in names:
+        if not name or name not in modules:
+            known = [child for child, _ in module.named_children()]
+            raise RowWiseError(
+                f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. Its children are {known}."
+            )
+    for outer in names:
+        for inner in names:
+            if outer != inner and modules[inner] in list(modules[outer].modules())[1:]:
+                raise RowWiseError(
+                    f"row_wise={list(names)}: {inner!r} is inside of {outer!r}, which runs in micro-batches. Name one of them."
+                )
+    distinct: dict[nn.Module, str] = {}
+    for name in names:
+        distinct.setdefault(modules[name], name)
+    return [Layer(name, layer, layer) for layer, name in distinct.items()]
+
+
+@contextmanager
+def _calls_replaced(layer: Layer, call: Callable[..., Any]) -> Iterator[None]:
+    """Have calls of a submodule, with their hooks, run ``call``: in the way in which ``nn.Module.compile`` has them run."""
+    own = vars(layer.module).get("_compiled_call_impl")
+    layer.run = layer.module._call_impl if own is None else own
+    with _replaced(vars(layer.module), "_compiled_call_impl", lambda *args, **kwargs: call(layer, *args, **kwargs)):
+        yield
+
+
+@contextmanager
+def _replaced(holder: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    missing = name not in holder
+    before = holder.get(name)
+    holder[name] = value
+    try:
+        yield
+    finally:
+        if missing:
+            del holder[name]
+        else:
+            holder[name] = before
