@@ -78,7 +78,6 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         help="of GradientAccumulation: auto, equal, or package.module:name of a callable (default: %(default)s)",
     )  # fmt: skip
     add("--join", metavar="FUNCTION", help="package.module:name of a function that makes one batch of several")
-    add("--batch-norm", choices=("warn", "exact"), default="warn", help="of GradientAccumulation (default: %(default)s)")
     add("--precision", default="64-true", help="of the Trainer (default: %(default)s)")
     add("--accelerator", default="cpu", help="of the Trainer (default: %(default)s)")
     add("--gradient-clip-val", type=float, metavar="NORM", help="of the Trainer")

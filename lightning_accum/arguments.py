@@ -44,7 +44,6 @@ def checked(policy: Policy) -> Policy:
             f"accumulate_dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.float32, or None"
         )
     _check_is_one_of("on_nonfinite", policy.on_nonfinite, "propagate", "skip", "raise")
-    _check_is_one_of("batch_norm", policy.batch_norm, "warn", "exact")
     for name, value in (("log", policy.log), ("check", policy.check)):
         if not isinstance(value, bool):
             raise MisconfigurationException(f"{name}={value!r}: expected True or False")
@@ -81,6 +80,17 @@ def _check_is_no_class(argument: str, found: Any, example: str) -> None:
     for one in found if isinstance(found, (list, tuple)) else [found]:
         if isinstance(one, type):
             raise MisconfigurationException(f"{argument}={one.__name__} is a class: pass an instance of it, such as {example}")
+
+
+def why_unexpected(argument: str) -> str:
+    """What is said of an argument that :class:`~lightning_accum.GradientAccumulation` does not have.
+
+    Example:
+        >>> why_unexpected("batch_norm")
+        'GradientAccumulation has no argument batch_norm: BatchNorm sees all of a loader batch with micro_batch="offload"'
+    """
+    instead = ': BatchNorm sees all of a loader batch with micro_batch="offload"' if argument == "batch_norm" else ""
+    return f"GradientAccumulation has no argument {argument}{instead}"
 
 
 def what_to_use_instead_of(strategy: Strategy) -> str:

@@ -15,13 +15,20 @@ from typing_extensions import override
 
 from lightning_accum import seams
 from lightning_accum.accumulation import Accumulates, Accumulation
-from lightning_accum.arguments import check_module, checked, needs_one_batch, row_wise_policy, what_to_use_instead_of
+from lightning_accum.arguments import (
+    check_module,
+    checked,
+    needs_one_batch,
+    row_wise_policy,
+    what_to_use_instead_of,
+    why_unexpected,
+)
 from lightning_accum.boundary import Tail
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
-from lightning_accum.policy import BatchNormPolicy, OnNonfinite, Policy, WindowSize
+from lightning_accum.policy import OnNonfinite, Policy, WindowSize
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.weighing.weight import Weight
@@ -91,12 +98,6 @@ class GradientAccumulation(Callback):
             parameter. Both wait for the device once a micro-batch and reduce gradients after the last of the window; ``"skip"``
             holds one copy of the gradients more. With a GradScaler (``precision="16-mixed"``) only the loss is looked at: a
             gradient that overflows is the scaler's, which drops the step and lowers its scale.
-        batch_norm: what BatchNorm layers see. ``"warn"``: each micro-batch alone, and a warning that names them. ``"exact"``, where
-            loader batches are split: all of the batch, and with ``Trainer(sync_batchnorm=True)`` that of all ranks. The forwards
-            of its micro-batches then run in turns, one thread each, and meet at every such layer; outputs, gradients, running
-            statistics and their count are the full batch's. ``training_step`` must take each micro-batch through the same layers
-            in the same order. What is saved for the backward waits in the memory of the host, and the hooks around it see the
-            loss of the batch once. Random numbers are drawn from a stream of each micro-batch's own. Padding is not trimmed.
         trim_padding: whether to sort the rows of a split batch by length and to trim each micro-batch to its longest row.
             Lengths are read from an attention mask, or from labels of -100 at the end of rows whose inputs repeat one value; or
             from the mask or the lengths under a key that is given here instead of True (``"lengths"`` for all whose name ends so).
@@ -112,8 +113,8 @@ class GradientAccumulation(Callback):
 
     Raises:
         MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is none of
-            this package's, its ``accumulate_grad_batches`` says something else than ``window``, or ``batch_norm="exact"`` cannot
-            be had: for windows of several loader batches, and for sharded modules.
+            this package's, or its ``accumulate_grad_batches`` says something else than ``window``.
+        TypeError: there is no such argument.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -133,12 +134,14 @@ class GradientAccumulation(Callback):
         scheduler_counts: SchedulerCounts = "optimizer_steps",
         accumulate_dtype: torch.dtype | None = None,
         on_nonfinite: OnNonfinite = "propagate",
-        batch_norm: BatchNormPolicy = "warn",
         trim_padding: bool | str = True,
         split: Split | None = None,
         check: bool = True,
         log: bool = True,
+        **gone: Any,
     ) -> None:
+        if gone:
+            raise TypeError(why_unexpected(next(iter(gone))))
         self.policy = checked(
             Policy(
                 window,
@@ -151,7 +154,6 @@ class GradientAccumulation(Callback):
                 trim_padding,
                 accumulate_dtype,
                 on_nonfinite,
-                batch_norm,
                 check,
                 offload=micro_batch == "offload",
                 **row_wise_policy(row_wise, micro_batch),

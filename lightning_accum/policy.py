@@ -18,7 +18,6 @@ WindowSize: TypeAlias = int | Tokens | Mapping[int, int] | Callable[[int], int] 
 """Of a window: loader batches; tokens; ``{epoch: loader batches}``; loader batches by optimizer step; None: the Trainer says."""
 
 OnNonfinite: TypeAlias = Literal["propagate", "skip", "raise"]
-BatchNormPolicy: TypeAlias = Literal["warn", "exact"]
 
 
 def window_in_words(loader_batches: int, ranks: int, samples: int | None) -> str:
@@ -51,7 +50,6 @@ class Policy:
     trim_padding: bool | str = True
     accumulate_dtype: torch.dtype | None = None
     on_nonfinite: OnNonfinite = "propagate"
-    batch_norm: BatchNormPolicy = "warn"
     check: bool = True
     row_wise: tuple[str, ...] = ()
     """Submodules that run in micro-batches while the loss sees the whole batch; then :attr:`micro_batch` is None, and"""

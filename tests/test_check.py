@@ -140,7 +140,6 @@ def test_the_mean_of_means_and_no_check_can_be_had(policy: dict[str, Any]) -> No
         ({"window": 1}, 8, None),
         ({"window": 2, "weight": "equal"}, 8, "a mean of means was asked for"),
         ({"window": 2}, 1, "the first batch has 1 row"),
-        ({"micro_batch": 2, "batch_norm": "exact"}, 8, "micro-batches meet in their BatchNorm layers"),
         ({"micro_batch": 4, "split": lambda batch, size: [batch]}, 8, "split= does not cut a micro-batch in two"),
     ],
 )
@@ -148,8 +147,6 @@ def test_the_line_at_the_start_says_why_a_fit_is_not_checked(
     policy: dict[str, Any], batch_rows: int, reason: str | None, caplog: Any
 ) -> None:
     module = Classifier(F.cross_entropy)
-    if "batch_norm" in policy:
-        module.net.append(nn.BatchNorm1d(4).double())
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer(callbacks=[GradientAccumulation(**policy)]).fit(module, loader(batches(batch_rows)))

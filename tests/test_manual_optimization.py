@@ -305,17 +305,15 @@ def test_callback_logs_each_loss_once_a_window() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("micro_batch", [None, 2])
-def test_one_line_says_which_backward_is_which_loss(caplog, capfd, micro_batch: int | None, ranks: int) -> None:
+def test_one_line_says_which_backward_is_which_loss(caplog, capfd, ranks: int) -> None:
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        fitted(GAN(draw(GAN, ranks)), ranks=ranks, callbacks=[GradientAccumulation(3, micro_batch=micro_batch)])
+        fitted(GAN(draw(GAN, ranks)), ranks=ranks, callbacks=[GradientAccumulation(3)])
     (line,) = [record.message for record in caplog.records if record.message.startswith("GradientAccumulation: ")] or [
         line for line in capfd.readouterr().err.splitlines() if line.startswith("GradientAccumulation: ")
     ]
     lines, first = inspect.getsourcelines(GAN.training_step)
     backwards = [first + number for number, line in enumerate(lines) if "manual_backward" in line]
     assert f"a window is 3 loader batches{' on each of 2 ranks' if ranks == 2 else ''}, " in line
-    assert ("each runs in micro-batches of 2" in line) == (micro_batch == 2)
     assert "; the module optimizes by itself; " in line
     for name, lineno in zip(("window/loss", "window/loss_2", "window/loss_3"), backwards, strict=True):
         assert f"{name} is that of manual_backward in test_manual_optimization.py:{lineno}, weight: mean, each micro-batch" in line
@@ -378,90 +376,6 @@ class DependentRaw(Dependent):
 
 
 DEPENDENT = [Dependent, DependentToggled, DependentRaw]
-
-
-@pytest.mark.some_cases(6)
-@pytest.mark.parametrize("kind", [*ALL, *DEPENDENT])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_split_batches_step_together(kind: type[Manual], ranks: int) -> None:
-    """Also where the generator's loss depends on the discriminator's step. On two ranks the numbers of micro-batches differ."""
-    by_rank = draw(kind, ranks)
-    expected, plain = kind([full_batches(by_rank, 1)], "adamw"), trainer("auto", max_epochs=2)
-    plain.fit(expected)
-    module = kind(by_rank, "adamw")
-    split = GradientAccumulation(micro_batch=2)
-    run = trainer(ddp() if ranks == 2 else "accum", devices=ranks, max_epochs=2, callbacks=[split])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*then calls manual_backward.*")
-        run.fit(module)
-    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
-    assert module.seen.tolist() == expected.seen.tolist()
-    assert all(parameter.requires_grad for parameter in module.parameters())
-    if ranks == 1:
-        for name, value in plain.callback_metrics.items():
-            assert run.callback_metrics[name].item() == pytest.approx(value.item(), rel=1e-12)
-
-
-LOSSES: dict[str, Any] = {
-    "cross entropy": lambda scores, labels: F.cross_entropy(scores, labels),
-    "mse": lambda scores, labels: F.mse_loss(scores, torch.ones_like(scores)),
-    "bce": lambda scores, labels: F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores)),
-    "of two": lambda scores, labels: (F.softplus(scores).mean() + F.mse_loss(scores, torch.ones_like(scores))) / 2,
-    "with a penalty": lambda scores, labels: F.cross_entropy(scores, labels) + 10 * (scores.norm(dim=1) - 1).square().mean(),
-    "over a tensor": lambda scores, labels: F.softplus(scores).sum() / torch.tensor(2.0 * len(scores)) * 3,
-}
-
-
-class LogsAfterBackward(Manual):
-    """As most GANs do. What the graph of a loss has saved is freed by then."""
-
-    name = "mse"
-
-    def build(self) -> None:
-        self.generator, self.discriminator = nn.Linear(3, 2), nn.Linear(2, 2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        real, noise = batch
-        labels = (real[:, 0] > 0).long()
-        for optimizer, name in zip(self.optimizers(), ("g_loss", "d_loss"), strict=True):
-            scores = self.discriminator(self.generator(noise) if name == "g_loss" else real)
-            loss = LOSSES[self.name](scores, labels)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.log_dict({name: loss})
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_that_are_logged_after_manual_backward_are_those_of_the_whole_batch(name: str) -> None:
-    by_rank, logged = draw(GAN, 1), []
-    for batches, run in (
-        ([full_batches(by_rank, 1)], trainer("auto")),
-        (by_rank, trainer(callbacks=[GradientAccumulation(micro_batch=2)])),
-    ):
-        module = LogsAfterBackward(batches)
-        module.name = name
-        run.fit(module)
-        logged.append({name: run.callback_metrics[name].item() for name in ("g_loss", "d_loss")})
-    assert logged[1] == pytest.approx(logged[0], rel=1e-6)  # Lightning keeps what is logged in float32
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_split_batches_in_windows_of_several(kind: type[Manual]) -> None:
-    by_rank = draw(kind, 2)
-    expected = own_run(kind, by_rank)
-    module = kind(by_rank)
-    trainer(ddp(), devices=2, callbacks=[GradientAccumulation(3, micro_batch=2)]).fit(module)
-    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
-
-
-def test_micro_batches_whose_ways_part_are_named() -> None:
-    class Parts(GAN):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) if len(batch[0]) > 1 else None
-
-    with pytest.raises(RuntimeError, match=r"micro-batch 1 had ended, where micro-batch 0 came to the step of optimizer 0 \(SGD\)"):
-        trainer("accum", callbacks=[GradientAccumulation(micro_batch=2)]).fit(Parts(draw(GAN, 1)))
 
 
 def test_parameters_that_only_some_ranks_use() -> None:
@@ -542,7 +456,8 @@ def test_what_is_refused_before_training() -> None:
     by_rank = draw(GAN, 1)
     for policy, message in [
         ({"window": Tokens(10)}, "steps its optimizers inside training_step"),
-        ({"micro_batch": "auto"}, "may have stepped by then"),
+        ({"micro_batch": "auto"}, 'micro_batch="offload"'),
+        ({"window": 3, "micro_batch": 2}, 'micro_batch="offload"'),
         ({"window": 2, "on_nonfinite": "skip"}, "on_nonfinite"),
         ({"window": 2, "accumulate_dtype": torch.float32}, "accumulate_dtype"),
     ]:
@@ -771,15 +686,6 @@ def test_windows_of_what_a_review_broke(kind: type[Manual]) -> None:
     assert relative_error(module.parameters(), expected.parameters()) < 1e-12
 
 
-@pytest.mark.parametrize("kind", [NeverZero, Remembers, OwnScheduler])
-def test_split_batches_of_what_a_review_broke(kind: type[Manual]) -> None:
-    by_rank = draw(kind, 1)
-    expected = own_run(kind, by_rank, 1)
-    module = kind(by_rank)
-    trainer("accum", callbacks=[GradientAccumulation(micro_batch=2)]).fit(module)
-    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
-
-
 class Averages(GAN):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -825,11 +731,6 @@ class AfterTheBatch(GAN):
 def test_what_cannot_be_equal_is_named(kind: type[Manual], message: str) -> None:
     with pytest.warns(UserWarning, match=message):
         fitted(kind(draw(GAN, 1)), size=2)
-
-
-def test_turns_leave_the_default_dtype_as_it_was() -> None:
-    trainer("accum", precision="64-true", callbacks=[GradientAccumulation(micro_batch=2)]).fit(Remembers(draw(GAN, 1)))
-    assert torch.get_default_dtype() == torch.float32
 
 
 def test_sparse_gradients_over_ranks() -> None:

@@ -14,7 +14,7 @@ import torch
 from alive import Alive
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from other_memory import OtherMemory
-from sharded import ShardedLanguage, fsdp2, needs_sharding_on_cpu
+from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
 from support import Language, ddp, fp16_on_cpu, loader, pad, relative_error, sentences, trainer
 from test_manual_optimization import ALL, DEPENDENT, GAN, Manual, Remembers, draw, full_batches
 from torch import Tensor, nn
@@ -427,6 +427,31 @@ def test_the_resnet_on_digits_is_that_of_the_whole_batches_to_the_bit(memory: Ot
     assert memory.out > 0
 
 
+POLICIES = [{"on_nonfinite": "skip"}, {"on_nonfinite": "raise"}, {"window": 2}, {"window": 2, "accumulate_dtype": torch.float64}]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_other_arguments_do_as_without_it(memory: OtherMemory, policy: dict[str, Any]) -> None:
+    modules = [Normalised("adamw"), Normalised("adamw")]
+    for module, micro_batch in zip(modules, ("offload", None), strict=True):
+        torch.manual_seed(5)
+        callback = GradientAccumulation(micro_batch=micro_batch, **policy)
+        trainer("accum", callbacks=[callback]).fit(module, loader(images()))
+    assert same_state(*modules)
+    assert memory.out > 0
+
+
+def test_an_optimizer_that_runs_its_closure_several_times(memory: OtherMemory) -> None:
+    class Closing(Language):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(self.parameters(), max_iter=4)
+
+    modules = [Closing(), Closing()]
+    trainer("auto").fit(modules[0], loader(SENTENCES[:2]))
+    trainer("accum", callbacks=[offloaded()]).fit(modules[1], loader(SENTENCES[:2]))
+    assert same_state(*modules)
+
+
 SENTENCES = [pad(sentences(36)[i : i + 6]) for i in range(0, 36, 6)]
 
 
@@ -479,13 +504,15 @@ def test_manual_optimization_on_two_ranks(memory: OtherMemory, kind: type[Manual
 
 
 @needs_sharding_on_cpu
-def test_sharded_modules_whose_parameters_stay(memory: OtherMemory) -> None:
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_sharded_modules_whose_parameters_stay(memory: OtherMemory, engine: str) -> None:
     class Sharded(ShardedLanguage, OnRanks):
         pass
 
     whole = Language("adamw")
     trainer("auto").fit(whole, loader([pad(sentences(36)[i : i + 12]) for i in (0, 12, 24)]))
-    run = trainer(fsdp2(), devices=2, callbacks=[offloaded()])
+    strategy, plugins = (fsdp1(), [DoublePrecision()]) if engine == "fsdp1" else (fsdp2(), [])
+    run = trainer(strategy, devices=2, plugins=plugins, callbacks=[offloaded()])
     run.fit(Sharded("adamw", reshard_after_forward=True))
     expected = {f"net.{name}": value for name, value in whole.net.named_parameters()}
     assert relative_error([run.whole[name] for name in expected], expected.values()) < 1e-12
@@ -577,6 +604,20 @@ def test_a_window_of_one_batch_is_neither_checked_nor_warned_of(caplog: Any) -> 
         trainer("accum", callbacks=[offloaded()]).fit(Contrastive(), loader(images()))
     assert "add up" not in caplog.text
     assert "checked" not in caplog.text
+
+
+@pytest.mark.parametrize("policy", [{"micro_batch": 4}, {"window": 2}, {"window": 2, "micro_batch": "offload"}])
+def test_batch_norm_in_micro_batches_is_warned_of_and_offload_named(policy: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=r'BatchNorm \(net.1, net.5\) normalises .*micro_batch="offload"\) runs a loader') as said:
+        trainer(callbacks=[GradientAccumulation(**policy)]).fit(Normalised(), loader(images()))
+    assert len([warning for warning in said if "BatchNorm" in str(warning.message)]) == 1
+
+
+def test_batch_norm_is_no_argument_and_the_error_names_offload() -> None:
+    with pytest.raises(TypeError, match='no argument batch_norm: .*micro_batch="offload"'):
+        GradientAccumulation(micro_batch=4, batch_norm="exact")
+    with pytest.raises(TypeError, match="no argument windw$"):
+        GradientAccumulation(windw=4)
 
 
 def test_windows_of_several_are_checked() -> None:

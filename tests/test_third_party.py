@@ -58,10 +58,9 @@ def test_what_the_package_says_is_quoted() -> None:
 
 
 def test_arguments_are_for_split_batches() -> None:
-    row = examined(Case("", lambda: Classifier(nn.BatchNorm1d(6)), ROWS, arguments={"batch_norm": "exact"}), "lightning")
-    assert row["said"]["windows"].startswith("warned: BatchNorm")
+    row = examined(Case("", OfTheBatch, ROWS, arguments={"weight": "equal"}), "lightning")
+    assert row["said"]["windows"].startswith("refused: ")
     assert row["said"]["split"] == ""
-    assert row["deviations"]["split"] < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ class SeesPadding(Language):
 
 
 BREAKS: dict[str, Any] = {
-    "BatchNorm": (lambda: Classifier(nn.BatchNorm1d(8)), {"micro_batch": 4}, 'batch_norm="exact"'),
+    "BatchNorm": (lambda: Classifier(nn.BatchNorm1d(8)), {"micro_batch": 4}, 'micro_batch="offload"'),
     "batch_idx": (ReadsBatchIdx, {"window": 3}, "micro_batch="),
     "contrastive loss": (Contrastive, {"micro_batch": 4}, "row_wise="),
     "rows that depend on each other": (Centred, {"micro_batch": 4}, "LayerNorm"),

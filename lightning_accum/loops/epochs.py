@@ -362,7 +362,6 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         optimization.visited = seen
         if accumulation.splitting is not None:
             accumulation.splitting.plan = None
-        strategy.expect_batches_of_all_ranks(has_batch=False)
         if accumulation.checks_left and strategy.world_size > 1:
             check_first_batch(self.trainer, strategy, OrderedDict())
         accumulation.is_boundary = self.begin_loader_batch(accumulation.boundary)

@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.batch_norm.joint_layers import statistics_of_ranks
-from lightning_accum.batch_norm.joint_run import JointRun
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
@@ -209,10 +207,7 @@ class WindowClosure(Closure):
         try:
             return self._run(*args, **kwargs)
         finally:
-            shared = statistics_of_ranks(self._strategy.trainer().lightning_module) if self._strategy.joins_batches else []
             snapshot.restore()
-            for buffer, value in shared:  # those of the other ranks' rows
-                buffer.copy_(value)
 
     def _run(self, *args: Any, **kwargs: Any) -> Tensor | None:
         accumulation = self._strategy.accumulation
@@ -282,20 +277,6 @@ class WindowClosure(Closure):
 
         training_step = module.training_step if strategy.audience.is_step_bare else strategy.training_step
 
-        def forward(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
-            result = _result_of(training_step(batch, *others))
-            return result.closure_loss, result.extra
-
-        def run_closure(joint_forward: Callable[[], Tensor | None]) -> None:
-            def step() -> ClosureResult:
-                with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):  # type: ignore[attr-defined]
-                    loss = joint_forward()
-                    strategy.watch.returned = loss
-                    return ClosureResult(loss)
-
-            self._step_fn = step
-            self.closure()
-
         def run_with_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
             self._kwargs[batch_name] = batch
             result = self.closure()
@@ -316,11 +297,7 @@ class WindowClosure(Closure):
             return loss, extra
 
         run_micro_batch = run_with_hooks if strategy.audience.hears_micro_batch or self._backward_fn is None else run_without_hooks
-        strategy.expect_batches_of_all_ranks(has_batch=True)
-        if strategy.joins_batches:
-            run: BatchRun = JointRun(strategy, forward, run_closure, collecting, show)
-        else:
-            run = BatchRun(strategy, run_micro_batch, collecting, show)
+        run = BatchRun(strategy, run_micro_batch, collecting, show)
         with current_hook(module, "training_step"), torch.enable_grad():
             loss, extra, window_loss = run()
         self._result = ClosureResult(None, extra=extra)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,19 +15,15 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_accum import loops
-from lightning_accum.batch_norm.policy import joins_batches
 from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow, gather_gradients, gather_weighed, put_back
-from lightning_accum.lock_step.turns import LockStep
-from lightning_accum.lock_step.views import Views
 from lightning_accum.manual.waiting import intercept_steps, make_scheduler_wait
 from lightning_accum.manual.windows import Call, ManualWindows
 from lightning_accum.policy import Policy, window_in_words
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packed import samples_of
-from lightning_accum.splitting.plan import Plan
-from lightning_accum.weighing.safeguards import gradients_of_zero
+from lightning_accum.weighing.safeguards import gradients_of_zero, warn_of_batch_norm
 from lightning_accum.whole.offload import offload_in_words
 
 if TYPE_CHECKING:
@@ -57,9 +53,6 @@ class ManualOptimization:
         self.windows = ManualWindows(
             policy, ranks, strategy.parameters, warn, strategy.loss_scale, strategy.reduces_every_backward_by_itself
         )
-        self.splitting = strategy.splitting_of_manual_windows()
-        self.lock_step: LockStep[Any] | None = None
-        """The micro-batches of a loader batch, where they step together."""
         self.resumed_state: Mapping[str, Any] = {}
         """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
         self._strategy = strategy
@@ -135,74 +128,13 @@ class ManualOptimization:
             with torch.enable_grad():
                 result = closure()
         name = _name_of(optimizer, self._strategy.optimizers)
-        may_step = self.windows.may_step(name)
-
-        def step() -> None:
-            nonlocal result
-            if not may_step:
-                return
-            self._is_stepping = True
-            try:
-                result = run() if closure is None else run(lambda: result)
-            finally:
-                self._is_stepping = False
-
-        if self.lock_step is None:
-            step()
-        else:  # the last micro-batch to come is the one that may
-            self.lock_step.meet(f"the step of {name}", step)
-        return result
-
-    # --- loader batches that are split ------------------------------------------------------------------------------
-
-    def plan(self, batch: Any) -> Plan | None:
-        """How a loader batch is split; None where it is one micro-batch."""
-        if self.splitting is None:
-            return None
-        self.splitting.begin(batch, lambda padded, trimmed: None)
-        plan, self.splitting.plan = self.splitting.plan, None
-        return None if plan is None or len(plan.pieces) == 1 else plan
-
-    def run_together(
-        self,
-        micro_batches: Sequence[Any],
-        run: Callable[[int, Any], Any],
-        around: Callable[[], AbstractContextManager[Any]],
-        on_turn: Callable[[int], None],
-    ) -> list[Any]:
-        """Run the micro-batches of the last loader batch of a window: they wait for each other at each step, which is one for all.
-
-        So what ``training_step`` does after a step it does with what was stepped, as for the whole batch. Only one moves at a time.
-
-        Args:
-            micro_batches: in their order.
-            run: takes the number of a micro-batch and the micro-batch.
-            around: makes a context that each is run in.
-            on_turn: told the number of the micro-batch that goes on.
-
-        Raises:
-            WaysPartError: they do not step the same optimizers in the same order.
-        """
-        windows, last = self.windows, len(micro_batches) - 1
-        hands = [windows.begin_micro_batch(batch, index == last) for index, batch in enumerate(micro_batches)]
-        module = self._strategy.lightning_module
-        assert module is not None
-        views = Views(self._strategy.parameters(), module, len(hands))
-
-        def turn(before: int | None, now: int | None) -> None:
-            if before is not None and before != last:
-                windows.look_for_changes()
-            views.turn(before, now)
-            windows.begin_to_look()
-            windows.take_in_hand(hands[last if now is None else now])
-            if now is not None:
-                on_turn(now)
-
-        self.lock_step = LockStep(len(hands), around, turn)
+        if not self.windows.may_step(name):
+            return result
+        self._is_stepping = True
         try:
-            return self.lock_step.run(lambda index: run(index, micro_batches[index]))
+            return run() if closure is None else run(lambda: result)
         finally:
-            self.lock_step = None
+            self._is_stepping = False
 
     # --- what one sees ----------------------------------------------------------------------------------------------
 
@@ -219,8 +151,6 @@ class ManualOptimization:
         self._is_announced = True
         samples = samples_of(batch, loops.samples_of_loader(self._strategy.trainer()))
         parts = [window_in_words(loader_batches, windows.ranks.size, samples)]
-        if self.splitting is not None:
-            parts.append(f"each runs {self.splitting.describe()}")
         if windows.policy.offload:
             parts.append(offload_in_words(windows.ranks.device))
         is_checked = self._strategy.policy.check
@@ -325,15 +255,11 @@ def _check(policy: Policy) -> None:
             f"GradientAccumulation({policy.window!r}) knows that a window has ended only after a micro-batch, but {manual} the"
             " module steps its optimizers inside training_step. Give the window in loader batches."
         )
-    if policy.micro_batch == "auto":
+    if policy.micro_batch is not None:
         raise MisconfigurationException(
-            f'micro_batch="auto" runs a batch again when memory runs out, but {manual} the module may have stepped by then. Give a'
-            " number of samples, or Tokens(...)."
-        )
-    if policy.batch_norm == "exact":
-        raise MisconfigurationException(
-            f'batch_norm="exact" runs the forwards of all micro-batches before one backward; {manual} the module runs its backwards'
-            ' by itself. Use batch_norm="warn".'
+            f"GradientAccumulation(micro_batch={policy.micro_batch!r}) would split a batch, but {manual} a training_step steps"
+            ' optimizers in its midst. GradientAccumulation(micro_batch="offload") runs the batch whole, and what its backwards'
+            " need waits in the memory of the host."
         )
     if isinstance(policy.weight, tuple):
         raise MisconfigurationException(
@@ -372,11 +298,5 @@ def begin_manual(strategy: AccumulationMixin, batches: int, warn: Callable[[str]
             f"GradientAccumulation: a window is 1 loader batch{how}; the module optimizes by itself, and is left to Lightning."
         )
         return None
-    if policy.micro_batch is not None and strategy.is_waited_for_in_forward:
-        raise MisconfigurationException(
-            f"GradientAccumulation(micro_batch={policy.micro_batch!r}) runs the micro-batches of a module that optimizes"
-            f" by itself in turns, but with {type(strategy).__name__} the ranks wait for each other in every forward. Use a window"
-            " of loader batches."
-        )
-    joins_batches(policy, module, is_long, warn)
+    warn_of_batch_norm(module, is_split=False, is_window_long=is_long, warn=warn)
     return ManualOptimization(strategy, policy, ranks, warn)

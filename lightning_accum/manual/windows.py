@@ -22,7 +22,6 @@ from lightning_accum.boundary import Boundary
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.user_warnings import users_line
-from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import leave_out_function
 from lightning_accum.weighing.weight import Weigher
 from lightning_accum.window import FACTORS_DIFFER, ClosedWindow, Window
@@ -56,7 +55,6 @@ class InHand:
         is_boundary: it is the last of its window.
         next_call: the number of its next backward call.
         stepped: the optimizers whose step it has called.
-        weight: of the loss of its first call.
         before: what was in ``.grad`` before the backward that is under way.
     """
 
@@ -64,7 +62,6 @@ class InHand:
     is_boundary: bool = True
     next_call: int = 0
     stepped: list[str] = field(default_factory=list)
-    weight: Denominator | None = 0.0
     before: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
 
@@ -128,21 +125,15 @@ class ManualWindows:
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self, batch: Any, is_boundary: bool) -> InHand:
+    def begin_micro_batch(self, batch: Any, is_boundary: bool) -> None:
         """Enter training_step."""
         self.put_back()
         if not is_boundary:
             self._versions = [p._version for p in self._parameters()]
         self.micro_batches += 1
-        hand = InHand(batch, is_boundary)
-        self.take_in_hand(hand)
+        self.hand, self.waits, self.is_under_way = InHand(batch, is_boundary), not is_boundary, True
         if is_boundary:
             self.closed = []
-        return hand
-
-    def take_in_hand(self, hand: InHand) -> None:
-        """Go on with a micro-batch."""
-        self.hand, self.waits, self.is_under_way = hand, not hand.is_boundary, True
 
     def begin_backward(self, loss: Tensor) -> Tensor | None:
         """Take in the loss of the next call, and put aside what is in ``.grad``.
@@ -155,15 +146,13 @@ class ManualWindows:
             self.warn_once(
                 f"training_step steps {hand.stepped[0]} and then calls manual_backward again. If that loss was computed with what"
                 " was stepped, the micro-batches of a window before its last compute it with what was there before, and a window"
-                " differs from its full batch. To be exact, call step after the last backward, or split the loader's batches with"
-                " GradientAccumulation(micro_batch=...)."
+                " differs from its full batch. To be exact, call step after the last backward, or have the loader yield batches as"
+                ' large as the window: GradientAccumulation(micro_batch="offload") runs one whole.'
             )
         call = self.call(hand.next_call)
         call.micro_batches += 1
         call.line = call.line or users_line()
         contribution = call.weigher(loss, hand.batch)
-        if hand.next_call == 0:
-            hand.weight = contribution.weight
         if call.window.reference is None and not self._reduces_by_itself:
             # of this rank alone: the others may be at other calls, since they may have other numbers of micro-batches
             call.window.refer_to(1.0 if contribution.weight is None else float(contribution.weight))
@@ -197,10 +186,6 @@ class ManualWindows:
         for parameter, gradient in before.items():
             if parameter not in given:  # a copy where it is put back later, since the module may clip or clear what it sees
                 parameter.grad = gradient if hand.is_boundary else gradient.clone()
-
-    def begin_to_look(self) -> None:
-        """From now on parameters should not change."""
-        self._versions = [p._version for p in self._parameters()]
 
     def look_for_changes(self) -> None:
         """Warn if they have, in a micro-batch whose steps wait."""
@@ -263,7 +248,6 @@ class ManualWindows:
                 " it depend on batch_idx?"
             )
         if hand.is_boundary:
-            self._left_before = None  # of micro-batches that took turns with the last
             if self.closed and not self.closed[0].is_empty:
                 self.total_weight += float(self.closed[0].weight)
             self.windows += 1

@@ -169,11 +169,6 @@ class GradientNoiseScale(Callback):
                 "GradientNoiseScale needs the gradient of each micro-batch on one rank, but tensor parallelism cuts it over"
                 f" {ranks.world_size // ranks.size}. Use tensor_parallel_size=1, or leave the callback out."
             )
-        if strategy.joins_batches:
-            raise MisconfigurationException(
-                'GradientNoiseScale needs the gradient of each micro-batch, but with GradientAccumulation(batch_norm="exact") one'
-                " backward runs for all of them. Use one of the two."
-            )
         has_one = ranks.size == 1 and accumulation.splitting is None
         if has_one and not accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
             self._warn(f"GradientNoiseScale will have no estimate. {_ONE_MICRO_BATCH}")

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_accum.batch_norm.joint_layers import sync_batch_norm_hidden
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.strategies.mixin import AccumulationMixin
@@ -51,13 +50,6 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sync_policy = checked(sync)
-
-    @override
-    def configure_ddp(self) -> None:
-        assert self.model is not None
-        is_joint = self.policy.batch_norm == "exact" and self.policy.micro_batch is not None
-        with sync_batch_norm_hidden(self.model) if is_joint and self.root_device.type == "cpu" else nullcontext():
-            super().configure_ddp()
 
     @override
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
@@ -96,11 +88,6 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
                 )
         if self.row_wise is not None:
             check_row_wise_reduction(ddp.static_graph, self._sync_policy)
-        if self.joins_batches and ddp.static_graph:
-            raise MisconfigurationException(
-                "DDPAccumulationStrategy(static_graph=True) records one forward and backward, but GradientAccumulation(batch_norm="
-                '"exact") runs the forwards of all micro-batches, and reduces after their backward. Leave static_graph out.'
-            )
         if isinstance(self.policy.window, Tokens) and ddp.static_graph:
             raise MisconfigurationException(
                 "DDPAccumulationStrategy(static_graph=True) reduces in the backward that it has recorded, but a window of Tokens is"
@@ -121,7 +108,7 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
                 " number of samples."
             )
         names = [name for name, layer in ddp.module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
-        if names and not (self.joins_batches and isinstance(size, Tokens)):
+        if names:
             raise MisconfigurationException(
                 f"SyncBatchNorm ({names[0]}) waits for all ranks in every micro-batch, but GradientAccumulation(micro_batch="
                 f"{size!r}) may come to different numbers of them on the ranks. Give a number of samples."

@@ -6,7 +6,6 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +20,6 @@ from typing_extensions import override
 from lightning_accum import loops, seams
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.at_exit import let_gloo_rest_at_exit
-from lightning_accum.batch_norm.policy import joins_batches
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
@@ -38,6 +36,7 @@ from lightning_accum.strategies.preparation import check_optimizers, guard, row_
 from lightning_accum.strategies.window_hooks import WindowHooks
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Verdict
+from lightning_accum.weighing.safeguards import warn_of_batch_norm
 from lightning_accum.whole.offload import Offload
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
@@ -140,7 +139,7 @@ class AccumulationMixin(WindowHooks):
             return
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         check_optimizers(self.optimizers, self.policy, is_long)
-        self.joins_batches, self._have_all_batches = joins_batches(self.policy, module, is_long, rank_zero_warn), False
+        warn_of_batch_norm(module, self.policy.micro_batch is not None, is_long, rank_zero_warn)
         assert self.ranks is not None
         sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
         self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(module))
@@ -178,8 +177,6 @@ class AccumulationMixin(WindowHooks):
             return "a mean of means was asked for"
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             return "training_step draws its batches by itself"
-        if self.joins_batches:
-            return "micro-batches meet in their BatchNorm layers"
         return None
 
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
@@ -194,12 +191,6 @@ class AccumulationMixin(WindowHooks):
         self._callback = callback
         if callback is not None:
             callback.connect_manual(self.manual)
-
-    def splitting_of_manual_windows(self) -> Splitting | None:
-        """How a module that optimizes by itself has its batches split: trying out whether trimming is exact would run its steps."""
-        assert self.lightning_module is not None
-        self.policy = replace(self.policy, trim_padding=False)
-        return self._splitting(self.lightning_module)
 
     def end_manual_window(self) -> None:
         """A window of a module that optimizes by itself has ended."""
@@ -216,8 +207,7 @@ class AccumulationMixin(WindowHooks):
         if policy.micro_batch is None:
             return None
         # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
-        # and BatchNorm takes padding for a part of the batch, which has to be the same for all rows
-        trim = False if self.is_waited_for_in_forward or self.joins_batches else policy.trim_padding
+        trim = False if self.is_waited_for_in_forward else policy.trim_padding
         device, has_ranks = self.root_device, self.world_size > 1
         return Splitting(
             policy.micro_batch, trim, policy.split, module, device, has_ranks, rank_zero_warn, _log.info, self.samples_of_loader

@@ -16,7 +16,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum import loops
-from lightning_accum.batch_norm.policy import refuse_sharded
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.whole import written_whole
 from lightning_accum.splitting.snapshot import Snapshot
@@ -60,7 +59,6 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
                 f" but {type(self).__name__} gathers and frees their parameters for one forward and backward. Use"
                 ' Trainer(strategy="accum_ddp").'
             )
-        refuse_sharded(self.policy, type(self).__name__)
         self.sync = self._sharded_sync = self._make_sync()
         assert self._fit is not None
         self._fit.callback(self.sync.close)

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from lightning_accum import loops
 from lightning_accum.backward import backward
-from lightning_accum.batch_norm.joint_layers import statistics_of_ranks
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.listeners import Audience, already_on_cpu
 from lightning_accum.loops.watch import Watch
@@ -41,12 +40,6 @@ class WindowHooks(Engine):
     takes_gradient: bool = True
     """``backward`` takes the ``gradient`` argument."""
     _callback: GradientAccumulation | None = None
-    joins_batches: bool = False
-    """Micro-batches of a batch run together, for BatchNorm layers to see all of it."""
-    is_weighed: bool = False
-    """The loss that comes to :meth:`backward` is that of several micro-batches, which are in the window already, and"""
-    joint_seed: Tensor | None = None
-    """this is the ``gradient`` of its backward."""
     watch: Watch
     """Whether Lightning calls what stands in for its own; there in a fit."""
     row_wise: RowWise | None = None
@@ -59,7 +52,6 @@ class WindowHooks(Engine):
     """Looks whether micro-batches are finite; None where nobody does."""
     _watch: StepWatch
     _is_announced: bool = False
-    _have_all_batches: bool = False
 
     def is_plain(self) -> bool:
         """Whether the window is one micro-batch on one rank, so that everything is left to Lightning."""
@@ -140,19 +132,15 @@ class WindowHooks(Engine):
     def _weigh(self, loss: Tensor) -> tuple[Tensor, Tensor | None]:
         """Take in the loss of a micro-batch. Returns what to call backward on, and with which gradient (None for 1)."""
         assert self.accumulation is not None
-        if self.is_weighed:
-            seed = self.joint_seed
-        else:  # straight on after the first, in every micro-batch
-            seed = self.accumulation.begin_backward(loss) if self._is_announced else self.weigh_micro_batch(loss)
+        # straight on after the first, in every micro-batch
+        seed = self.accumulation.begin_backward(loss) if self._is_announced else self._weigh_first(loss)
         self.sync.begin_backward()
         return (loss, seed) if self.takes_gradient or seed is None else (loss * seed, None)
 
-    def weigh_micro_batch(self, loss: Tensor) -> Tensor | None:
-        """Take in the loss of a micro-batch. Returns the ``gradient`` of its backward (None for 1)."""
+    def _weigh_first(self, loss: Tensor) -> Tensor | None:
+        """Take in the first loss, and say what was understood. Returns the ``gradient`` of its backward (None for 1)."""
         accumulation = self.accumulation
         assert accumulation is not None
-        if self._is_announced:
-            return accumulation.begin_backward(loss)
         self._is_announced = True
         batch = accumulation.batch if accumulation.plan is None else accumulation.plan.batch
         seed = accumulation.begin_backward(loss)
@@ -176,7 +164,7 @@ class WindowHooks(Engine):
     @property
     def ends_windows_apart(self) -> bool:
         """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
-        return self.guard is not None or self.policy.micro_batch == "auto" or self.joins_batches or self.row_wise is not None
+        return self.guard is not None or self.policy.micro_batch == "auto" or self.row_wise is not None
 
     def end_window_apart(self) -> Tensor | None:
         """The window has ended with the last micro-batch, which did not know: only now the gradients are reduced."""
@@ -241,34 +229,14 @@ class WindowHooks(Engine):
             window_loss = self.end_micro_batch()
         return self.end_window_apart() if ends_window and self.ends_windows_apart else window_loss
 
-    def expect_batches_of_all_ranks(self, has_batch: bool) -> None:
-        """Ranks with statistics in common wait for each other, and one that never had a batch has none to stand in.
-
-        Called on all ranks at each loader batch. They talk at the first only, since every other has one to stand in.
-
-        Raises:
-            RuntimeError: a rank has none. On all ranks.
-        """
-        assert self.lightning_module is not None
-        if not self.joins_batches or self._have_all_batches or not statistics_of_ranks(self.lightning_module):
-            return
-        assert self.ranks is not None
-        lacking = int(self.ranks.largest(0 if has_batch else self.ranks.rank + 1)[0])
-        if lacking:
-            raise RuntimeError(
-                f"The first loader batch of rank {lacking - 1} is None, and its BatchNorm layers share their statistics with the"
-                " other ranks: these would wait for it. Begin with a batch on every rank."
-            )
-        self._have_all_batches = True
-
     @property
     def counts_tokens_of_parts(self) -> bool:
         """A window ends with any micro-batch of a split batch, as soon as it has its tokens.
 
-        With its last, where an attempt at a batch may fail, which cannot take a step back, and where they all run together.
+        With its last, where an attempt at a batch may fail, which cannot take a step back.
         """
         splitting = None if self.accumulation is None else self.accumulation.splitting
-        return isinstance(self.policy.window, Tokens) and splitting is not None and not (splitting.is_retried or self.joins_batches)
+        return isinstance(self.policy.window, Tokens) and splitting is not None and not splitting.is_retried
 
     def rounds(self, own: int) -> int:
         """The micro-batches of a loader batch, after each of which this rank may have to wait for others. Called on all ranks.

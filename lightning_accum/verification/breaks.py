@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_accum.verification.report import Break
@@ -46,11 +46,13 @@ def not_finite() -> Break:
     return Break("non-finite gradient", found, math.nan, None, mend)
 
 
-def batch_norm(layers: Sequence[str], policy: Mapping[str, Any], difference: float, without: float | None) -> Break:
+def batch_norm(layers: Sequence[str], difference: float, without: float | None) -> Break:
     """Layers normalise by the statistics of what they see."""
-    exact = 'batch_norm="exact"' if policy.get("micro_batch") else 'micro_batch=..., batch_norm="exact"'
     found = f"{listed(layers)} normalise{'s' * (len(layers) == 1)} each micro-batch by its own statistics."
-    mend = f"GradientAccumulation({exact}) takes those of the whole batch; or use GroupNorm, or layers in evaluation mode."
+    mend = (
+        'GradientAccumulation(micro_batch="offload") runs a loader batch whole: have the loader yield the batch that is wanted. Or'
+        " use GroupNorm, or layers in evaluation mode."
+    )
     return Break("BatchNorm", found, difference, without, mend)
 
 

@@ -19,7 +19,7 @@ from lightning_accum.verification.joining import JoiningError
 from lightning_accum.verification.run import verify
 from lightning_accum.verification.step import quiet
 
-_ARGUMENTS = "data|window|micro_batch|weight|batch_norm|precision|accelerator|gradient_clip_val|join"
+_ARGUMENTS = "data|window|micro_batch|weight|precision|accelerator|gradient_clip_val|join"
 
 
 class UsageError(ValueError):
@@ -44,7 +44,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     try:
         if arguments.figure is not None:
             _check_figure(arguments.figure)
-        policy = {"batch_norm": arguments.batch_norm, "weight": _weight(arguments.weight)}
+        policy = {"weight": _weight(arguments.weight)}
         if (arguments.window or 1) == 1 and arguments.micro_batch is None:
             raise UsageError("say how the step is accumulated, by --window or --micro-batch (or both)")
         join = None if arguments.join is None else found(arguments.join)

@@ -126,7 +126,7 @@ class Examination:
             frozen, frozen_window = self._bench.full(self._trial.full, change), self._bench.accumulated(batches, change)
             without = _apart(frozen_window, frozen)
             if without < left:
-                self.breaks.append(breaks.batch_norm(layers, self._bench.policy, left, without))
+                self.breaks.append(breaks.batch_norm(layers, left, without))
                 self._change, full, window, left = change, frozen, frozen_window, without
         if not left <= self.tolerance and len(batches) > 1:
             change = replace(self._change, fixes_batch_idx=True)
@@ -224,7 +224,7 @@ class Examination:
         updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in apart)]
         left = self.gradient.largest
         if updated:
-            self.breaks.append(breaks.batch_norm(updated, self._bench.policy, left, None))
+            self.breaks.append(breaks.batch_norm(updated, left, None))
         else:
             self.breaks.append(breaks.buffers(list(apart), max(apart.values()), left))
 

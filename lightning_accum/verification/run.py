@@ -61,7 +61,7 @@ def verify(
         gradient_clip_algorithm: the Trainer's.
         join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors. Without
             it, those of a DataLoader are collated from the samples of all of them, as the loader does it.
-        policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ``batch_norm``, ...
+        policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ...
 
     Returns:
         A report that is true where equality holds. Print it, or draw it with ``report.plot()``.

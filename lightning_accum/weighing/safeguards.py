@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,6 +106,27 @@ def is_contrastive(terms: Iterable[Term]) -> bool | None:
 def batch_norm_layers(module: nn.Module) -> list[str]:
     """The names of the layers that normalise by statistics of the batch they see."""
     return [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training]
+
+
+def warn_of_batch_norm(module: nn.Module, is_split: bool, is_window_long: bool, warn: Callable[[str], None]) -> None:
+    """BatchNorm layers normalise by the statistics of what they see, which is not the window.
+
+    Args:
+        module: that is trained.
+        is_split: loader batches are split into micro-batches.
+        is_window_long: a window may have several loader batches.
+        warn: takes a warning to be seen once.
+    """
+    if not (is_window_long or is_split) or not (layers := batch_norm_layers(module)):
+        return
+    names = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+    mend = 'GradientAccumulation(micro_batch="offload") runs a loader batch whole.'
+    if is_window_long:
+        mend = f"Have the loader yield batches as large as the window: {mend}"
+    warn(
+        f"BatchNorm ({names}) normalises each micro-batch by its own statistics, and updates its running statistics at each: with"
+        f" it a window differs from its full batch. {mend}"
+    )
 
 
 def freeze_batch_norm(module: nn.Module) -> None:

@@ -84,7 +84,7 @@ class StreamLane:
 
 def lane_for(device: torch.device) -> Lane | None:
     """The lane between a device and the host; None where there is nowhere to go."""
-    if device.type in ("cpu", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
+    if device.type in ("cpu", "mps", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
         return None
     return StreamLane(device)
 

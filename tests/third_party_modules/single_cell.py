@@ -27,7 +27,6 @@ def scvi_tools() -> list[Case]:
 
     return [
         Case("VAE", vae, rows),
-        Case("VAE", vae, rows, arguments={"batch_norm": "exact"}),
         Case("VAE, without BatchNorm", lambda: vae(use_batch_norm="none", gene_likelihood="nb"), rows),
         Case("Classifier", classifier, rows),
     ]

@@ -1,1 +1,0 @@
-"""BatchNorm that sees the whole of a split batch."""

@@ -1,1 +1,0 @@
-"""Micro-batches that take turns, and wait for each other."""

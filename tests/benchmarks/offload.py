@@ -1,0 +1,282 @@
+"""Batches that run whole while what their backward needs waits on the host: the accuracy that BatchNorm keeps, time and memory.
+
+    python tests/benchmarks/offload.py accuracy --out notebooks/figures/batch_norm.png
+    python tests/benchmarks/offload.py cost [--device cuda]
+
+``accuracy`` trains a ResNet on scikit-learn's digits, batches of 96: on whole batches, on micro-batches of 2, and with
+``micro_batch="offload"``, and draws the validation accuracy of each epoch.
+
+``cost`` compares a step on the whole batch with gradient checkpointing of every block, and with offloading, for three networks: the
+ResNet, layers with BatchNorm after each convolution, and after every sixth. On a GPU time and peak are its own. On a CPU, where the
+package moves nothing, a second memory is made up: the peak is that of all tensors alive in a step, above those that stay
+(parameters, gradients, optimizer, data), counted by a mode that sees every operator, and copies take the processor's time, which
+nothing hides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import lightning.pytorch as pl
+import torch
+from alive import Alive
+from digits import Block, Digits, digits
+from other_memory import OtherMemory
+from support import loader, trainer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_accum import GradientAccumulation
+from lightning_accum.whole import offload
+
+BATCH = 96
+WHOLE, SPLIT, CHECKPOINTED, OFFLOAD = "whole batch", "micro-batches", "checkpointed", "offload"
+
+
+@contextmanager
+def other_memory() -> Iterator[OtherMemory]:
+    """The CPU is a device that has a host."""
+    own, host = offload.lane_for, OtherMemory()
+    offload.lane_for = host  # type: ignore[assignment]
+    try:
+        yield host
+    finally:
+        offload.lane_for = own
+
+
+# --- accuracy ---------------------------------------------------------------------------------------------------------
+
+
+class Validated(Digits):
+    """Notes its accuracy after each epoch."""
+
+    def __init__(self, seed: int, validation: tuple[Tensor, Tensor], stride: int) -> None:
+        super().__init__(lr=0.1, stride=stride)
+        torch.manual_seed(seed)
+        for layer in self.modules():
+            if isinstance(layer, (nn.Conv2d, nn.Linear)):
+                layer.reset_parameters()
+        self.validation = validation
+
+    def on_train_epoch_end(self) -> None:
+        self.eval()
+        with torch.no_grad():
+            images, labels = self.validation
+            self.accuracies.append(float((self.net(images).argmax(1) == labels).float().mean()))
+        self.train()
+
+
+def accuracy(seeds: int, epochs: int, size: int, stride: int) -> dict[str, list[list[float]]]:
+    """The validation accuracies of each epoch, for each seed."""
+    (images, labels), validation = digits()  # float64: in single precision two runs drift apart, whatever is rounded first
+    found: dict[str, list[list[float]]] = {WHOLE: [], SPLIT: [], OFFLOAD: []}
+    for seed in range(seeds):
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        batches = list(zip(images[order].split(BATCH), labels[order].split(BATCH), strict=True))
+        for name, runs in found.items():
+            module = Validated(seed, validation, stride).double()
+            micro_batch = {SPLIT: size, OFFLOAD: "offload"}.get(name)
+            callbacks = [] if micro_batch is None else [GradientAccumulation(micro_batch=micro_batch)]  # type: ignore[arg-type]
+            with other_memory():
+                trainer("accum" if callbacks else "auto", max_epochs=epochs, callbacks=callbacks).fit(module, loader(batches))
+            runs.append(module.accuracies)
+            print(f"seed {seed}, {name:13}: " + " ".join(f"{100 * a:.1f}" for a in module.accuracies), flush=True)
+    return found
+
+
+def draw(found: dict[str, list[list[float]]], size: int, stride: int, path: Path) -> None:
+    """Write the figure: the mean over seeds, and a band from the lowest to the highest."""
+    from matplotlib.figure import Figure
+
+    styles: dict[str, dict[str, Any]] = {
+        WHOLE: {"color": "0.75", "linewidth": 9, "label": f"one batch of {BATCH}"},
+        SPLIT: {"color": "#D55E00", "marker": "o", "label": f"micro-batches of {size}, each with its own statistics"},
+        OFFLOAD: {"color": "#0072B2", "marker": "s", "label": 'micro_batch="offload"'},
+    }
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    means = {name: [100 * statistics.mean(epoch) for epoch in zip(*runs, strict=True)] for name, runs in found.items()}
+    for name, runs in found.items():
+        epochs = range(1, len(runs[0]) + 1)
+        lowest, highest = ([100 * pick(epoch) for epoch in zip(*runs, strict=True)] for pick in (min, max))
+        if name != WHOLE:
+            axes.fill_between(epochs, lowest, highest, color=styles[name]["color"], alpha=0.15, linewidth=0)
+        axes.plot(epochs, means[name], **styles[name])
+    last, other = means[OFFLOAD][-1], means[SPLIT][-1]
+    figure.suptitle(
+        f"BatchNorm over the whole batch: {last:.1f}% instead of {other:.1f}% after {len(means[OFFLOAD])} epochs",
+        fontsize=13, fontweight="bold", x=0.01, horizontalalignment="left",
+    )  # fmt: skip
+    axes.set_xlabel(f"epoch ({len(found[WHOLE])} seeds: their mean, and their range)")
+    axes.set_ylabel("validation accuracy, %")
+    values = size * (2 // stride) ** 2  # of images of 8 x 8, after two more strides of 2
+    told = f"ResNet on scikit-learn's digits, SGD. Its last BatchNorm layers see {values} values a channel in a micro-batch"
+    axes.set_title(told, loc="left", fontsize=9.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.9")
+    axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.55))
+    axes.set_xlim(0.8, len(means[OFFLOAD]) + 0.2)
+    figure.savefig(path, dpi=130)
+
+
+# --- time and memory ----------------------------------------------------------------------------------------------------
+
+
+class Measured(pl.LightningModule):
+    """Takes the time and the peak of steps."""
+
+    def __init__(self, net: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.net, self.loss, self.blocks = net, loss, list(blocks)
+        self.times: list[float] = []
+        self.peaks: list[int] = []
+        self.alive: Alive | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        return self.loss(self.net(images), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        elif self.alive is not None:
+            self._before = self.alive.peak = self.alive.bytes
+        self._began = self._now()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.peaks.append(torch.cuda.max_memory_allocated() - self._before)
+        elif self.alive is not None:
+            self.peaks.append(self.alive.peak - self._before)
+        self.times.append(self._now() - self._began)
+
+    def _now(self) -> float:
+        return time.perf_counter() if self.device.type == "cuda" else time.process_time()
+
+    @contextmanager
+    def checkpointed(self) -> Iterator[None]:
+        """Each block runs again in the backward, instead of keeping what it computed."""
+        for block in self.blocks:
+            block.forward = lambda x, own=block.forward: checkpoint(own, x, use_reentrant=False)  # type: ignore[method-assign]
+        yield
+
+
+def resnet(width: int) -> Measured:
+    """Of 9 blocks, on digits."""
+    net = Digits(width=width, blocks=3).net
+    return Measured(net, nn.functional.cross_entropy, [block for block in net.modules() if isinstance(block, Block)])
+
+
+def deep(width: int, between: int) -> Measured:
+    """Convolutions, so many of them from one BatchNorm layer to the next."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width) if index % between == 0 else nn.Identity(), nn.Tanh())
+        for index in range(12)
+    ]
+    net = nn.Sequential(nn.Conv2d(1, width, 1), *blocks)
+    return Measured(net, lambda found, labels: (found - 1).square().mean(), blocks)
+
+
+NETWORKS: dict[str, Callable[[int], Measured]] = {
+    "ResNet on digits": resnet,
+    "BatchNorm after each convolution": lambda width: deep(width, 1),
+    "BatchNorm after every sixth": lambda width: deep(width, 6),
+}
+
+
+def step(name: str, network: str, width: int, pixels: int, steps: int, device: str) -> tuple[float, float, float]:
+    """Seconds of a step, bytes alive at its peak, and bytes on the host."""
+    images, labels = digits(torch.float32)[0]
+    images = nn.functional.interpolate(images, size=(pixels, pixels))
+    data = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))[: 2 + steps]
+    torch.manual_seed(0)
+    module = NETWORKS[network](width)
+    callbacks: list[pl.Callback] = [GradientAccumulation(micro_batch="offload", log=False)] if name == OFFLOAD else []
+    is_cuda = device == "cuda"
+    run = trainer(
+        "accum" if callbacks else "auto", callbacks=callbacks, accelerator=device, use_distributed_sampler=False, devices=1
+    )
+    with (
+        module.checkpointed() if name == CHECKPOINTED else nullcontext(),
+        nullcontext() if is_cuda else other_memory() as host,
+    ):
+        if not is_cuda:
+            with Alive() as module.alive:
+                run.fit(module, loader(data[:4]))
+            module.alive, peaks, module.times = None, module.peaks, []
+            run = trainer("accum" if callbacks else "auto", callbacks=callbacks)
+        run.fit(module, loader(data))
+    peaks = module.peaks if is_cuda else peaks
+    return statistics.median(module.times[2:]), float(max(peaks[2:])), 0.0 if host is None else float(host.most)
+
+
+def cost(width: int, pixels: int, steps: int, rounds: int, device: str) -> str:
+    """The table."""
+    lines = [f"{'':34}{'':16}{'ms a step':>12}{'/ whole':>9}{'peak MiB':>11}{'/ whole':>9}{'on host':>9}"]
+    for network in NETWORKS:
+        rows = (WHOLE, CHECKPOINTED, OFFLOAD)
+        found: dict[str, list[tuple[float, float, float]]] = {row: [] for row in rows}
+        for round_ in range(rounds):
+            for row in rows if round_ % 2 else reversed(rows):
+                found[row].append(step(row, network, width, pixels, steps, device))
+        whole_time, whole_peak = statistics.median(one[0] for one in found[WHOLE]), found[WHOLE][0][1]
+        for row in rows:
+            seconds = statistics.median(one[0] for one in found[row])
+            _, peak, host = found[row][0]
+            lines.append(
+                f"{network:34}{row:16}{1e3 * seconds:12.1f}{seconds / whole_time:9.2f}{peak / 2**20:11.2f}{peak / whole_peak:9.3f}"
+                f"{host / 2**20:9.2f}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print, or draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    of_accuracy = kinds.add_parser("accuracy")
+    of_accuracy.add_argument("--seeds", type=int, default=3)
+    of_accuracy.add_argument("--epochs", type=int, default=8)
+    of_accuracy.add_argument("--size", type=int, default=2, help="of a micro-batch")
+    of_accuracy.add_argument(
+        "--stride", type=int, choices=(1, 2), default=2, help="of the first layer; 1: four times as many pixels"
+    )
+    of_accuracy.add_argument("--out", type=Path, default=Path("notebooks/figures/batch_norm.png"))
+    of_cost = kinds.add_parser("cost")
+    of_cost.add_argument("--width", type=int, default=16, help="channels of the first stage")
+    of_cost.add_argument("--pixels", type=int, default=8, help="the images are scaled to so many on each side")
+    of_cost.add_argument("--steps", type=int, default=8)
+    of_cost.add_argument("--rounds", type=int, default=3)
+    of_cost.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if arguments.kind == "accuracy":
+        found = accuracy(arguments.seeds, arguments.epochs, arguments.size, arguments.stride)
+        draw(found, arguments.size, arguments.stride, arguments.out)
+    else:
+        print(cost(arguments.width, arguments.pixels, arguments.steps, arguments.rounds, arguments.device))
+
+
+if __name__ == "__main__":
+    main()
