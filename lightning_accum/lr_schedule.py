@@ -56,17 +56,17 @@ class StepWatch:
 
     Args:
         optimizer: that is watched.
-        before: called whenever it is about to step.
+        before: called whenever it is about to step, as a hook of the optimizer's.
     """
 
-    def __init__(self, optimizer: Optimizer, before: Callable[[], None]) -> None:
+    def __init__(self, optimizer: Optimizer, before: Callable[..., None]) -> None:
         self.optimizer = optimizer
         self._has_stepped = False
         register: Callable[..., Any] | None = getattr(optimizer, "register_step_post_hook", None)
         self._is_watching = register is not None
         self._handles = []
         if register is not None:
-            self._handles = [register(self._on_step), optimizer.register_step_pre_hook(lambda *_: before())]
+            self._handles = [register(self._on_step), optimizer.register_step_pre_hook(before)]
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)

@@ -268,7 +268,17 @@ def test_a_batch_without_two_rows_is_passed_over(rows: int) -> None:
     assert module.steps == 0
 
 
-def test_rows_that_weigh_nothing_are_passed_over() -> None:
+def test_other_rows_are_tried_where_the_first_weigh_nothing() -> None:
+    data = batches()
+    for batch in data:
+        batch[1][:4] = -100
+    with pytest.raises(DoesNotAddUpError):
+        trainer(callbacks=[GradientAccumulation(micro_batch=4)]).fit(
+            Classifier(lambda o, t: F.cross_entropy(o, t) * (1 + 0.1 * len(t))), loader(data)
+        )
+
+
+def test_a_batch_that_weighs_nothing_is_passed_over() -> None:
     def masked(o: Tensor, t: Tensor) -> Tensor:
         return F.cross_entropy(o, t) * (1 + 0.1 * len(t))  # a factor that goes with the batch
 
@@ -286,6 +296,26 @@ def test_ranks_stop_together_where_one_finds_that_losses_do_not_add_up() -> None
 
     with pytest.raises(Exception, match="do not add up"):
         _fit(OnOneRank(F.cross_entropy), GradientAccumulation(2), strategy=ddp(), devices=2)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_loss_that_gathers_its_window_from_all_ranks_is_left_alone(window: int, tmp_path: Any, monkeypatch: Any) -> None:
+    class Gathers(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            own = F.normalize(self.net(batch[0]))
+            of_all = self.all_gather(F.normalize(self.net(batch[0].flip(1))), sync_grads=True).flatten(0, 1)
+            return F.cross_entropy(own @ of_all.T, torch.arange(len(own)) + self.global_rank * len(own))
+
+        def on_train_end(self) -> None:
+            Path(f"rank{self.global_rank}").write_text(str(self.trainer.strategy.accumulation.verdict))
+
+    monkeypatch.chdir(tmp_path)
+    if window == 2:  # a part of the window knows nothing of the others
+        with pytest.raises(Exception, match="do not add up"):
+            _fit(Gathers(F.cross_entropy), GradientAccumulation(window), strategy=ddp(), devices=2)
+        return
+    _fit(Gathers(F.cross_entropy), GradientAccumulation(window), strategy=ddp(), devices=2)
+    assert Path("rank0").read_text() == "not checked: training_step gathers from other ranks"
 
 
 def test_terms_by_their_own_weights_add_up() -> None:
@@ -352,9 +382,16 @@ class Sharded(ShardedLanguage):
     def on_train_batch_end(self, *args: Any) -> None:
         Path(f"rank{self.global_rank}").write_text(str(self.trainer.strategy.accumulation.verdict))
 
+    def refuse_one_row(self, hidden: Tensor) -> Tensor:
+        if len(hidden) == 1:
+            raise ValueError("one row")
+        return hidden
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if self.seen == "fails" and len(batch["labels"]) == 1:
             raise ValueError("one row")
+        if self.seen == "fails inside":
+            self.net.blocks[1].dropout1.forward = self.refuse_one_row
         if self.seen == "none" and len(batch["labels"]) == 1 and self.global_rank == 1:
             self.net(batch["input_ids"])
             return None
@@ -377,14 +414,20 @@ def _fit_sharded(engine: str, module: pl.LightningModule, **policy: Any) -> pl.T
 
 @needs_sharding_on_cpu
 @pytest.mark.some_cases(3)
-@pytest.mark.parametrize("seen", ["", "fails", "none"])
+@pytest.mark.parametrize("seen", ["", "fails", "fails inside", "none"])
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_sharded_modules_train_as_without_the_check(engine: str, seen: str, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
+    if (engine, seen) == ("fsdp1", "fails inside"):
+        with pytest.raises(Exception, match=r"cannot be taken back here. Leave out the check"):
+            _fit_sharded(engine, Sharded(seen))
+        return
     checked = _fit_sharded(engine, Sharded(seen)).whole
+    raises = "not checked: training_step raises ValueError"
     verdicts = {
         "": ("checked: adds up to ", "checked: adds up to "),
-        "fails": ("not checked: training_step raises ValueError", "not checked: training_step raises ValueError"),
+        "fails": (raises, raises),
+        "fails inside": (raises, raises),
         "none": ("not checked: another rank cannot", "not checked: training_step returns None"),
     }
     assert all(Path(f"rank{rank}").read_text().startswith(verdict) for rank, verdict in enumerate(verdicts[seen]))

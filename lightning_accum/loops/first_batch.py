@@ -89,7 +89,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     except CannotCheckError as error:
         reason = str(error)
     number = int(-largest(0 if found is None else -found.number))  # as many forwards on every rank: they may wait for each other
-    rows = [] if found is None or number < 2 else found.ways(number, size)
+    rows = [] if found is None or number < 2 else found.ways(number, size, MOST_BATCHES - 1 - accumulation.checks_left)
     rows = rows[: int(-largest(-len(rows)))]
     if not rows:
         accumulation.verdict = Verdict(None, seen=reason)
@@ -102,6 +102,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         policy.weight,
         strategy.sync,
         accumulation.weighs_terms,
+        policy.micro_batch is None and not policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
         largest,
     )
     if strategy.row_wise is not None and ranks.world_size > 1:

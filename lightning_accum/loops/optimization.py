@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
 
 _NOTHING: dict[str, Any] = {}
+_NOTHING_AROUND = nullcontext()
 
 
 class WindowOptimization(_AutomaticOptimization):
@@ -116,7 +117,7 @@ class WindowOptimization(_AutomaticOptimization):
                 optimizer.zero_grad()
                 progress.increment_completed()
                 return
-            with self.strategy.watch.zero_grad(optimizer):
+            with self.strategy.watch.zero_grad(optimizer) if self.strategy.watch.is_close else _NOTHING_AROUND:
                 self._on_before_zero_grad(optimizer)
                 self._optimizer_zero_grad(batch_idx, optimizer)
 
@@ -127,11 +128,12 @@ class WindowOptimization(_AutomaticOptimization):
         if self.strategy.accumulation is None:
             return super()._training_step(kwargs)
         # Lightning divides the loss by accumulate_grad_batches here, and refuses None on more than one rank
-        with self.strategy.watch.training_step(self.trainer.lightning_module):
+        watch = self.strategy.watch
+        with watch.training_step(self.trainer.lightning_module) if watch.is_close else _NOTHING_AROUND:
             output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
         self.strategy.post_training_step()
         result = _result_of(output)
-        self.strategy.watch.returned(result.closure_loss)
+        watch.returned = result.closure_loss
         return result
 
     @override
@@ -181,7 +183,8 @@ class WindowClosure(Closure):
     @override
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         result = super().closure(*args, **kwargs)
-        self._strategy.watch.end_closure(self._backward_fn is not None)
+        if self._strategy.watch.returned is not None:
+            self._strategy.watch.end_closure(self._backward_fn is not None)
         return result
 
     @override
@@ -287,7 +290,7 @@ class WindowClosure(Closure):
             def step() -> ClosureResult:
                 with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):  # type: ignore[attr-defined]
                     loss = joint_forward()
-                    strategy.watch.returned(loss)
+                    strategy.watch.returned = loss
                     return ClosureResult(loss)
 
             self._step_fn = step

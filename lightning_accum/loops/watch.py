@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any
@@ -52,6 +52,7 @@ class Watch:
         is_set_up: the strategy is.
         has_data: the loaders are set up.
         is_unfinished: the last window has not ended.
+        returned: the loss that ``training_step`` returned, until its backward begins.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -62,7 +63,7 @@ class Watch:
         self._epoch: int | None = None
         self._at = At.NOWHERE
         self._step = Step.OPEN
-        self._returned: Tensor | None = None
+        self.returned: Tensor | None = None
         self._own: Tensor | None = None
         self._stepped: tuple[Tensor, int] | None = None
         self._left: set[bool] = set()
@@ -129,10 +130,6 @@ class Watch:
     @contextmanager
     def training_step(self, module: pl.LightningModule) -> Iterator[None]:
         """Lightning calls the module's ``training_step``: keep the loss that the module itself returned."""
-        self._own = None
-        if not self.is_close:
-            yield
-            return
         attributes, original = vars(module), module.training_step
         before = attributes.get("training_step")
 
@@ -150,22 +147,18 @@ class Watch:
             if before is not None:
                 attributes["training_step"] = before
 
-    def returned(self, loss: Tensor | None) -> None:
-        """``training_step`` returned a loss."""
-        self._returned = loss
-
     def backward(self, loss: Tensor, is_zero_grad_due: bool) -> None:
         """A backward is about to begin.
 
         Raises:
             SeamError: of another loss than was returned, or onto the gradients of an earlier window.
         """
-        if loss is not self._returned:
+        if loss is not self.returned:
             raise seams.SeamError(
                 "Strategy.backward got another loss than training_step returned: it was divided or replaced on the way"
                 " (_AutomaticOptimization._make_step_fn, Closure.closure, _AutomaticOptimization._make_backward_fn)."
             )
-        self._returned = None
+        self.returned = None
         if is_zero_grad_due:
             raise seams.SeamError(
                 "A window's first backward began before its zero_grad (Closure.closure, _AutomaticOptimization._make_zero_grad_fn)."
@@ -181,7 +174,7 @@ class Watch:
             scale: what a GradScaler multiplies it by; None where it cannot be known.
         """
         own, self._own = self._own if self._own is not None else loss, None
-        if not (self.is_close and self._is_lightnings["backward"] and own.requires_grad) or scale is None:
+        if not (self._is_lightnings["backward"] and own.requires_grad) or scale is None:
             yield
             return
         arrived: list[Tensor] = []
@@ -202,9 +195,9 @@ class Watch:
             )
 
     def end_closure(self, has_backward: bool) -> None:
-        """Lightning's closure has run."""
-        returned, self._returned = self._returned, None
-        if returned is not None and has_backward:
+        """Lightning's closure has run, and nobody called backward on what was returned."""
+        self.returned = None
+        if has_backward:
             raise seams.SeamError(
                 "A loss had no backward: Strategy.backward was not called (Closure.closure,"
                 " _AutomaticOptimization._make_backward_fn)."
@@ -213,8 +206,7 @@ class Watch:
     @contextmanager
     def zero_grad(self, optimizer: Optimizer) -> Iterator[None]:
         """The gradients of an earlier window are cleared in here."""
-        is_looked_at = self.is_close and self._is_lightnings["optimizer_zero_grad"]
-        parameter = _with_gradient(optimizer) if is_looked_at else None
+        parameter = _with_gradient(optimizer) if self._is_lightnings["optimizer_zero_grad"] else None
         gradient = None if parameter is None else parameter.grad
         before = None if gradient is None else gradient._version
         yield
@@ -250,15 +242,18 @@ class Watch:
         self._close_windows -= 1
         self.is_close = self._close_windows > 0
 
-    def before_optimizer(self, is_plain: bool) -> None:
+    def before_optimizer(self, is_plain: Callable[[], bool]) -> None:
         """The optimizer is about to change parameters.
+
+        Args:
+            is_plain: whether it runs the closure itself, since the window is one micro-batch.
 
         Raises:
             SeamError: no window has ended, or it has stepped before.
         """
         if self._step is Step.CLOSED:
             self._step = Step.DONE
-        elif self._step is Step.OPEN and is_plain:
+        elif self._step is Step.OPEN and is_plain():
             self._step = Step.BEGUN
         elif self._is_lightnings["optimizer_step"] and self._at in (At.RUN, At.CLOSURE):  # else it is the user who steps
             seen = "no window has ended" if self._step is Step.OPEN else "for the second time in a window"

@@ -44,24 +44,25 @@ class FewRows:
         if self.number < 2:
             raise CannotCheckError(f"the first batch has {self.number} row{'s' * (self.number != 1)}")
 
-    def ways(self, number: int, micro_batch: int | None = None) -> list[Rows]:
+    def ways(self, number: int, micro_batch: int | None = None, attempt: int = 0) -> list[Rows]:
         """At most ``number`` rows: with a part of one row, and without; with one that has no label, where labels may be missing.
 
         Args:
             number: of rows.
             micro_batch: rows that fit into memory; None for all of them.
+            attempt: from 0; each has the rows that follow those of the last.
         """
         layout, sizes = self._layout, parts_of(number, micro_batch)
-        found = [_cut(layout, sizes)]
+        rows = [(attempt * sum(sizes) + row) % layout.size for row in range(sum(sizes))]
+        found = [_cut(layout, rows, sizes)]
         if sum(sizes) > 3:
-            found.append(_cut(layout, [2, sum(sizes) - 2]))
+            found.append(_cut(layout, rows, [2, len(rows) - 2]))
         labels = [path for path, tensor in layout.tensors.items() if _has_ignored(tensor)]
         if labels and sum(sizes) > 2:
-            whole = layout.take(list(range(sum(sizes))))
-            emptied = Layout.read(whole, layout.kinds)
+            emptied = Layout.read(layout.take(rows), layout.kinds)
             for path in labels:
                 emptied.tensors[path][:2] = IGNORE_INDEX
-            found.append(_cut(emptied, [2, sum(sizes) - 2]))
+            found.append(_cut(emptied, range(len(rows)), [2, len(rows) - 2]))
         return found
 
     def two(self, number: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -95,7 +96,7 @@ class SplitRows:
         if self.number < 2:
             raise CannotCheckError("split= does not cut a micro-batch in two")
 
-    def ways(self, number: int, micro_batch: int | None = None) -> list[Rows]:
+    def ways(self, number: int, micro_batch: int | None = None, attempt: int = 0) -> list[Rows]:
         """The parts, where there are ``number`` of them."""
         if number != self.number:
             return []
@@ -111,10 +112,10 @@ class SplitRows:
         return self._parts()[index]
 
 
-def _cut(layout: Layout, sizes: Sequence[int]) -> Rows:
-    bounds = list(accumulate(sizes, initial=0))
-    parts = [partial(layout.take, list(range(start, stop))) for start, stop in pairwise(bounds)]
-    return Rows(partial(layout.take, list(range(bounds[-1]))), parts, sizes)
+def _cut(layout: Layout, rows: Sequence[int], sizes: Sequence[int]) -> Rows:
+    bounds = pairwise(accumulate(sizes, initial=0))
+    parts = [partial(layout.take, list(rows[start:stop])) for start, stop in bounds]
+    return Rows(partial(layout.take, list(rows)), parts, sizes)
 
 
 def _has_ignored(tensor: Tensor) -> bool:

@@ -30,6 +30,8 @@ from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 
+_NOTHING_AROUND = nullcontext()
+
 
 class WindowHooks(Engine):
     """From the way of a batch to its device to the step of its window."""
@@ -99,9 +101,11 @@ class WindowHooks(Engine):
         loss, seed = self._weigh(closure_loss)
         if seed is not None:
             kwargs["gradient"] = seed
-        is_known = self.watch.is_close and self._is_precision_lightnings
-        with self.watch.gradient_of_loss(loss, seed, self.loss_scale() if is_known else None), self._around_backward(loss):
+        with self._watching(loss, seed) if self.watch.is_close else _NOTHING_AROUND, self._around_backward(loss):
             return super().backward(loss, optimizer, *args, **kwargs)
+
+    def _watching(self, loss: Tensor, seed: Tensor | None) -> AbstractContextManager[None]:
+        return self.watch.gradient_of_loss(loss, seed, self.loss_scale() if self._is_precision_lightnings else None)
 
     def backward_without_hooks(self, loss: Tensor) -> None:
         """As :meth:`backward`, where nobody listens."""
@@ -112,6 +116,10 @@ class WindowHooks(Engine):
                 backward(loss, seed)
         else:
             backward(loss, seed)
+
+    @property
+    def _may_skip_steps(self) -> bool:
+        return getattr(self.precision_plugin, "scaler", None) is not None or not self._is_precision_lightnings
 
     @property
     def _is_precision_lightnings(self) -> bool:
@@ -184,7 +192,7 @@ class WindowHooks(Engine):
 
     def _end_window(self) -> Tensor | None:
         assert self.accumulation is not None
-        self.watch.close(self.optimizers[0])
+        self.watch.close(self._watch.optimizer)
         self.sync.end_window()
         if self.guard is not None:
             self.guard.end_window()
@@ -309,7 +317,7 @@ class WindowHooks(Engine):
         return closure(), self.accumulation.is_closed_empty
 
     def _step_watch(self, optimizer: Optimizer) -> StepWatch:
-        return StepWatch(optimizer, lambda: self.watch.before_optimizer(self.is_plain()))
+        return StepWatch(optimizer, lambda *_: self.watch.before_optimizer(self.is_plain))
 
     def _raising_where_empty(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that Lightning calls inside of the optimizer's step, and that ends this step if the window has no weight."""
@@ -330,8 +338,7 @@ class WindowHooks(Engine):
         """Count the step, if it really happened."""
         assert self.accumulation is not None
         has_stepped, is_empty = self._watch.has_stepped(), self.accumulation.is_closed_empty
-        may_skip = is_empty or getattr(self.precision_plugin, "scaler", None) is not None or not self._is_precision_lightnings
-        self.watch.after_optimizer(has_stepped or may_skip)
+        self.watch.after_optimizer(has_stepped or is_empty or self._may_skip_steps)
         is_counted = (has_stepped or is_empty) and self.accumulation.is_step
         self.accumulation.after_optimizer_step(is_counted)
         if is_counted and self.lr_scheduler_configs:

@@ -15,6 +15,11 @@ from lightning_accum.sync.base import GradientPlace, Sync, SyncPolicy
 from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.wide_sums import is_narrower
 
+_NO_WAY_BACK = (
+    "training_step failed on a few rows of the first batch, and what its sharded modules have begun cannot be taken back here."
+    " Leave out the check: GradientAccumulation(check=False)."
+)
+
 
 class ShardedSync(Sync):
     """What FSDP1 and FSDP2 have in common: each forward and backward gathers parameters, and waits for the other ranks.
@@ -148,10 +153,7 @@ class FSDP2Sync(ShardedSync):
     def forget_forward(self) -> None:
         for root in self._roots:
             if (reset := getattr(root, "reset_iter_state", None)) is None:  # torch 2.9 has no way to do so
-                raise RuntimeError(
-                    "training_step failed on a few rows of the first batch, and what fully_shard has begun cannot be taken back in"
-                    f" torch {torch.__version__}. Leave out the check: GradientAccumulation(check=False)."
-                )
+                raise RuntimeError(_NO_WAY_BACK)
             reset()
 
     def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:
@@ -306,6 +308,12 @@ class FSDP1Sync(ShardedSync):
     def __init__(self, module: nn.Module, policy: SyncPolicy = "window") -> None:
         units = [unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel)]
         super().__init__(list(units), policy)
+
+    @override
+    def forget_forward(self) -> None:
+        states = [getattr(unit, "training_state", None) for unit in self.units]  # a forward that stopped half-way refuses the next
+        if any(getattr(state, "name", None) != "IDLE" for state in states):
+            raise RuntimeError(_NO_WAY_BACK)
 
     @override
     def blocked(self, is_last_of_batch: bool = True) -> AbstractContextManager[Any]:

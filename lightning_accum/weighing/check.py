@@ -149,6 +149,7 @@ class Check:
         weight: how micro-batches are weighed.
         backward: of the engine that runs the module.
         weighs_terms: each term of a loss is weighed by itself.
+        may_gather: a window is one batch of each rank, which a loss may gather from all.
         largest: of the numbers of all ranks.
     """
 
@@ -160,6 +161,7 @@ class Check:
         weight: Any,
         backward: Backward,
         weighs_terms: bool = False,
+        may_gather: bool = False,
         largest: Callable[[float], float] = lambda number: number,
     ) -> None:
         self._module = module
@@ -169,6 +171,7 @@ class Check:
         self._backward = backward
         self._weighs_terms = weighs_terms or isinstance(weight, tuple)
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._may_gather = may_gather
         self._largest = largest
         self._snapshot: Restores | None = None
         self._mode = _CheckMode(module.parameters())
@@ -247,6 +250,8 @@ class Check:
         try:
             again = self._measure(rows.whole, weight)
             if not verdict.adds_up:
+                if self._may_gather and self._mode.has_waited:
+                    raise CannotCheckError("training_step gathers from other ranks")
                 if self._has_drawn:
                     raise CannotCheckError("training_step draws random numbers that are others for each batch")
                 if _deviation(whole, [again])[0] > verdict.tolerance:
@@ -454,6 +459,7 @@ class _CheckMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __
 
     Attributes:
         eps: of the coarsest type that anything was computed in.
+        has_waited: something was sent to other ranks.
     """
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
@@ -464,6 +470,7 @@ class _CheckMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __
                 self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
         self._written: list[tuple[Tensor, Tensor]] = []
         self.eps = torch.finfo(torch.float64).eps
+        self.has_waited = False
 
     def restore(self) -> None:
         """Put back what was written into."""
@@ -472,6 +479,7 @@ class _CheckMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __
                 parameter.data.copy_(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_waited |= "c10d" in func.namespace
         if func._schema.is_mutable:
             self._keep_written(func._schema.arguments, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -442,6 +442,7 @@ def _how_to_mend(found: str) -> str:
 def _no_weight_helps(found: str) -> str:
     return (
         f"The loss is, or has in it, a function of a mean over the batch that is not one function of one mean: {found}. No weight"
-        " makes micro-batches add up to that of their batch. Have the batch run whole (a window of 1, without micro_batch=), or"
-        ' take the mean of the micro-batches\' losses: GradientAccumulation(weight="equal").'
+        " makes micro-batches add up to that of their batch. Have the loader yield the window as one batch, with"
+        ' GradientAccumulation(1, micro_batch="offload") where memory is short; or take the mean of the micro-batches\' losses,'
+        ' with weight="equal".'
     )

@@ -350,7 +350,7 @@ of_batch(
     weight=rows,
 )
 of_batch("explicit: rows for a sum", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum"), weight=rows)
-of_batch("explicit: rows for a root of a mean", "x y", lambda o, b, m: F.mse_loss(o, b.y).sqrt(), weight=rows)
+of_mean("explicit: rows for a root of a mean", "x y", lambda o, b, m: F.mse_loss(o, b.y).sqrt(), weight=rows)
 of_batch(
     "explicit: rows for class weights",
     "x t",

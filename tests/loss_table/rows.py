@@ -41,6 +41,7 @@ class Loss:
         kind: what a window must do with it.
         weight: an explicit one.
         refused: why an error is all right although the loss adds up; empty where it is not.
+        limit: of the relative error, by rounding in the type that the loss computes in.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Loss:
     kind: Kind
     weight: Any = "auto"
     refused: str = ""
+    limit: float = 1e-12
 
 
 class Table:

@@ -18,7 +18,6 @@ from loss_table.rows import Batch, Kind, Loss, Trained, data, part
 WINDOW = (2, 5, 1, 4)
 MICRO_BATCH = 5
 WAYS = ("windows", "split")
-LIMIT = 1e-12
 
 
 class Outcome(NamedTuple):
@@ -29,15 +28,13 @@ class Outcome(NamedTuple):
             word) or ``"crashed"`` (another error).
         deviation: of the gradients from those of the whole batch; nan where there was no step.
         said: the error or the warning.
+        is_exact: the deviation is one of rounding.
     """
 
     word: str
     deviation: float
     said: str
-
-    @property
-    def is_exact(self) -> bool:
-        return self.deviation <= LIMIT
+    is_exact: bool = False
 
 
 def by_hand(loss: Loss, batches: Sequence[Batch], optimizer: str = "sgd") -> Trained:
@@ -92,8 +89,9 @@ def outcome(module: Trained, expected: Trained, fit: Any) -> Outcome:
             is_ours = not module.gradients and _is_of_the_package(error)
             return Outcome("refused" if is_ours else "crashed", math.nan, f"{type(error).__name__}: {error}")
     found = deviation(module.gradients, expected.gradients)
-    word = "warned" if before_first else "exact" if found <= LIMIT else "wrong"
-    return Outcome(word, found, " / ".join(before_first))
+    is_exact = found <= module.row.limit
+    word = "warned" if before_first else "exact" if is_exact else "wrong"
+    return Outcome(word, found, " / ".join(before_first), is_exact)
 
 
 def _is_of_the_package(error: Exception) -> bool:
