@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from whole_batch_losses import LOSSES, Loss, barlow_twins, clip, siglip
 
-from lightning_accum import GradientAccumulation, Tokens
+from lightning_accum import GradientAccumulation, Tokens, verify
 from lightning_accum.whole.calls import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 
@@ -781,3 +781,11 @@ def test_auto_is_an_error_where_nothing_would_be_saved() -> None:
         fit(WithoutSubmodules(), batches(), "auto")
     with pytest.raises(MisconfigurationException, match=r"Give the names of its submodules"):
         fit(Gan(), batches(), "auto")
+
+
+@pytest.mark.parametrize("names", ["encoder", "auto"])
+def test_verify_compares_a_row_wise_step_with_the_whole_batch(names: str) -> None:
+    report = verify(TwoViews(clip), batches(1)[0], micro_batch=4, row_wise=names)
+    assert report
+    assert report.gradient < 1e-12
+    assert 'row_wise="auto"' in str(verify(TwoViews(clip), batches(1)[0], micro_batch=4)).replace("\n    ", " ")

@@ -333,7 +333,7 @@ BREAKS: dict[str, Any] = {
     "BatchNorm": (lambda: Classifier(nn.BatchNorm1d(8)), {"micro_batch": 4}, 'micro_batch="offload"'),
     "batch_idx": (ReadsBatchIdx, {"window": 3}, "micro_batch="),
     "contrastive loss": (Contrastive, {"micro_batch": 4}, "row_wise="),
-    "rows that depend on each other": (Centred, {"micro_batch": 4}, "LayerNorm"),
+    "rows that depend on each other": (Centred, {"micro_batch": 4}, "row_wise="),
     "state": (Warm, {"window": 3}, "Reset it"),
     "buffers": (Counting, {"micro_batch": 4}, "once a step"),
     "random numbers": (Mixed, {"micro_batch": 4}, "distribution"),

@@ -180,7 +180,7 @@ def optimal_transport(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
     for _ in range(5):
         plan = plan - plan.logsumexp(1, keepdim=True)
         plan = plan - plan.logsumexp(0, keepdim=True)
-    return (plan.exp() * torch.cdist(a, b + scale).square()).sum()
+    return (plan.exp() * torch.cdist(a, b + scale).square()).sum() / len(a) ** 2
 
 
 LOSSES: dict[str, Loss] = {

@@ -100,7 +100,7 @@ def verify(
                 " converted to it (but no tensors in objects of a class of their own); pass"
                 ' verify(precision="32-true") for operations that it is too wide for.'
             ) from error
-    if examination.window is not None and examination.window.parts < 2 and size < 2:
+    if examination.window is not None and examination.window.parts < 2 and size < 2 and not policy.get("row_wise"):
         raise MisconfigurationException(
             f"verify(micro_batch={micro_batch!r}) has nothing to compare: the batch"
             f"{'' if trial.rows is None else f' of {trial.rows} rows'} is one micro-batch. Pass a smaller one or a larger batch."
