@@ -336,7 +336,7 @@ class Window:
             loss += l * n if n != 0 else 0.0
             if contribution.others or factors:
                 d = n * factors + sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
-                terms, spread = terms + d, spread + (d**2 / n if n != 0 else d)
+                terms, spread = terms + d, spread + (d**2 / n if n != 0 else math.inf if d else 0.0)
         return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, *self._flags()]
 
     def _sum_on_device(self) -> Tensor:
@@ -357,7 +357,7 @@ class Window:
         terms = spread = zero
         if any(c.others or isinstance(c.factors, Tensor) or c.factors != 0 for c in contributions):
             d = torch.stack([self._denominators_of_other_terms(contribution) for contribution in contributions]) + n * factors
-            terms, spread = d.sum(), torch.where(n == 0, d, d**2 / n).sum()
+            terms, spread = d.sum(), torch.where((n == 0) & (d == 0), zero, d**2 / n).sum()
         loss = torch.where(n == 0, zero, losses * n).sum()
         return torch.cat((torch.stack((n.sum(), loss, (n < 0).sum().to(self.dtype), terms, spread)), counts))
 

@@ -218,17 +218,15 @@ class Weigher:
             guard_against_zero(terms)
             kind = self._kind(reading, terms, count_rows)
             factors = _number_for(terms, kind)
-            if not reading.others:
+            is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in terms)
+            if not reading.others or (is_one_sum and self._reader is None):  # chunks of a sum over one count
                 weight = _zero_where_empty(_on_host(reading.weight), loss, terms[0])
                 if terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
                     self._plain = (type(loss.grad_fn), CRITERIA[kind_of(loss.grad_fn)][1], factors, kind)
                 return Contribution(weight, (), 0, factors, kind)
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             signature = 0
-            if self._reader is None:
-                is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in terms)
-                others = () if is_one_sum else others  # chunks of a sum over one count
-            elif others and reading.weight is not None:
+            if self._reader is not None and others and reading.weight is not None:
                 self._terms, signature = self._reader.read(terms, reading)
             return Contribution(_on_host(reading.weight), others, signature, factors, kind)
         terms = []
