@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -21,9 +22,11 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
+from lightning_accum.weighing.functions import OfMean, leave_out_function
 from lightning_accum.weighing.term_nodes import scale_terms
-from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
+from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
+from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import FACTORS_DIFFER, ClosedWindow, Window
 
@@ -105,6 +108,8 @@ class Accumulation:
         """The micro-batch that is in training_step."""
         self.weight: Denominator | None = 0.0
         """Its weight, once it has a loss: None for a sum."""
+        self.of_mean: OfMean | None = None
+        """What makes its loss of the mean that was weighed; None where it is that."""
         self.is_weightless = False
         """The micro-batch is known on the host to have no weight."""
         self.is_stand_in = False
@@ -252,10 +257,12 @@ class Accumulation:
             if not self._is_one_micro_batch():
                 raise
             contribution = Contribution(None)  # nothing depends on its weight
-        self.weight = contribution.weight
+        self.weight, self.of_mean = contribution.weight, contribution.of_mean
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
         # the weight in the wide type, if there is one
         seed = self.window.add(loss if self.sums is None else loss.detach().to(self.sums.dtype), contribution)
+        if contribution.of_mean is not None:
+            leave_out_function(loss)
         if self.before_backward is not None:
             self.before_backward()
         if self.is_boundary:
@@ -291,7 +298,7 @@ class Accumulation:
         self.has_loss, self.batch = False, None
         if not had_loss:
             self._has_run_without_loss |= has_batch
-            self.weight, self.closed = 0.0, None
+            self.weight, self.of_mean, self.closed = 0.0, None, None
             if self.is_plain():
                 self.closed = ClosedWindow(math.nan, 0.0, 0, is_empty=True)
             else:
@@ -357,6 +364,8 @@ class Accumulation:
         else:
             self.closed = self.window.close(self.sums.gradients())
             self.sums.hand_over()
+        if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":
+            self.closed = self._without_slope(self.closed)
         if self.closed.is_flagged:
             self._agree_on_sizes()
         self._end(seen)
@@ -366,8 +375,7 @@ class Accumulation:
             self._warn_once(
                 f"The terms of the loss are means over counts that are not proportional from micro-batch to micro-batch. All of"
                 f" them take the weight of the main one ({self.weigher.criterion}); for the others a window differs from its full"
-                " batch. Each is weighed by itself where a window is one loader batch that is split, and counted in it:"
-                " GradientAccumulation(micro_batch=..., weight=[TokenCount(), SampleCount()]), one weight for each term."
+                f" batch. {HOW_TO_WEIGH_EACH}"
             )
         if self.closed.do_factors_differ:
             self._warn_once(FACTORS_DIFFER)
@@ -378,6 +386,16 @@ class Accumulation:
                 " shares than in the full batch."
             )
         return self.closed
+
+    def _without_slope(self, closed: ClosedWindow) -> ClosedWindow:
+        """A window whose loss is a function of a mean where that has no finite slope, as the square root at 0: it is left out."""
+        if self.policy.on_nonfinite == "raise":
+            raise FloatingPointError(
+                f"The gradient of a window is not finite: its loss is {closed.loss:g}, where the function of the mean that it is"
+                f" ({self.weigher.criterion}) has the slope {closed.slope:g}. No optimizer step was made with it."
+            )
+        left_out = closed.left_out + closed.micro_batches
+        return replace(closed, loss=math.nan, weight=0.0, micro_batches=0, is_empty=True, left_out=left_out)
 
     def _agree_on_sizes(self) -> None:
         """A rank found another size of micro-batch: all take the smallest that any rank has found."""
@@ -459,6 +477,8 @@ class Accumulation:
             parts = [window_in_words(loader_batches, self.world_size, samples)]
         if self.splitting is not None:
             parts.append(f"each runs {self.splitting.describe()}")
+        if self.policy.offload:
+            parts.append(offload_in_words(self.ranks.device))
         parts.append(f"weight: {self.weigher.criterion}")
         if self.sums is not None:
             parts.append(f"gradients are added up in {self.sums.dtype}")

@@ -31,6 +31,8 @@ def checked(policy: Policy) -> Policy:
     """
     for argument, example in (("window", "Tokens(8_192)"), ("micro_batch", "Tokens(8_192)"), ("weight", "TokenCount()")):
         _check_is_no_class(argument, getattr(policy, argument), example)
+    if policy.offload:
+        _check_nothing_is_split(policy)
     _check_window(policy.window)
     _check_micro_batch(policy.micro_batch, policy.trim_padding, policy.split)
     weight = _checked_weight(policy.weight, policy.window, policy.micro_batch)
@@ -129,7 +131,7 @@ def _is_natural(number: Any, least: int) -> bool:
 def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
     if not (micro_batch is None or micro_batch == "auto" or isinstance(micro_batch, Tokens) or _is_natural(micro_batch, 1)):
         raise MisconfigurationException(
-            f'micro_batch={micro_batch!r}: expected a number of samples from 1, Tokens(...), "auto" or None'
+            f'micro_batch={micro_batch!r}: expected a number of samples from 1, Tokens(...), "auto", "offload" or None'
         )
     if isinstance(micro_batch, Tokens) and callable(micro_batch.count):
         raise MisconfigurationException(f"micro_batch={micro_batch!r}: only the Tokens of a window can be a function")
@@ -146,6 +148,15 @@ def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
         raise MisconfigurationException(f"split={split!r}: expected a function of a batch and a size")
     if split is not None and micro_batch is None:
         raise MisconfigurationException("split= cuts a batch into micro-batches, but says not how large: set micro_batch= too")
+
+
+def _check_nothing_is_split(policy: Policy) -> None:
+    given = "split=" if policy.split is not None else "trim_padding=" if isinstance(policy.trim_padding, str) else None
+    if given is not None:
+        raise MisconfigurationException(
+            f'GradientAccumulation(micro_batch="offload") runs each loader batch as it is: leave out {given}, which is for those'
+            " that are split"
+        )
 
 
 def check_module(policy: Policy, module: pl.LightningModule) -> None:

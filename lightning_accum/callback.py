@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_accum import seams
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.arguments import check_module, checked, needs_one_batch, what_to_use_instead_of
 from lightning_accum.boundary import Tail
@@ -55,7 +56,9 @@ class GradientAccumulation(Callback):
             where their lengths are so far apart that half of an average micro-batch would be padding to save);
             :class:`Tokens`, padding included; ``"auto"``, as large as memory allows, found by trying; None for the loader's batch
             as it is. ``training_step`` runs once for each, and what it logs and returns is put together to what the batch would
-            have logged and returned.
+            have logged and returned. Or ``"offload"``: the loader's batch as it is, of which what autograd saves for the backward
+            waits in the memory of the host. Nothing is split, so it is exact for any module (BatchNorm, manual optimization) and
+            any loss; a step takes as much longer as the copies do that computing does not hide. A CPU has no other memory.
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by counts which do not
@@ -115,7 +118,7 @@ class GradientAccumulation(Callback):
         self,
         window: WindowSize = None,
         *,
-        micro_batch: MicroBatchSize | None = None,
+        micro_batch: MicroBatchSize | Literal["offload"] | None = None,
         weight: Literal["auto", "equal"] | Weight | Sequence[Weight] = "auto",
         tail: Tail = "step",
         scheduler_counts: SchedulerCounts = "optimizer_steps",
@@ -134,13 +137,14 @@ class GradientAccumulation(Callback):
                 tail,
                 scheduler_counts,
                 log,
-                micro_batch,
+                None if micro_batch == "offload" else micro_batch,
                 split,
                 trim_padding,
                 accumulate_dtype,
                 on_nonfinite,
                 batch_norm,
                 check,
+                offload=micro_batch == "offload",
             )
         )
         self._accumulation: Accumulation | None = None
@@ -267,6 +271,8 @@ class GradientAccumulation(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if differing := seams.changed():  # whatever it says, that may be why; printed from Python 3.11 on
+            exception.__notes__ = [*getattr(exception, "__notes__", []), seams.in_words(differing)]
         # other callbacks may take a checkpoint now, on this rank alone unless all were told to end
         self._may_gather = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
 

@@ -1,8 +1,9 @@
-"""What every ``TorchDispatchMode`` of this package has to do with the arguments that it is given."""
+"""How torch runs a few rows that are tried out: what every ``TorchDispatchMode`` has to do, and nothing compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,3 +24,9 @@ def with_tensors(func: Any, args: Sequence[Any]) -> Sequence[Any]:
     if not isinstance(func._schema.arguments[0].type, torch.TensorType):
         return args
     return torch.tensor(args[0], dtype=torch.float64 if isinstance(args[0], float) else None), *args[1:]
+
+
+def in_eager_mode() -> AbstractContextManager[Any]:
+    """Nothing is compiled in here."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

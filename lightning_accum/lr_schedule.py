@@ -53,14 +53,20 @@ class StepWatch:
 
     A GradScaler that found an inf does not call it; an optimizer that unscales by itself (``fused=True``) is called, with the
     finding in its ``found_inf``.
+
+    Args:
+        optimizer: that is watched.
+        before: called whenever it is about to step.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, before: Callable[[], None]) -> None:
         self.optimizer = optimizer
         self._has_stepped = False
         register: Callable[..., Any] | None = getattr(optimizer, "register_step_post_hook", None)
         self._is_watching = register is not None
-        self._handle = register(self._on_step) if register is not None else None
+        self._handles = []
+        if register is not None:
+            self._handles = [register(self._on_step), optimizer.register_step_pre_hook(lambda *_: before())]
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
@@ -74,5 +80,5 @@ class StepWatch:
 
     def remove(self) -> None:
         """Stop watching."""
-        if self._handle is not None:
-            self._handle.remove()
+        for handle in self._handles:
+            handle.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -11,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
-from torchmetrics import MeanMetric
 
 from lightning_accum import loops
 from lightning_accum.accumulation import Accumulation
@@ -32,9 +32,7 @@ class WindowMetrics:
         self._trainer = trainer
         self._module = pl_module
         self._epoch: list[tuple[Tensor | float, Tensor | float]] = []
-        self._epoch_loss = MeanMetric(sync_on_compute=False, nan_strategy="ignore").set_dtype(torch.float64)
-        if epoch_loss is not None and epoch_loss[1] > 0:
-            self._epoch_loss.update(*(torch.tensor(number, dtype=torch.float64) for number in epoch_loss))
+        self._weighed_loss, self._weight = (0.0, 0.0) if epoch_loss is None else epoch_loss
         self._last_end: float | None = None
         self._last: object = None
         self._in_bar: dict[str, Any] = {}
@@ -112,28 +110,27 @@ class WindowMetrics:
 
     def begin_epoch(self) -> None:
         """No window of it has ended yet: a checkpoint from the end of an epoch holds that epoch's."""
-        self._epoch = []
-        self._epoch_loss.reset()
+        self._epoch, self._weighed_loss, self._weight = [], 0.0, 0.0
 
     def log_epoch(self) -> None:
         """Log the epoch's loss: the mean of its windows, each with its weight."""
         self._fold_epoch()
-        if self._epoch_loss.update_called and not self._trainer.barebones:
-            self._module.log("window/loss_epoch", self._epoch_loss.compute(), batch_size=1, sync_dist=True)
-        self._epoch_loss.reset()
+        if self._weight and not self._trainer.barebones:
+            mean = torch.tensor(self._weighed_loss / self._weight, dtype=torch.float64)
+            self._module.log("window/loss_epoch", mean, batch_size=1, sync_dist=True)
+        self.begin_epoch()
 
     def epoch_loss(self) -> list[float]:
-        """The mean loss of the epoch's windows so far, and their weight, for a checkpoint."""
+        """The sum of the losses of the epoch's windows so far, each times its weight, and that of the weights, for a checkpoint."""
         self._fold_epoch()
-        weight = float(self._epoch_loss.weight)  # type: ignore[arg-type]  # a state of the metric
-        return [float(self._epoch_loss.compute()) if weight else 0.0, weight]
+        return [self._weighed_loss, self._weight]
 
     def _fold_epoch(self) -> None:
-        """Take the windows into the epoch's mean: many at a time, since an update costs 60 us."""
-        if self._epoch:
-            columns = zip(*self._epoch, strict=True)
-            self._epoch_loss.update(*(torch.tensor([float(v) for v in column], dtype=torch.float64) for column in columns))
-            self._epoch = []
+        """Take the windows into the epoch's sums, one after another: many at a time, since on an accelerator that waits for it."""
+        for loss, weight in ((float(loss), float(weight)) for loss, weight in self._epoch):
+            if not math.isnan(loss):
+                self._weighed_loss, self._weight = self._weighed_loss + loss * weight, self._weight + weight
+        self._epoch = []
 
     def close(self) -> None:
         """Give the progress bar back, and the loggers what they have not got."""

@@ -53,6 +53,8 @@ class Policy:
     on_nonfinite: OnNonfinite = "propagate"
     batch_norm: BatchNormPolicy = "warn"
     check: bool = True
+    offload: bool = False
+    """``micro_batch="offload"``: nothing is split."""
 
     def size_at(self, epoch: int, step: int) -> int | None:
         """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say.

@@ -46,7 +46,8 @@ class Seam(NamedTuple):
 
     def found(self) -> Any:
         """What is there now, as the class has it; None where there is nothing."""
-        return inspect.getattr_static(self.holder(), self.name, None)
+        holder = self.holder()
+        return None if holder is None else vars(holder).get(self.name)
 
     def is_read(self) -> bool:
         """Whether it is one of those that were read. One that came with a later release may be absent."""
@@ -120,17 +121,17 @@ class SeamError(RuntimeError):
 
     def __init__(self, seen: str) -> None:
         super().__init__(
-            f"{seen} So windows would not be exact, and training stops. Lightning 2.5.0 to 2.6.6 was read: install one of"
-            f" these, and report it to {_tracker()}."
+            f"{seen} So windows would not be exact, and training stops. {in_words(changed())} Lightning 2.5.0 to 2.6.6 was read:"
+            f" install one of these, and report it to {_tracker()}."
         )
 
 
 def in_words(differing: list[Seam]) -> str:
-    """One sentence about what is not as it was read; empty where all is."""
+    """One sentence about what is not as it was read."""
     if not differing:
-        return ""
+        return f"All methods of {_lightning()} are those that were read."
     number = f"{len(differing)} method{'s differ' if len(differing) > 1 else ' differs'}"
-    return f"{_lightning()}: {number} from those read: {', '.join(map(str, differing))}; watched at each step."
+    return f"{_lightning()}: {number} from those read: {', '.join(map(str, differing))}."
 
 
 def _lightning() -> str:
@@ -187,7 +188,7 @@ strategies.ddp.DDPStrategy
     configure_ddp | DDPAccumulationStrategy | leaves BatchNorm to joint runs | daffde51
     setup | - | wraps the module, and calls Strategy.setup | 86bfe418
     pre_backward | - | prepares DistributedDataParallel's reduction | b2401dc8
-    post_backward | DDPAccumulationStrategy | reduces what manual optimization delayed | 9585ec50 46a7c777
+    post_backward | DDPAccumulationStrategy | since 2.6: reduces what manual optimization delayed | 46a7c777
     optimizer_step | - | calls Strategy.optimizer_step | 4760d0d5
 strategies.launchers.multiprocessing._MultiProcessingLauncher
     launch | _launch | starts the processes of the ranks | 58936217
@@ -196,6 +197,8 @@ strategies.launchers.subprocess_script._SubprocessScriptLauncher
 loops.fit_loop._FitLoop
     setup_data | AccumulatingFitLoop | ranks of different lengths end together | ee7116e3 f0180ab3 f09c9a94
     reset | AccumulatingFitLoop | a checkpoint of an epoch's end begins the next | 75843e08
+    run | - | sets up the data, trains epoch by epoch, ends the run | e4c8eaeb
+    on_run_start | - | calls the hooks on_train_start | afb58bab 993d7d3c
     advance | - | runs the epoch loop | 289c0111
     on_run_end | AccumulatingFitLoop | the last window ends with the training | b5d1b621
     _should_accumulate | - | asks the epoch loop whether a loader batch ends its window | 76e16d73
@@ -224,7 +227,7 @@ loops.optimization.automatic._AutomaticOptimization
 loops.optimization.automatic.Closure
     __init__ | WindowClosure | takes training_step, backward and zero_grad | 930c47a1
     __call__ | WindowClosure | runs a loader batch, whole or in micro-batches | ee973e2c
-    closure | - | calls training_step, zero_grad, backward, each once | a6d58bd2
+    closure | WindowClosure | calls training_step, zero_grad, backward, each once | a6d58bd2
 loops.optimization.closure.AbstractClosure
     consume_result | - | takes what the closure left in _result | 2d4e7d75
 loops.optimization.automatic.ClosureResult
@@ -281,6 +284,7 @@ core.optimizer.LightningOptimizer
     step | - | calls the strategy's optimizer_step | 6047b6f4
 core.module.LightningModule
     backward | - | calls the loss's backward, with gradient= | a2e90fe7
+    manual_backward | - | calls the strategy's backward | 424b5073
     optimizer_step | - | calls the optimizer's step with the closure | 235652a3
     optimizer_zero_grad | - | calls the optimizer's zero_grad | 38492e78
     configure_gradient_clipping | - | calls clip_gradients | 9c6cad26

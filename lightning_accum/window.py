@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.weighing.denominator import Denominator
+from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution
 
-_MOST_RANKS = 2.0**20
-"""Two flags are in one number, and those of so many ranks do not run into each other."""
+_MOST_RANKS = 2.0**13
+"""Four flags are in one number, and those of so many ranks do not run into each other."""
 FACTORS_DIFFER = (
     "A factor of the loss changes inside a window, or what it counts is not the same on all ranks. Factors are taken for constants:"
     " if this one goes with the batch, a window differs from its full batch. Use an explicit weight."
@@ -46,6 +47,7 @@ class ClosedWindow:
         is_flagged: a rank had raised its :attr:`Window.flag`.
         is_last: a rank had raised its :attr:`Window.is_last`.
         left_out: micro-batches that were not finite, and are in none of the above.
+        slope: what the gradient of a mean was multiplied by, where the loss is a function of it.
     """
 
     loss: Tensor | float
@@ -58,6 +60,7 @@ class ClosedWindow:
     is_flagged: bool = False
     is_last: bool = False
     left_out: int = 0
+    slope: float = 1.0
 
 
 class Window:
@@ -98,8 +101,9 @@ class Window:
 
     def discard(self) -> None:
         """Forget what has been accumulated so far."""
-        self._losses: list[Denominator] = []
+        self._losses: list[Denominator] = []  # or the means that they are a function of
         self._contributions: list[Contribution] = []
+        self._function: FunctionOfMean | None = None
         self.left_out = 0
         """Micro-batches so far, on this rank, that were not finite, see :meth:`leave_out`."""
         self._totals: Tensor | list[float] | None = None
@@ -123,12 +127,14 @@ class Window:
             What backward takes as ``gradient``, of the loss's type and shape; None where it is 1 (for a loss that is a sum, too).
 
         Raises:
-            ValueError: the loss is more than one number.
+            ValueError: the loss is more than one number, or another function of a mean than in the window so far.
         """
         if loss.numel() != 1:
             raise ValueError(f"training_step must return a loss of one number, but returned a tensor of shape {tuple(loss.shape)}")
-        self._losses.append(loss.item() if self._is_on_host else loss.detach().reshape(()))
-        self._contributions.append(contribution)
+        if contribution.of_mean is None:
+            self._take_in(loss.item() if self._is_on_host else loss.detach().reshape(()), contribution)
+        else:
+            self._take_in(contribution.of_mean.mean, contribution)
         weight, reference = contribution.weight, self._reference
         if reference is None or self.terms is not None:
             reference = self._agreed_reference(0.0 if weight is None else weight)
@@ -140,6 +146,19 @@ class Window:
         if self._seed is None or self._seed[0] != key:
             self._seed = (key, torch.full(loss.shape, key[0], dtype=loss.dtype, device=loss.device))
         return self._seed[1]
+
+    def _take_in(self, mean: Denominator, contribution: Contribution) -> None:
+        function = None if contribution.of_mean is None else contribution.of_mean.function
+        if function != self._function and _has_weight(contribution):
+            if any(map(_has_weight, self._contributions)):
+                raise ValueError(
+                    f"The loss is {_in_words(function)} in a micro-batch, and was {_in_words(self._function)} in those"
+                    " before it in the window: together they are no function of a mean over all of it. Have training_step compute"
+                    ' the same for all micro-batches of a window, or take the mean of their losses: weight="equal".'
+                )
+            self._function = function
+        self._losses.append(mean)
+        self._contributions.append(contribution)
 
     def weight_so_far(self) -> float:
         """The sum of the weights of this rank; waits for the device that they are on.
@@ -158,9 +177,17 @@ class Window:
         return float(sum(weights))  # type: ignore[arg-type]
 
     def weighed(self) -> list[list[Any]]:
-        """What was taken in so far, as numbers: the loss, weight (None for a sum), other denominators and factors of each."""
+        """What was taken in so far, as numbers: of each micro-batch the loss, or the mean that it is a function of; its weight
+        (None for a sum); other denominators; factors; and the function, if there is one, with its constant.
+        """
         return [
-            [float(loss), None if c.weight is None else float(c.weight), [float(other) for other in c.others], float(c.factors)]
+            [
+                float(loss),
+                None if c.weight is None else float(c.weight),
+                [float(other) for other in c.others],
+                float(c.factors),
+                None if c.of_mean is None else [*c.of_mean.function.state(), float(c.of_mean.constant)],
+            ]
             for loss, c in zip(self._losses, self._contributions, strict=True)
         ]
 
@@ -177,8 +204,12 @@ class Window:
     def take_back(self, reference: float | None, weighed: Sequence[Sequence[Any]]) -> None:
         """Go on with what :attr:`reference` and :meth:`weighed` were."""
         self._reference = reference
-        self._losses = [loss for loss, *_ in weighed]
-        self._contributions = [Contribution(weight, tuple(others), 0, *factors) for _, weight, others, *factors in weighed]
+        self._losses, self._contributions = [], []
+        for loss, weight, others, factors, of_mean in weighed:
+            if of_mean is not None:
+                *function, constant = of_mean
+                of_mean = OfMean(FunctionOfMean.from_state(*function), loss, constant)
+            self._take_in(loss, Contribution(weight, tuple(others), 0, factors, of_mean=of_mean))
 
     def rewind(self, micro_batches: int) -> None:
         """Forget all but the first ``micro_batches`` with a loss."""
@@ -244,8 +275,8 @@ class Window:
             gradients: what was accumulated, averaged over the ranks.
 
         Raises:
-            ValueError: a weight is negative or NaN, or the loss is a mean in one micro-batch and a sum in another. On all ranks,
-                and before anything is scaled.
+            ValueError: a weight is negative or NaN, or the loss is a mean in one micro-batch and a sum in another, or it is other
+                functions of a mean. On all ranks, and before anything is scaled.
         """
         if self._totals is None:
             self.reduce()
@@ -259,7 +290,9 @@ class Window:
         are_exact = self.terms is not None and self.terms.are_exact(totals[self._numbers :], weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
         kinds, has_others = self._kinds(), any(contribution.others for contribution in self._contributions)
-        is_mixed = len(kinds) > 1 if self._world_size == 1 else flags >= _MOST_RANKS**2
+        is_mixed = len(kinds) > 1 if self._world_size == 1 else flags % _MOST_RANKS**3 >= _MOST_RANKS**2
+        is_function = self._function is not None if self._world_size == 1 else flags >= _MOST_RANKS**3
+        own_function = (any(map(_has_weight, self._contributions)), self._function, self._sum_of_constants())
         flags %= _MOST_RANKS**2
         self.discard()
         told: dict[str, Any] = {
@@ -291,14 +324,18 @@ class Window:
                 "The loss is a sum that is multiplied by another factor in each micro-batch of the window, as by one over a count:"
                 " sums are added up as they are. Divide the sum by its count, so that the count is seen, or pass the weight."
             )
-        if sums:
-            if self._world_size > 1:
-                _scale(gradients, float(self._world_size))
-            return ClosedWindow(loss, 1.0, int(micro_batches), **told)
-        if weight == 0:
+        if weight == 0 and not sums:
             return ClosedWindow(math.nan, 0.0, int(micro_batches), is_empty=True, **told)
+        loss, slope = loss if sums else loss / weight, 1.0
+        if is_function:
+            loss, slope = self._apply_function(*own_function, loss, micro_batches if sums else weight)
+            told["slope"] = slope
+        if sums:
+            if (factor := self._world_size * slope) != 1.0:
+                _scale(gradients, factor)
+            return ClosedWindow(loss, 1.0, int(micro_batches), **told)
         assert self._reference is not None
-        if (factor := self._world_size * self._reference / weight) != 1.0:
+        if (factor := self._world_size * self._reference / weight * slope) != 1.0:
             _scale(gradients, factor)
         of_a_rank = weight / self._world_size
         is_next = self._is_on_host and _is_power_of_two(of_a_rank)
@@ -306,7 +343,47 @@ class Window:
         disagree = disagree and not is_miscounted
         told = {**told, "do_terms_disagree": disagree and has_others, "do_factors_differ": disagree and not has_others}
         told["is_miscounted"] = is_miscounted
-        return ClosedWindow(loss / weight, weight, int(micro_batches), **told)
+        return ClosedWindow(loss, weight, int(micro_batches), **told)
+
+    def _sum_of_constants(self) -> Denominator:
+        """Of what was added to functions of means, each with the weight of its micro-batch."""
+        total: Denominator = 0.0
+        for c in self._contributions:
+            if c.of_mean is None:
+                continue
+            n = 1.0 if c.weight is None else c.weight
+            if isinstance(n, Tensor):
+                total = total + torch.where(n == 0, torch.zeros_like(n), n * c.of_mean.constant)
+            elif n != 0:
+                total = total + n * c.of_mean.constant
+        return total
+
+    def _apply_function(
+        self, is_known: bool, function: FunctionOfMean | None, constants: Denominator, mean: float, size: float
+    ) -> tuple[float, float]:
+        """The loss of a window that is a function of its mean, and the slope of that. Called on all ranks.
+
+        Args:
+            is_known: this rank has a micro-batch with a weight, and so
+            function: what the loss is.
+            constants: the sum of what was added to it.
+            mean: of the window.
+            size: its weight, or its micro-batches where the loss is a function of a sum.
+        """
+        value, slope = (mean, 1.0) if function is None else function.at(mean)
+        if self._world_size == 1:
+            return value + float(constants) / size, slope
+        own = self._tensor_of([float(is_known), value, slope, constants])
+        of_ranks = [torch.empty_like(own) for _ in range(self._world_size)]
+        dist.all_gather(of_ranks, own, group=self._group)
+        numbers = torch.stack(of_ranks).tolist()
+        (value, slope), *others = [(value, slope) for is_known, value, slope, _ in numbers if is_known]
+        if any(other != slope and not (math.isnan(other) and math.isnan(slope)) for _, other in others):
+            raise ValueError(
+                "The loss is another function of its mean on one rank than on another, so that together they are no function of a"
+                " mean over all of the window. Have training_step compute the same on all ranks."
+            )
+        return value + sum(constant for *_, constant in numbers) / size, slope
 
     # Eight numbers of this rank (_NUMBERS), to be summed over the ranks, 64 bytes in float64: the sums of n, of l*n (of l, for
     # losses that are sums), of n < 0, of d and d^2/n, where d are the denominators of other terms and n times a number that
@@ -315,12 +392,14 @@ class Window:
 
     def _kinds(self) -> dict[str, None]:
         """What the losses with a weight were divided by, in words."""
-        return {c.kind: None for c in self._contributions if c.kind and (isinstance(c.weight, Tensor) or c.weight != 0)}
+        return {c.kind: None for c in self._contributions if c.kind and _has_weight(c)}
 
     def _flags(self) -> list[float]:
         flags = float(self.flag) + _MOST_RANKS * self.is_last
         if self._world_size > 1 and len(self._kinds()) > 1:
             flags += _MOST_RANKS**2
+        if self._world_size > 1 and self._function is not None:
+            flags += _MOST_RANKS**3
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]
 
     def _sum_on_host(self) -> list[float]:
@@ -373,6 +452,15 @@ class Window:
         if any(isinstance(value, Tensor) for value in values):
             return torch.stack([torch.as_tensor(value, device=self.device).detach().to(self.dtype) for value in values])
         return torch.tensor(values, dtype=self.dtype, device=self.device)
+
+
+def _has_weight(contribution: Contribution) -> bool:
+    """As the host knows it: what a device holds may be 0."""
+    return isinstance(contribution.weight, Tensor) or contribution.weight != 0
+
+
+def _in_words(function: FunctionOfMean | None) -> str:
+    return "a mean" if function is None else function.in_words("mean")
 
 
 def _factors_and_denominators(contribution: Contribution) -> list[tuple[float, Denominator]]:

@@ -36,8 +36,16 @@ REQUIREMENTS = (
 )  # fmt: skip
 SECONDS = 120
 """That a single test may take."""
-EXPECTED: dict[str, str] = {}
-"""Tests that fail only with this package, and why they should: the beginning of their names, as they are printed."""
+_WRAPS_ITSELF = "puts the strategy's own method in the place of the one that it extends, which calls itself then"
+EXPECTED = {
+    "test_automatic_loop.test_skip_training_step_not_allowed[2]": "mocks a second rank, which cannot be waited for",
+    "test_backward_calls.test_backward_count_with_grad_accumulation": "mocks Tensor.backward; what that calls is called instead",
+    "test_backward_calls.test_backward_count_with_closure": "LBFGS in windows of several loader batches is refused",
+    "test_manual_optimization.test_multiple_optimizers_manual_call_counts[kwargs0]": _WRAPS_ITSELF,
+    "test_manual_optimization.test_multiple_optimizers_manual_log": _WRAPS_ITSELF,
+    "test_manual_optimization.test_step_with_optimizer_closure": _WRAPS_ITSELF,
+}
+"""Tests that fail only with this package, and why they should, by a part of their names."""
 
 
 def pytest_configure() -> None:
@@ -122,7 +130,7 @@ def main() -> int:
             differs = {name: now.get(name, "was not run") for name in passed if now.get(name) != "passed"}
             print(f"{file}: {len(passed)} of {len(before)} passed before, {len(passed) - len(differs)} of these now", flush=True)
             for name, outcome in differs.items():
-                reason = next((reason for beginning, reason in EXPECTED.items() if name.startswith(beginning)), None)
+                reason = next((reason for part, reason in EXPECTED.items() if part in name), None)
                 unexpected += reason is None
                 print(f"    {name}: {outcome[:200]}" + ("" if reason is None else f"\n        expected: {reason}"), flush=True)
         print(f"{unexpected} that fail only with this package are not expected to.")

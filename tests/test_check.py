@@ -268,6 +268,16 @@ def test_a_batch_without_two_rows_is_passed_over(rows: int) -> None:
     assert module.steps == 0
 
 
+def test_rows_that_weigh_nothing_are_passed_over() -> None:
+    def masked(o: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(o, t) * (1 + 0.1 * len(t))  # a factor that goes with the batch
+
+    data = batches()
+    data[0][1][:] = -100
+    with pytest.raises(DoesNotAddUpError):
+        trainer(callbacks=[GradientAccumulation(2)]).fit(Classifier(masked), loader(data))
+
+
 def test_ranks_stop_together_where_one_finds_that_losses_do_not_add_up() -> None:
     class OnOneRank(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from lightning_accum import DDPAccumulationStrategy, GradientAccumulation, SampleCount, TokenCount, Tokens
 
-ONE_PROCESS, TWO_PROCESSES = 300, 120
+ONE_PROCESS, TWO_PROCESSES = 400, 120
 """How many seeds."""
 pytestmark = pytest.mark.slow
 
@@ -99,6 +99,7 @@ def draw(seed: int, ranks: int) -> Point:
         "on_nonfinite": on_nonfinite,
         "scheduler_counts": rng.choice(["optimizer_steps", "micro_batches"]),
         "trim_padding": rng.choice([True, False]),
+        "check": isinstance(weight, str),  # it would refuse the others: they do not count what the loss is divided by
     }
     may_reduce_at_each = on_nonfinite == "propagate" and (policy["micro_batch"] is None or type(policy["micro_batch"]) is int)
     return Point(
@@ -234,9 +235,13 @@ class Stop(Callback):
 
 
 class Record(Callback):
-    """Writes down the last window of each loader batch that ended one, the loss of each epoch, and what a training ends with."""
+    """Writes down the last window of each loader batch that ended one, the loss of each epoch, and what a training ends with.
 
-    def __init__(self) -> None:
+    Without the tail that the stop itself makes: the checkpoint was taken before it.
+    """
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop = stop
         self.windows: dict[int, dict[str, float]] = {}
         self.epochs: dict[int, float] = {}
         self.batches = self._steps = 0
@@ -246,6 +251,8 @@ class Record(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if self._stop.is_done:
+            return
         if trainer.global_step > self._steps:
             shown = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("window/")}
             self.windows[self.batches] = {name: value for name, value in shown.items() if name not in _NOT_OF_THE_WINDOW}
@@ -271,7 +278,8 @@ _NOT_OF_THE_WINDOW = ("window/weight_per_second", "window/loss_epoch", "window/m
 
 def train(point: Point, stops_after: int | None = None, resumes: bool = False) -> Record:
     """Train, to the end or to a stop, from the beginning or from the last stop."""
-    record, ranks = Record(), len(point.batches)
+    stop, ranks = Stop(point.hook, stops_after), len(point.batches)
+    record = Record(stop)
     run = trainer(
         DDPAccumulationStrategy(sync=point.sync) if ranks > 1 else "accum",
         devices=ranks,
@@ -281,7 +289,7 @@ def train(point: Point, stops_after: int | None = None, resumes: bool = False) -
         num_sanity_val_steps=0,
         limit_val_batches=1 if point.hook == "on_validation_end" else 0,
         val_check_interval=1 + point.seed % min(map(len, point.batches)),
-        callbacks=[GradientAccumulation(**point.policy), RandomState(), record, Stop(point.hook, stops_after)],
+        callbacks=[GradientAccumulation(**point.policy), RandomState(), record, stop],
     )
     run.fit(Module(point), ckpt_path="stopped.ckpt" if resumes else None)
     record.end(run)

@@ -551,6 +551,14 @@ def test_optimizer_that_steps_elsewhere_is_named() -> None:
     assert names(verify(ByBatches(), points(), window=3)) == ["optimizer step"]
 
 
+def test_an_optimizer_that_runs_its_closure_several_times_steps_as_on_the_full_batch() -> None:
+    class LBFGS(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+    assert verify(LBFGS(), points(), micro_batch=5)
+
+
 # --- the module itself is examined ----------------------------------------------------------------------------------------
 
 

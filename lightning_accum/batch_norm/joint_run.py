@@ -91,7 +91,7 @@ class JointRun(BatchRun):
                     self._run_closure(forward)
             finally:
                 strategy.is_weighed, strategy.joint_seed = False, None
-        log.weigh(outputs.weights, outputs.rows)
+        log.weigh(outputs.weights, outputs.rows, outputs.of_means)
         return outputs, plan.order, log, None
 
     def _weigh(
@@ -115,7 +115,7 @@ class JointRun(BatchRun):
                     losses.append(loss)
                     seeds.append(seed)
             accumulation.end_micro_batch()
-            outputs.add(loss, accumulation.weight, extra)
+            outputs.add(loss, accumulation.weight, extra, accumulation.of_mean)
         accumulation.is_weightless = not losses and bool(weightless)
         return (losses, seeds) if losses else (weightless, [None] * len(weightless))
 

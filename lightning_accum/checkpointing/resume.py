@@ -31,7 +31,7 @@ class PartialWindow:
         tokens: what it has to reach, where tokens end it.
         ranks: those whose gradients are averaged.
         reference: the scale of its gradients.
-        weighed: by rank, the losses, weights and other denominators of its micro-batches, in their order.
+        weighed: by rank, what :meth:`Window.weighed` says of its micro-batches, in their order.
         is_reduced: the gradients were averaged over the ranks already.
         gradients: by rank, on the host, by the name of the parameter; one entry where they were averaged or added up.
         scale: by which a GradScaler had multiplied the losses.

@@ -27,6 +27,7 @@ from lightning_accum.loops.results import BatchResults
 from lightning_accum.loops.specialised import specialised
 from lightning_accum.loops.trainer import AccumulatingTrainer
 from lightning_accum.loops.uneven import PatientSignals, UnrepeatingData, stop
+from lightning_accum.seams import SeamError
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
@@ -76,8 +77,11 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         yield
         epoch_loop.manual_optimization.on_run_end()  # a step that raised left the optimizers' hooks in place
         cast("AccumulatingTrainer", trainer).show_window_metrics()  # those of another run take their place
+        is_over = trainer.state.status == TrainerStatus.RUNNING
+        if is_over and strategy.watch.is_unfinished:
+            raise SeamError("Training is over, and _FitLoop.on_run_end was not called: an unfinished window took no step.")
         is_unheard = cast("PatientSignals", signals).is_waiting and not signals.received_sigterm
-    if is_unheard and trainer.state.status == TrainerStatus.RUNNING:
+    if is_unheard and is_over:
         raise SIGTERMException
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
@@ -56,6 +57,7 @@ class AccumulatingFitLoop(_FitLoop):
     @override
     def setup_data(self) -> None:
         before, strategy = self._data_fetcher, cast("AccumulationMixin", self.trainer.strategy)
+        strategy.watch.has_data = True
         super().setup_data()
         fetcher = self._data_fetcher
         if fetcher is before or strategy.ranks is None or strategy.ranks.world_size == 1:
@@ -93,6 +95,7 @@ class AccumulatingFitLoop(_FitLoop):
     def on_run_end(self) -> None:
         epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
         epoch_loop.finish_window(is_end_of_training=True)
+        epoch_loop.strategy.watch.end()
         super().on_run_end()
 
 
@@ -120,6 +123,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
+        self.strategy.watch.advance()
         if self.strategy.manual is not None:  # a window has one on_train_batch_start that steps, that of its first loader batch
             self.strategy.manual.windows.waits = not self.strategy.manual.windows.is_first
         if self._is_restarting_or_unknown(data_fetcher):
@@ -217,7 +221,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
-        super().run(data_fetcher)
+        with self.strategy.watch.epoch(self.trainer.current_epoch):
+            super().run(data_fetcher)
         if self.strategy.policy.tail != "carry":
             self.finish_window(is_end_of_training=False)
         self.batch = None
@@ -335,6 +340,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             is_cut = progress.is_last_batch and progress.current.ready < self.trainer.num_training_batches
             if is_forgotten and not is_cut:
                 progress.increment_started()  # which it forgets for None, and then resumes one batch too early
+            elif not update_plateau_schedulers and not is_forgotten:
+                self.strategy.watch.end_batch("_AutomaticOptimization" if self.strategy.manual is None else "_ManualOptimization")
             if not update_plateau_schedulers and self.batch_progress.total.ready != self.optimization.visited:
                 self._visit_skipped_batch()
             if self._should_accumulate():
@@ -386,13 +393,14 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         configs = strategy.lr_scheduler_configs
         if not configs:
             return
-        due = []
-        for config in configs:
+        due: list[LRSchedulerConfig] = []
+        for config in configs if strategy.watch.take_turn(update_plateau_schedulers) else ():
             if config.interval == "step":
                 due += [replace(config, frequency=1)] * clock.times_due(config.frequency)
         strategy.lr_scheduler_configs = due
         try:
-            super()._update_learning_rates(interval, update_plateau_schedulers)
+            with strategy.watch.ticks([] if update_plateau_schedulers else due):
+                super()._update_learning_rates(interval, update_plateau_schedulers)
         finally:
             strategy.lr_scheduler_configs = configs
         if update_plateau_schedulers:  # they come last: a loader batch may end after the last of its windows

@@ -22,6 +22,7 @@ from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Verdict
+from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
@@ -71,6 +72,8 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
 
     accumulation.checks_left -= 1
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
+    if size is None and (plan := accumulation.plan) is not None and plan.is_read:
+        size = plan.pieces[0].count  # of the longest rows
     found: FewRows | SplitRows | None = None
     reason = "a rank has no batch of two rows"
     try:
@@ -88,7 +91,6 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     if not rows:
         accumulation.verdict = Verdict(None, seen=reason)
         return
-    was_late, accumulation.checks_left = accumulation.verdict is not None, 0
     strategy.sync.reshard()
     check = Check(
         trainer.lightning_module,
@@ -99,47 +101,46 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         accumulation.weighs_terms,
         largest,
     )
-    verdict = check(rows)
+    verdict, was_late = check(rows), accumulation.verdict is not None
+    if not largest(float(verdict.may_try_again)):
+        accumulation.checks_left = 0
     if largest(float(not verdict.adds_up)) == 0:
         is_unchecked = largest(float(verdict.deviation is None))
         worst = largest(verdict.deviation or 0.0)
         if verdict.deviation is not None:
             verdict = Verdict(None, seen="another rank could not be") if is_unchecked else replace(verdict, deviation=worst)
-        if was_late:
+        if was_late and not accumulation.checks_left:
             rank_zero_info(f"GradientAccumulation: {verdict}.")
-    elif largest(float(verdict.has_terms)):
-        if not verdict.adds_up:
-            rank_zero_warn(
-                f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} rows of the first batch,"
-                f" {verdict.in_words}. {_OF_TERMS}"
-            )
+    elif not largest(float(not (verdict.adds_up or verdict.has_terms))):
+        rank_zero_warn(
+            f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} rows of the first batch,"
+            f" {_seen(verdict)}. {HOW_TO_WEIGH_EACH}"
+        )
     else:
         raise DoesNotAddUpError(_message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows)))
     accumulation.verdict = verdict
 
 
-_OF_TERMS = (
-    "Each is weighed by itself where a window is one loader batch that is split:"
-    " GradientAccumulation(micro_batch=..., weight=[TokenCount(), SampleCount()]), one weight for each term."
-)
-
-
 def _sizes(verdict: Verdict) -> str:
-    *first, last = map(str, verdict.rows)
+    *first, last = map(str, verdict.rows or ("some", "others"))
     return f"{', '.join(first)} and {last}"
 
 
+def _seen(verdict: Verdict) -> str:
+    return "it is so on another rank" if verdict.adds_up else verdict.in_words
+
+
 def _message(verdict: Verdict, weight: Any, mend: str | None) -> str:
-    seen = "on another rank" if verdict.adds_up else verdict.in_words
     mends = (
         f"Pass GradientAccumulation({mend}): with it they add up."
         if mend is not None
         else "No weight that was tried makes them add up: such a loss compares the rows of its batch, or divides by what no count"
-        " shows. Have the batch run whole (a window of 1, without micro_batch=), or pass the weight that its mean is divided by, as"
-        " a function of the batch."
+        ' shows. Have the loader yield the window as one batch, with GradientAccumulation(1, micro_batch="offload") where memory is'
+        " short; or pass the weight that the mean is divided by, as a function of the batch."
     )
     return (
         "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch:"
-        f" {sum(verdict.rows)} rows of the first batch, in parts of {_sizes(verdict)} weighed by weight={weight!r}: {seen}."
+        f" {sum(verdict.rows)} rows of the first batch, in parts of {_sizes(verdict)} weighed by weight={weight!r}:"
+        f" {_seen(verdict)}."
         f' {mends} weight="equal" takes the classic mean of means instead; check=False leaves out the check.'
     )

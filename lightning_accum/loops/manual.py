@@ -27,6 +27,13 @@ class WindowManualOptimization(_ManualOptimization):
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        self.strategy.watch.run("_ManualOptimization")
+        with self.strategy.around_loader_batch(kwargs):
+            outputs = self._run(kwargs)
+        self.strategy.watch.end_run(is_manual=True)
+        return outputs
+
+    def _run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         manual = self.strategy.manual
         if manual is None:
             return super().run(kwargs)

@@ -42,7 +42,10 @@ class WindowOptimization(_AutomaticOptimization):
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        outputs = super().run(optimizer, batch_idx, kwargs)
+        self.strategy.watch.run("_AutomaticOptimization")
+        with self.strategy.around_loader_batch(kwargs):
+            outputs = super().run(optimizer, batch_idx, kwargs)
+        self.strategy.watch.end_run()
         if (accumulation := self.strategy.accumulation) is not None:
             accumulation.end_loader_batch(self.visited)
         self.trainer.fit_loop.epoch_loop.end_full_window()  # type: ignore[attr-defined]  # it has been made an AccumulatingEpochLoop
@@ -50,6 +53,7 @@ class WindowOptimization(_AutomaticOptimization):
 
     @override
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        self.strategy.watch.make_closure()
         accumulation = self.strategy.accumulation
         if accumulation is None:
             return super()._make_closure(kwargs, optimizer, batch_idx)
@@ -109,8 +113,9 @@ class WindowOptimization(_AutomaticOptimization):
                 optimizer.zero_grad()
                 progress.increment_completed()
                 return
-            self._on_before_zero_grad(optimizer)
-            self._optimizer_zero_grad(batch_idx, optimizer)
+            with self.strategy.watch.zero_grad(optimizer):
+                self._on_before_zero_grad(optimizer)
+                self._optimizer_zero_grad(batch_idx, optimizer)
 
         return zero_grad_fn
 
@@ -119,9 +124,12 @@ class WindowOptimization(_AutomaticOptimization):
         if self.strategy.accumulation is None:
             return super()._training_step(kwargs)
         # Lightning divides the loss by accumulate_grad_batches here, and refuses None on more than one rank
-        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        with self.strategy.watch.training_step(self.trainer.lightning_module):
+            output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
         self.strategy.post_training_step()
-        return _result_of(output)
+        result = _result_of(output)
+        self.strategy.watch.returned(result.closure_loss)
+        return result
 
     @override
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
@@ -129,6 +137,9 @@ class WindowOptimization(_AutomaticOptimization):
         if strategy.accumulation is None:
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return
+        if isinstance(train_step_and_backward_closure, WindowClosure):
+            strategy.watch.begin_step(train_step_and_backward_closure.runs == 0, strategy.accumulation.is_boundary)
+        strategy.watch.expect_schedulers()
         strategy.audience.look_again()
         strategy.accumulation.closed = None
         if strategy.accumulation.is_plain() or strategy.audience.hears_step or self.trainer.gradient_clip_val:
@@ -162,14 +173,20 @@ class WindowClosure(Closure):
         super().__init__(*functions)
         self._strategy = strategy
         self._kwargs = kwargs
-        self._runs = 0
+        self.runs = 0
+
+    @override
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        result = super().closure(*args, **kwargs)
+        self._strategy.watch.end_closure(self._backward_fn is not None)
+        return result
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        self._runs += 1
+        self.runs += 1
         accumulation = self._strategy.accumulation
         assert accumulation is not None
-        if self._runs > 1 and accumulation.boundary.size != 1:
+        if self.runs > 1 and accumulation.boundary.size != 1:
             raise RuntimeError(
                 "The optimizer calls its closure more than once in a step, as LBFGS does. A window of several loader batches"
                 " cannot be run again: their data is gone. Use a window of 1, or another optimizer."
@@ -253,7 +270,9 @@ class WindowClosure(Closure):
         def run_closure(joint_forward: Callable[[], Tensor | None]) -> None:
             def step() -> ClosureResult:
                 with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.training_step"):  # type: ignore[attr-defined]
-                    return ClosureResult(joint_forward())
+                    loss = joint_forward()
+                    strategy.watch.returned(loss)
+                    return ClosureResult(loss)
 
             self._step_fn = step
             self.closure()

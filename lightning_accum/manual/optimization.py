@@ -28,6 +28,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.safeguards import gradients_of_zero
+from lightning_accum.whole.offload import offload_in_words
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
@@ -220,6 +221,8 @@ class ManualOptimization:
         parts = [window_in_words(loader_batches, windows.ranks.size, samples)]
         if self.splitting is not None:
             parts.append(f"each runs {self.splitting.describe()}")
+        if windows.policy.offload:
+            parts.append(offload_in_words(windows.ranks.device))
         is_checked = self._strategy.policy.check
         parts.append("the module optimizes by itself")
         parts += ["not checked: training_step steps"] * is_checked
@@ -359,8 +362,9 @@ def begin_manual(strategy: AccumulationMixin, batches: int, warn: Callable[[str]
     assert module is not None
     is_long = policy.may_be_longer_than_one(batches)
     if ranks.size == 1 and not is_long and policy.micro_batch is None:
+        how = f"; {offload_in_words(ranks.device)}" if policy.offload else ""
         rank_zero_info(
-            "GradientAccumulation: a window is 1 loader batch; the module optimizes by itself, and is left to Lightning."
+            f"GradientAccumulation: a window is 1 loader batch{how}; the module optimizes by itself, and is left to Lightning."
         )
         return None
     if policy.micro_batch is not None and strategy.is_waited_for_in_forward:

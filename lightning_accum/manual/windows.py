@@ -23,6 +23,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.denominator import Denominator
+from lightning_accum.weighing.functions import leave_out_function
 from lightning_accum.weighing.weight import Weigher
 from lightning_accum.window import FACTORS_DIFFER, ClosedWindow, Window
 
@@ -172,6 +173,8 @@ class ManualWindows:
             self._left_before = dict(hand.before)
         for parameter in hand.before:
             parameter.grad = None
+        if contribution.of_mean is not None:
+            leave_out_function(loss)
         return call.window.add(loss, contribution)
 
     def end_backward(self) -> None:

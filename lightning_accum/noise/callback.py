@@ -255,6 +255,7 @@ class GradientNoiseScale(Callback):
         if ranks.size > 1:
             dist.all_reduce(totals, group=ranks.group)
         squares, weight, counted, taken_in, samples, sums, shards = totals.unbind()
+        squares = squares * closed.slope**2  # a micro-batch gives the gradient of its mean, where the loss is a function of that
         gradient = whole + shards
         if getattr(optimizer, "_step_supports_amp_scaling", False):  # it unscales by itself, when it steps
             gradient = gradient / scale**2

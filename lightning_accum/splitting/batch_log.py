@@ -16,7 +16,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
-from lightning_accum.weighing.graph import read_loss
+from lightning_accum.weighing.functions import OfMean, read_function
 
 _FOLDS: dict[Callable[..., Any], Callable[[Tensor], Tensor]] = {
     torch.max: lambda values: values.amax(0),
@@ -42,6 +42,7 @@ class _Entry:
 
     values: list[Tensor] = field(default_factory=list)
     weights: list[Denominator | None] = field(default_factory=list)
+    of_means: list[OfMean | None] = field(default_factory=list)
     micro_batches: list[int] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
     is_batch_size_given: bool = False
@@ -77,7 +78,9 @@ class BatchLog:
         """The micro-batch under way."""
         self._weights: Sequence[Denominator | None] = ()
         self._rows: Sequence[int] = ()
+        self._of_means: Sequence[OfMean | None] = ()
         self._of_value: tuple[Denominator | None, bool, _OfMetric | None] = (None, False, None)
+        self._of_mean: OfMean | None = None
         self._detached: Tensor | None = None
         self._may_be_loss: dict[int, list[tuple[Tensor, _Entry]]] = {}
         """Values without a graph, by micro-batch. They are kept until its loss is known: no other can have their memory."""
@@ -91,7 +94,7 @@ class BatchLog:
 
     def look_at(self, value: Any) -> None:
         """See a value before it is cut off from its graph: what it was divided by may be read there."""
-        self._of_value, self._detached = (None, False, None), None
+        self._of_value, self._of_mean, self._detached = (None, False, None), None, None
         if not isinstance(value, Tensor):
             return
         for metric in self._metrics:  # `self.log("accuracy", self.accuracy(logits, target))`
@@ -102,8 +105,8 @@ class BatchLog:
             self._detached = value
             return
         with suppress(UnreadableLossError):
-            weight = read_loss(value).weight
-            self._of_value = (weight, weight is None, None)
+            reading, self._of_mean = read_function(value)
+            self._of_value = (reading.weight, reading.weight is None, None)
 
     def collect(self, key: str, value: Tensor | Metric, batch_size: int, is_batch_size_given: bool) -> None:
         """Take in one logged value."""
@@ -114,7 +117,7 @@ class BatchLog:
         entry.batch_sizes.append(batch_size)
         entry.is_batch_size_given |= is_batch_size_given
         weight, is_sum, entry.of_metric = self._of_value
-        self._of_value = (None, False, None)
+        of_mean, self._of_value, self._of_mean = self._of_mean, (None, False, None), None
         if isinstance(value, Metric):
             entry.metric, entry.of_metric = value, _OfMetric(value)
             cached: Any = value._forward_cache
@@ -125,6 +128,7 @@ class BatchLog:
             weight = batch_size
         entry.values.append(value)
         entry.weights.append(weight)
+        entry.of_means.append(of_mean)
         entry.micro_batches.append(self.micro_batch)
         entry.is_sum |= is_sum
         if self._detached is not None:
@@ -146,21 +150,25 @@ class BatchLog:
             entry.seen.discard(self.micro_batch)
             entry.batch_sizes.pop()
             if entry.micro_batches and entry.micro_batches[-1] == self.micro_batch:
-                for column in (entry.values, entry.weights, entry.micro_batches):
+                for column in (entry.values, entry.weights, entry.of_means, entry.micro_batches):
                     column.pop()
             if not entry.batch_sizes:
                 del self._entries[key]
 
     # --- at the end of the batch ------------------------------------------------------------------------------------
 
-    def weigh(self, weights: Sequence[Denominator | None], rows: Sequence[int]) -> None:
+    def weigh(
+        self, weights: Sequence[Denominator | None], rows: Sequence[int], of_means: Sequence[OfMean | None] | None = None
+    ) -> None:
         """All micro-batches have ended.
 
         Args:
             weights: what the loss of each was divided by; None for a sum, 0 without a loss.
             rows: the samples of each.
+            of_means: what makes each loss of the mean that was weighed; None where they are that.
         """
         self._weights, self._rows = weights, rows
+        self._of_means = of_means or [None] * len(weights)
 
     def merged(
         self, reduce_fx: Callable[[str], Callable[..., Any]], is_synced: Callable[[str], bool] = lambda key: False
@@ -226,13 +234,36 @@ class BatchLog:
         values = torch.stack([value.to(entry.values[0].device) for value in entry.values])
         if reduce_fx in _FOLDS:
             return _FOLDS[reduce_fx](values)
+        of_means = [self._of_means[index] for index in entry.micro_batches] if entry.is_of_loss else entry.of_means
         if entry.is_sum or (entry.is_of_loss and any(self._weights[index] is None for index in entry.micro_batches)):
-            return values.sum(0)
+            return loss_of_parts(values, [None] * len(values), of_means)
         weights: list[Denominator] = []
         for own, index in zip(entry.weights, entry.micro_batches, strict=True):
             of_loss = self._weights[index]
             weights.append(own if own is not None else of_loss if of_loss is not None else self._rows[index])
-        return weighted_mean(values, weights)
+        return loss_of_parts(values, weights, of_means)
+
+
+def loss_of_parts(values: Tensor, weights: Sequence[Denominator | None], of_means: Sequence[OfMean | None]) -> Tensor:
+    """What is a mean, a sum, or a function of one of these, of the whole of several parts.
+
+    Args:
+        values: those of the parts, along dimension 0.
+        weights: of each; None for a sum.
+        of_means: what makes each of a mean; None where it is one.
+    """
+    counts = [weight for weight in weights if weight is not None]
+    counted = [of_mean for of_mean in of_means if of_mean is not None]
+    are_sums = len(counts) < len(weights)
+    if len(counted) < len(of_means) or len({of_mean.function for of_mean in counted}) > 1:
+        return values.sum(0) if are_sums else weighted_mean(values, counts)
+    means, constants = (
+        torch.stack([torch.as_tensor(getattr(of_mean, name), device=values.device) for of_mean in counted])
+        for name in ("mean", "constant")
+    )
+    if are_sums:
+        return (counted[0].function(means.sum()) + constants.mean()).to(values.dtype)
+    return (counted[0].function(weighted_mean(means, counts)) + weighted_mean(constants, counts)).to(values.dtype)
 
 
 def weighted_mean(values: Tensor, weights: Sequence[Denominator]) -> Tensor:

@@ -102,12 +102,12 @@ class BatchRun:
                     if not (is_last and has_sync and not outputs.weights):  # other ranks may wait for what it logs
                         log.forget_micro_batch()
                 else:
-                    outputs.add(loss, accumulation.weight, extra)
+                    outputs.add(loss, accumulation.weight, extra, accumulation.of_mean)
                 del loss, extra, micro_batch  # before the next forward
                 if counts_tokens and index < rounds - 1:
                     strategy.end_window_inside_batch()
         if rounds > own:
             accumulation.is_boundary = ends_window
             window_loss = strategy.run_shadow_batches(own, rounds)
-        log.weigh(outputs.weights or [0.0], outputs.rows or [1])
+        log.weigh(outputs.weights or [0.0], outputs.rows or [1], outputs.of_means)
         return outputs, plan.order, log, window_loss

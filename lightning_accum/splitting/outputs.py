@@ -10,8 +10,9 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_accum.splitting.batch_log import weighted_mean
+from lightning_accum.splitting.batch_log import loss_of_parts, weighted_mean
 from lightning_accum.weighing.denominator import Denominator
+from lightning_accum.weighing.functions import OfMean
 
 
 class Outputs:
@@ -29,17 +30,20 @@ class Outputs:
         self._left_out: set[int] = set()
         self.weights: list[Denominator | None] = []
         """What the loss of each was divided by; None for a sum, 0 without a loss."""
+        self.of_means: list[OfMean | None] = []
+        """What makes the loss of each of the mean that was weighed; None where it is that."""
         self._losses: list[Tensor | float | None] = []  # numbers on the host, where they are quicker than tensors
         self._dtype: torch.dtype | None = None
         self._extras: list[Mapping[str, Any]] = []
 
-    def add(self, loss: Tensor | None, weight: Denominator | None, extra: Mapping[str, Any]) -> None:
+    def add(self, loss: Tensor | None, weight: Denominator | None, extra: Mapping[str, Any], of_mean: OfMean | None = None) -> None:
         """Take in the next micro-batch.
 
         Args:
             loss: its loss; None where it had none.
             weight: what the loss was divided by; None for a sum, 0 without a loss.
             extra: what else ``training_step`` returned, by name.
+            of_mean: what makes the loss of the mean that was weighed; None where it is that.
         """
         self.rows.append(next(self._planned))
         self._begun += self.rows[-1]
@@ -49,6 +53,7 @@ class Outputs:
             self._losses.append(loss.item() if loss.device.type == "cpu" else loss.detach())
             self._dtype = loss.dtype
         self.weights.append(weight)
+        self.of_means.append(of_mean)
         # a part of the graph that is not below the loss would keep what it saved for a backward that never comes
         self._extras.append(apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra)
 
@@ -68,11 +73,10 @@ class Outputs:
             return None
         if of_window is not None:
             return of_window.to(self._dtype)
-        pairs = [(loss, weight) for loss, weight in zip(self._losses, self.weights, strict=True) if loss is not None]
-        tensors = [loss.reshape(()) for loss, _ in pairs if isinstance(loss, Tensor)]
-        losses = torch.stack(tensors) if tensors else torch.tensor([loss for loss, _ in pairs], dtype=torch.float64)
-        weights = [weight for _, weight in pairs if weight is not None]
-        return (losses.sum() if len(weights) < len(pairs) else weighted_mean(losses, weights)).to(self._dtype)
+        found = [one for one in zip(self._losses, self.weights, self.of_means, strict=True) if one[0] is not None]
+        tensors = [loss.reshape(()) for loss, _, _ in found if isinstance(loss, Tensor)]
+        losses = torch.stack(tensors) if tensors else torch.tensor([loss for loss, _, _ in found], dtype=torch.float64)
+        return loss_of_parts(losses, [weight for _, weight, _ in found], [of_mean for *_, of_mean in found]).to(self._dtype)
 
     def extra(self, order: Sequence[int] | None) -> dict[str, Any]:
         """What else was returned.

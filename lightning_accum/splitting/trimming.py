@@ -13,12 +13,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accum.dispatch import with_tensors
+from lightning_accum.dispatch import in_eager_mode, with_tensors
 from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import Keeper
-from lightning_accum.weighing.denominator import UnreadableLossError
-from lightning_accum.weighing.graph import read_loss
+from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
+from lightning_accum.weighing.functions import leave_out_function, read_function
 
 TrainingStep = Callable[[Any], Any]
 
@@ -106,7 +106,7 @@ class _Trial:
                 snapshot.restore()
                 for child in self._module.children():
                     child.eval()
-                with _no_collectives(), _in_eager_mode():
+                with _no_collectives(), in_eager_mode():
                     found.append(_contribution(self._training_step(batch), batch, self._module, self._weigh))
         except Exception as error:
             if is_out_of_memory(error):
@@ -180,15 +180,18 @@ def _contribution(output: Any, batch: Any, module: nn.Module, weigh: Callable[[A
     if not isinstance(loss, Tensor):
         return _Found(0.0, 0.0, [], 0.0)
     weight: Any = 1.0
+    value: Denominator = loss
+    with suppress(UnreadableLossError):  # said later, with what to do about it
+        reading, of_mean = read_function(loss)
+        weight = 1.0 if reading.weight is None else reading.weight
+        if of_mean is not None:
+            value = of_mean.mean
+            leave_out_function(loss)
     if weigh is not None:
         weight = weigh(batch)
-    else:
-        with suppress(UnreadableLossError):  # said later, with what to do about it
-            reading = read_loss(loss)
-            weight = 1.0 if reading.weight is None else reading.weight
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     gradient = torch.autograd.grad(loss * float(weight), trained, allow_unused=True) if loss.requires_grad else []
-    return _Found(loss.item(), float(weight), list(gradient), torch.finfo(loss.dtype).eps)
+    return _Found(float(value), float(weight), list(gradient), torch.finfo(loss.dtype).eps)
 
 
 def _difference(padded: _Found, trimmed: _Found, eps: float) -> str | None:
@@ -220,12 +223,6 @@ class _Precisions(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         result = func(*args, **(kwargs or {}))
         self.has_narrow |= isinstance(result, Tensor) and is_narrow(result)
         return result
-
-
-def _in_eager_mode() -> AbstractContextManager[Any]:
-    """Nothing is compiled for a few rows."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def _no_collectives() -> AbstractContextManager[Any]:

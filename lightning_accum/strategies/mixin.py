@@ -28,7 +28,7 @@ from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_wind
 from lightning_accum.listeners import Audience, callbacks_of
 from lightning_accum.loops.first_batch import MOST_BATCHES
 from lightning_accum.loops.specialised import drop_own_attributes
-from lightning_accum.lr_schedule import StepWatch
+from lightning_accum.loops.watch import Watch
 from lightning_accum.manual.optimization import begin_manual
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.attempts import Splitting
@@ -38,6 +38,7 @@ from lightning_accum.strategies.preparation import check_optimizers, guard
 from lightning_accum.strategies.window_hooks import WindowHooks
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Verdict
+from lightning_accum.whole.offload import Offload
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
@@ -63,7 +64,7 @@ class AccumulationMixin(WindowHooks):
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         self._end_fit()  # one that could not be torn down
-        before, self._fit = set(vars(self)), ExitStack()
+        before, self._fit, self.watch = set(vars(self)), ExitStack(), Watch(model)
         self._fit.callback(self._forget_fit, before)
         self._fit.enter_context(loops.installed(trainer))
         self._fit.callback(self._show_window_size)  # if something fails before it is
@@ -117,17 +118,22 @@ class AccumulationMixin(WindowHooks):
     def setup(self, trainer: pl.Trainer) -> None:
         self.accumulation, self.estimated_windows = None, None
         if trainer.state.fn == TrainerFn.FITTING:
+            for hook, made in {"connect": self._fit, "setup_environment": self.ranks}.items():
+                if made is None:
+                    raise seams.SeamError(f"Strategy.{hook} was not called before Strategy.setup.")
+            self.watch.is_set_up = True
             callback = _callback_of(trainer)
             self.policy = Policy() if callback is None else callback.policy
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            if remark := seams.in_words(seams.changed()):
-                rank_zero_info(f"GradientAccumulation: {remark}")
+            if differing := seams.changed():
+                rank_zero_info(f"GradientAccumulation: {seams.in_words(differing)} Each step is watched.")
             self._begin(trainer, callback)
 
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
         assert module is not None
+        self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)
             return
@@ -149,7 +155,7 @@ class AccumulationMixin(WindowHooks):
         self._callback = callback
         self._keeper = None
         self.guard = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
-        self._watch = StepWatch(self.optimizers[0])
+        self._watch = self._step_watch(self.optimizers[0])
         self._fit.callback(lambda: self._watch.remove())  # there may be another by then
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self.takes_gradient = not is_overridden("backward", module)
@@ -222,6 +228,7 @@ class AccumulationMixin(WindowHooks):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self.watch.begin()
         if self.manual is not None:
             self.manual.restart(loops.loader_batches_seen(self.trainer()))
         if self.accumulation is not None:

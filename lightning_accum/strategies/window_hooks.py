@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum import loops
@@ -17,6 +18,7 @@ from lightning_accum.backward import backward
 from lightning_accum.batch_norm.joint_layers import statistics_of_ranks
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.listeners import Audience, already_on_cpu
+from lightning_accum.loops.watch import Watch
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import ManualOptimization
 from lightning_accum.nonfinite import Guard
@@ -24,6 +26,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.strategies.engine import Engine
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
+from lightning_accum.whole.offload import Offload
 
 
 class WindowHooks(Engine):
@@ -40,6 +43,10 @@ class WindowHooks(Engine):
     """The loss that comes to :meth:`backward` is that of several micro-batches, which are in the window already, and"""
     joint_seed: Tensor | None = None
     """this is the ``gradient`` of its backward."""
+    watch: Watch
+    """Whether Lightning calls what stands in for its own; there in a fit."""
+    offload: Offload | None = None
+    """Moves what autograd saves; None where it stays."""
     audience: Audience
     """Who hears what Lightning calls; there with :attr:`accumulation`."""
     guard: Guard | None = None
@@ -51,6 +58,13 @@ class WindowHooks(Engine):
     def is_plain(self) -> bool:
         """Whether the window is one micro-batch on one rank, so that everything is left to Lightning."""
         return self.accumulation is None or self.accumulation.is_plain()
+
+    def around_loader_batch(self, batch: Any) -> AbstractContextManager[None]:
+        """What a loader batch runs in, whole or in micro-batches."""
+        module = self.lightning_module
+        if self.offload is None or module is None:
+            return nullcontext()
+        return self.offload.engaged((*module.parameters(), *module.buffers(), *tree_leaves(batch)))
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
 
@@ -73,10 +87,12 @@ class WindowHooks(Engine):
             return self.manual.backward(super().backward, closure_loss, optimizer, *args, **kwargs)
         if self.accumulation is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.watch.backward(closure_loss, self.accumulation.is_zero_grad_due)
         loss, seed = self._weigh(closure_loss)
         if seed is not None:
             kwargs["gradient"] = seed
-        with self._around_backward(loss):
+        is_known = self.watch.is_close and self._is_precision_lightnings
+        with self.watch.gradient_of_loss(loss, seed, self.loss_scale() if is_known else None), self._around_backward(loss):
             return super().backward(loss, optimizer, *args, **kwargs)
 
     def backward_without_hooks(self, loss: Tensor) -> None:
@@ -88,6 +104,10 @@ class WindowHooks(Engine):
                 backward(loss, seed)
         else:
             backward(loss, seed)
+
+    @property
+    def _is_precision_lightnings(self) -> bool:
+        return type(self.precision_plugin).__module__.startswith("lightning.")
 
     def _around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
         assert self.accumulation is not None
@@ -152,6 +172,7 @@ class WindowHooks(Engine):
 
     def _end_window(self) -> Tensor | None:
         assert self.accumulation is not None
+        self.watch.close(self.optimizers[0])
         self.sync.end_window()
         if self.guard is not None:
             self.guard.end_window()
@@ -272,8 +293,11 @@ class WindowHooks(Engine):
         assert self.accumulation is not None
         if self._watch.optimizer is not optimizer:
             self._watch.remove()
-            self._watch = StepWatch(optimizer)
+            self._watch = self._step_watch(optimizer)
         return closure(), self.accumulation.is_closed_empty
+
+    def _step_watch(self, optimizer: Optimizer) -> StepWatch:
+        return StepWatch(optimizer, lambda: self.watch.before_optimizer(self.is_plain()))
 
     def _raising_where_empty(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that Lightning calls inside of the optimizer's step, and that ends this step if the window has no weight."""
@@ -293,8 +317,13 @@ class WindowHooks(Engine):
     def after_optimizer_step(self) -> None:
         """Count the step, if it really happened."""
         assert self.accumulation is not None
-        has_stepped = self._watch.has_stepped() or self.accumulation.is_closed_empty
-        self.accumulation.after_optimizer_step(has_stepped and self.accumulation.is_step)
+        has_stepped, is_empty = self._watch.has_stepped(), self.accumulation.is_closed_empty
+        may_skip = is_empty or getattr(self.precision_plugin, "scaler", None) is not None or not self._is_precision_lightnings
+        self.watch.after_optimizer(has_stepped or may_skip)
+        is_counted = (has_stepped or is_empty) and self.accumulation.is_step
+        self.accumulation.after_optimizer_step(is_counted)
+        if is_counted and self.lr_scheduler_configs:
+            self.watch.schedulers_due()
         if self._callback is not None:
             self._callback.show_window()
             self._callback.set_size(self.trainer())

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -27,7 +27,7 @@ def verify(
     module: pl.LightningModule,
     data: Any = None,
     window: int | None = None,
-    micro_batch: int | Tokens | None = None,
+    micro_batch: int | Tokens | Literal["offload"] | None = None,
     *,
     precision: Any = "64-true",
     accelerator: str = "cpu",
@@ -127,6 +127,11 @@ def _check(module: Any, window: Any, micro_batch: Any, policy: dict[str, Any]) -
     if micro_batch == "auto":
         raise MisconfigurationException(
             'verify(micro_batch="auto") would run a batch that fits into memory whole. Pass a number of samples or Tokens(...).'
+        )
+    if (window or 1) == 1 and micro_batch == "offload":
+        raise MisconfigurationException(
+            'verify has nothing to compare: micro_batch="offload" runs the batch as it is. Say how the step is accumulated, by'
+            " window=<loader batches> too."
         )
     if (window or 1) == 1 and micro_batch is None:
         raise MisconfigurationException(

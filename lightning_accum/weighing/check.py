@@ -10,7 +10,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum.weighing.functions import FunctionOfMean, leave_out_function
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher
@@ -27,8 +29,8 @@ from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCoun
 _T = TypeVar("_T")
 
 MOST_ROWS = 8
-_SAMPLED = 2**14
-"""Elements of a gradient that are compared, spread over all of it."""
+_SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
+"""Elements of a gradient that are compared, spread over all of it; and of all gradients about."""
 _OF_A_PARAMETER = 1e-2
 """A gradient smaller than this part of the whole one is compared with this part: what it is beside is rounding."""
 
@@ -58,6 +60,10 @@ class CannotCheckError(Exception):
     """What keeps the check from an answer."""
 
 
+class UnsuitableRowsError(CannotCheckError):
+    """These rows show nothing; others may."""
+
+
 class Rows(NamedTuple):
     """A few rows of a batch, together and in parts, each made anew when it is asked for: a step may take its batch apart."""
 
@@ -76,6 +82,7 @@ class Verdict:
         seen: what deviates by that much, or why nothing could be found out.
         rows: how many rows were looked at, and the sizes of the parts.
         has_terms: the loss has several terms, which share one weight.
+        may_try_again: another batch may show more.
     """
 
     deviation: float | None
@@ -83,6 +90,12 @@ class Verdict:
     seen: str = ""
     rows: tuple[int, ...] = ()
     has_terms: bool = False
+    may_try_again: bool = False
+
+    @classmethod
+    def unknown(cls, reason: CannotCheckError) -> Verdict:
+        """That of what could not be found out."""
+        return cls(None, seen=str(reason), may_try_again=isinstance(reason, UnsuitableRowsError))
 
     @property
     def in_words(self) -> str:
@@ -111,6 +124,14 @@ class _Measured(NamedTuple):
     counts: tuple[float, ...]
     """What the other terms were divided by, where each is weighed by itself."""
     has_terms: bool
+    function: FunctionOfMean | None = None
+    """What makes the loss of a mean. That of a part is the mean itself here, and its gradient is multiplied by the"""
+    slope: float = 1.0
+    """of the whole; and"""
+    constant: float = 0.0
+    """was added to it, times its share."""
+    is_read: bool = True
+    """The weight is known; that of the whole may be not, which no window needs."""
 
 
 class Check:
@@ -193,7 +214,7 @@ class Check:
             deviation, seen = _deviation(whole, parts)
             verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
         except CannotCheckError as reason:
-            verdict = Verdict(None, seen=str(reason))
+            verdict = Verdict.unknown(reason)
         if self._largest(float(not verdict.adds_up)) == 0:
             return verdict
         try:
@@ -204,7 +225,7 @@ class Check:
                 if _deviation(whole, [again])[0] > verdict.tolerance:
                     raise CannotCheckError("training_step gives the same rows another loss each time")
         except CannotCheckError as reason:
-            verdict = Verdict(None, seen=str(reason))
+            verdict = Verdict.unknown(reason)
         return verdict
 
     def _measure(self, rows: Callable[[], Any], weight: Any, whole: _Measured | None = None) -> _Measured:
@@ -217,10 +238,11 @@ class Check:
         weigher = Weigher(weight, lambda message: None, hands_out_terms=self._weighs_terms and weight == "auto")
         try:
             try:
-                loss, contribution = self._together(lambda: self._run(rows(), weigher))
+                loss, read = self._together(lambda: self._run(rows(), weigher, is_part=whole is not None))
             except CannotCheckError:
                 self._backward.forget_forward()
                 raise
+            contribution = Contribution(1.0) if read is None else read
             n = None if contribution.weight is None else float(contribution.weight)
             nodes = weigher.take_terms()
             counts = tuple(float(count) for count in contribution.others) if nodes else ()
@@ -230,24 +252,42 @@ class Check:
                 scale_terms(nodes, [count / total if total else 0.0 for count, total in totals])
             elif whole is not None and n is not None and whole.weight is not None:
                 share = n / whole.weight if whole.weight else 0.0
-            gradient = self._together(lambda: self._gradients(loss, share))
+            of_mean, slope = contribution.of_mean, 1.0
+            if whole is None and of_mean is not None:
+                _, slope = of_mean.function.at(float(of_mean.mean))
+            elif whole is not None and of_mean is not None:
+                leave_out_function(loss)
+                slope = whole.slope
+            gradient = self._together(lambda: self._gradients(loss, share if whole is None else share * slope))
         finally:
             self._has_drawn |= drawn_before != _random_state()
         has_terms = bool(contribution.others or weigher.unweighed_terms)
-        return _Measured(share * float(loss.detach()) if share else 0.0, n, gradient, counts, has_terms)
+        measured = _Measured(
+            share * float(loss.detach()) if share else 0.0, n, gradient, counts, has_terms, is_read=read is not None
+        )
+        if of_mean is None:
+            return measured
+        value = measured.loss if whole is None else share * float(of_mean.mean) if share else 0.0
+        constant = share * float(of_mean.constant) if share else 0.0
+        return measured._replace(loss=value, function=of_mean.function, slope=slope, constant=constant)
 
-    def _run(self, batch: Any, weigher: Weigher) -> tuple[Tensor, Contribution]:
+    def _run(self, batch: Any, weigher: Weigher, is_part: bool) -> tuple[Tensor, Contribution | None]:
         with self._mode:
             output = self._training_step(batch)
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
-            raise CannotCheckError("training_step returns None for some of the first rows")
+            raise UnsuitableRowsError("training_step returns None for some of the first rows")
         if not loss.requires_grad:
             raise CannotCheckError("the loss of the first rows needs no gradient")
-        contribution = weigher(loss, batch)
+        try:
+            contribution = weigher(loss, batch)
+        except UnreadableLossError:
+            if is_part:
+                raise
+            return loss, None
         is_empty = contribution.weight is not None and float(contribution.weight) == 0 and not contribution.others
         if not is_empty and not math.isfinite(float(loss.detach())):
-            raise CannotCheckError("the loss of the first rows is not finite")
+            raise UnsuitableRowsError("the loss of the first rows is not finite")
         return loss, contribution
 
     def _gradients(self, loss: Tensor, share: float) -> dict[int, Tensor]:
@@ -261,21 +301,23 @@ class Check:
                 raise
             self._trained = []  # reentrant checkpointing has no way to it; losses and weights are compared all the same
             return {}
-        return {index: _sample(gradient) for index, gradient in enumerate(gradients) if gradient is not None and share}
+        most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
+        return {index: _sample(gradient, most) for index, gradient in enumerate(gradients) if gradient is not None and share}
 
     def _together(self, function: Callable[[], _T]) -> _T:
         """Call a function on all ranks: where it fails on one, it has failed on all."""
-        problem, result = "", None
+        problem: CannotCheckError | None = None
+        result: _T | None = None
         try:
             result = function()
         except CannotCheckError as error:
-            problem = str(error)
+            problem = error
         except UnreadableLossError:
-            problem = "the graph of the loss shows no denominator"  # the first micro-batch says more
+            problem = CannotCheckError("the graph of the loss shows no denominator")  # the first micro-batch says more
         except Exception as error:
-            problem = f"training_step raises {type(error).__name__} on a few rows of the batch: {error}"
-        if self._largest(float(bool(problem))):
-            raise CannotCheckError(problem or "another rank cannot run a few rows of its batch")
+            problem = CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}")
+        if self._largest(float(problem is not None)):
+            raise problem or CannotCheckError("another rank cannot run a few rows of its batch")
         return cast("_T", result)
 
     @contextmanager
@@ -288,7 +330,7 @@ class Check:
             stack.callback(self._mode.restore)
             freeze_batch_norm(self._module)
             self._snapshot = self._take_snapshot()
-            stack.enter_context(_nothing_compiled())
+            stack.enter_context(in_eager_mode())
             yield
         self._snapshot = None
 
@@ -313,15 +355,25 @@ def parts_of(rows: int, size: int | None) -> list[int]:
 def _deviation(whole: _Measured, parts: Sequence[_Measured]) -> tuple[float, str]:
     """How far the parts are from the whole, and what is farthest."""
     if whole.weight == 0 and not whole.counts:
-        raise CannotCheckError("the first rows have no weight")
+        raise UnsuitableRowsError("the first rows have no weight")
     if not whole.counts:
         parts = [part for part in parts if part.weight != 0]
-    if len({part.weight is None for part in (whole, *parts)}) > 1:
+    if len({part.weight is None for part in ((whole, *parts) if whole.is_read else parts)}) > 1:
         return math.inf, "the loss is a sum in some parts, and a mean in others"
-    found = [(_deviation_of_gradients(whole, parts), "the gradient")]
+    if len({part.function for part in (whole, *parts)}) > 1:
+        return math.inf, "the loss is a function of a mean in some parts, and another or none in all of them together"
+    weights = [part.weight or 0.0 for part in parts]
+    scale = 1.0 if whole.is_read else 1 / (sum(weights) or 1.0)
+    losses = [scale * part.loss for part in parts]
+    if whole.function is not None:
+        value, slope = whole.function.at(mean := sum(losses))
+        value += sum(part.constant for part in parts) / (len(parts) if whole.weight is None else 1)
+        losses = [value - slope * mean, slope * mean]
+    found = [(_deviation_of_gradients(whole, parts, scale), "the gradient")]
     if not whole.counts:  # else each term has its own share, and in its gradient only
-        found.append((_relative([part.loss for part in parts], whole.loss), "the loss"))
-        found.append((_relative([part.weight or 0.0 for part in parts], whole.weight or 0.0), "the weight"))
+        found.append((_relative(losses, whole.loss), "the loss"))
+        if whole.is_read:
+            found.append((_relative(weights, whole.weight or 0.0), "the weight"))
     return max(found, key=lambda pair: pair[0])
 
 
@@ -330,10 +382,10 @@ def _relative(parts: Sequence[float], whole: float) -> float:
     return abs(sum(parts) - whole) / size if size else 0.0
 
 
-def _deviation_of_gradients(whole: _Measured, parts: Sequence[_Measured]) -> float:
+def _deviation_of_gradients(whole: _Measured, parts: Sequence[_Measured], scale: float) -> float:
     differences: list[tuple[float, float]] = []
     for index in sorted({index for measured in (whole, *parts) for index in measured.gradient}):
-        given = [part.gradient[index] for part in parts if index in part.gradient]
+        given = [scale * part.gradient[index] for part in parts if index in part.gradient]
         expected = whole.gradient.get(index)
         difference = sum(given) - (0 if expected is None else expected)
         size = max(0.0 if expected is None else float(expected.norm()), sum(float(gradient.norm()) for gradient in given))
@@ -344,21 +396,16 @@ def _deviation_of_gradients(whole: _Measured, parts: Sequence[_Measured]) -> flo
     return max((difference / max(size, _OF_A_PARAMETER * overall) for difference, size in differences if difference), default=0.0)
 
 
-def _sample(gradient: Tensor) -> Tensor:
+def _sample(gradient: Tensor, most: int) -> Tensor:
     gradient = gradient.detach()
     if isinstance(gradient, DTensor):
         gradient = gradient.to_local()  # each rank compares its part
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
     flat = gradient.reshape(-1)
-    if flat.numel() > _SAMPLED:
-        flat = flat[:: flat.numel() // _SAMPLED | 1]  # odd, so that it meets more than one column of a matrix
+    if flat.numel() > most:
+        flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix
     return flat.cpu().double()
-
-
-def _nothing_compiled() -> AbstractContextManager[Any]:
-    stance = getattr(torch.compiler, "set_stance", None)  # from torch 2.6
-    return nullcontext() if stance is None else stance("force_eager")
 
 
 def _random_state() -> tuple[Any, ...]:

@@ -149,8 +149,6 @@ def criterion_of(node: Node, kind: str, scale: Sequence[Operation], elements: fl
         reduction = node._saved_reduction
         if reduction == NO_REDUCTION:
             return Term(f"{node.name()} without a reduction", node, None, is_readable=False)
-        if kind == "NllLoss" and node._saved_self.shape[-1] == 1:  # of a row that is compared with the rows of its batch
-            return Term(f"{node.name()} over a single class, which is always 0", node, None, is_readable=False)
         below = node.next_functions[0][0]
         if below is not None and kind_of(below) == "Mean" and 0 in reduced_dims(below):
             return Term(f"{node.name()} of {below.name()} over the batch", node, None, is_readable=False)

@@ -134,22 +134,23 @@ def _is_nothing(term: Term) -> bool:
     return not isinstance(term.denominator, Tensor) and term.denominator == 0 and term.factor == 0
 
 
-def terms_of(loss: Tensor, rows: Rows = _unknown) -> list[Term]:
+def terms_of(loss: Tensor, rows: Rows = _unknown, below: tuple[Node, int] | None = None) -> list[Term]:
     """The summands of a loss, left to right.
 
     Args:
         loss: one number, with its graph.
         rows: counts the samples of the micro-batch.
+        below: where to begin, a node and the place among its outputs, if not at the loss.
 
     Raises:
         UnreadableLossError: torch raised an error. After a backward the graph has freed what it had saved.
     """
-    root = loss.grad_fn
+    root, index = (loss.grad_fn, loss.output_nr) if below is None else below
     if root is None:
         return []
     kind = kind_of(root)
     try:
-        return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, loss.output_nr, rows))
+        return [criterion_of(root, kind, ())] if kind in CRITERIA else list(_walk(root, index, rows))
     except _ERRORS_OF_TORCH as error:
         raise UnreadableLossError(_in_words(error)) from error
 
@@ -258,11 +259,11 @@ def _stacked_scalars(node: Node) -> Node | None:
     if kind_of(below) == "Mul" and len(inputs_of(below)) == 1:
         above, below = below, inputs_of(below)[0][0]
     if kind_of(below) in ("Stack", "Cat") and len(sizes) == 1 and len(below.next_functions) == sizes[0]:
-        return below if all(_is_whole_loss(loss) for loss, _ in inputs_of(below)) else None
-    return above if math.prod(sizes) == 1 and _is_whole_loss(below) else None
+        return below if all(is_whole_loss(loss) for loss, _ in inputs_of(below)) else None
+    return above if math.prod(sizes) == 1 and is_whole_loss(below) else None
 
 
-def _is_whole_loss(node: Node) -> bool:
+def is_whole_loss(node: Node) -> bool:
     """Whether ``node`` is a loss already, reduced over all its dimensions, and not the loss of a single sample."""
     while (kind := kind_of(node)) in THROUGH or kind in ("Mul", "Div"):
         inputs = inputs_of(node)
@@ -272,7 +273,7 @@ def _is_whole_loss(node: Node) -> bool:
             break
         node = inputs[0][0]
     if kind in ("Add", "Sub"):
-        return all(_is_whole_loss(child) for child, _ in inputs_of(node))
+        return all(is_whole_loss(child) for child, _ in inputs_of(node))
     if kind in CRITERIA:
         return bool(node._saved_reduction != NO_REDUCTION)
     if kind in ("Mean", *SUMS) and (sizes := getattr(node, "_saved_self_sym_sizes", None)) is not None:
@@ -328,8 +329,10 @@ def _reduction_below(outer: Node, rows: Rows) -> tuple[Node | None, list[Operati
                 raise UnreadableLossError(f"{outer.name()} of {node.name()}")
             is_linear = False
         elif kind in ("Stack", "Cat"):
-            if any(_is_whole_loss(child) for child, _ in inputs):
+            if any(is_whole_loss(child) for child, _ in inputs):
                 raise UnreadableLossError(f"{outer.name()} of losses that were put together by {node.name()}")
+            if _hides_a_reduction(node, rows):
+                raise UnreadableLossError(f"{outer.name()} of what is combined with a reduction over the batch by {node.name()}")
             break
         elif len(inputs) > 1 and kind in _OF_SEVERAL:
             elements = max(elements, *(math.prod(sizes_of(child)) for child, _ in inputs if kind_of(child) in SELECTIONS), 0)
@@ -398,20 +401,20 @@ def _mixes_rows(node: Node, like: tuple[int, ...], rows: Rows) -> bool:
 
 def _hides_a_reduction(root: Node, rows: Rows) -> bool:
     """Whether a loss, losses put together, or a reduction over the batch is found elementwise operations down."""
-    stack = [root]
+    stack = [(root, False)]
     for _ in range(40):
         if not stack:
             return False
-        node = stack.pop()
+        node, is_put_together = stack.pop()
         kind = kind_of(node)
-        is_stack = kind in ("Stack", "Cat")  # of samples, perhaps, and each has sums of its own
-        is_found = any(_is_whole_loss(child) for child, _ in inputs_of(node)) if is_stack else _is_whole_loss(node)
+        is_found = is_whole_loss(node)
         if not is_found and (kind in ("Mean", *SUMS) or kind in ALONG_A_DIMENSION):
             is_found = _mixes_rows(node, (), rows)
+        if is_found and is_put_together and (number := rows()) is not None:
+            is_found = sizes_of(node)[:1] == (number,)  # else of a sample, each of which has sums of its own
         if is_found:
             return not is_of_parameters_only(node)
-        if is_stack:
-            continue
-        if kind in THROUGH or kind in _OF_SEVERAL or kind in _NONLINEAR or kind in ("Mean", *SUMS):
-            stack.extend(child for child, _ in inputs_of(node))
+        if kind in THROUGH or kind in _OF_SEVERAL or kind in _NONLINEAR or kind in ("Mean", "Stack", "Cat", *SUMS):
+            is_put_together = is_put_together or kind in ("Stack", "Cat")
+            stack.extend((child, is_put_together) for child, _ in inputs_of(node))
     return False

@@ -177,5 +177,6 @@ class TermLister:
             divisor = term.denominator
             if proportion.looks_left and divisor is not None and not proportion.look(count, divisor, term.criterion):
                 self._proportions = []  # it is said once, of the first
+                break
         places = {_identity(term): place for place, term in enumerate(varying)}
         return [TermNode(term.node, places.get(_identity(term), 0), term.edge) for term in terms]

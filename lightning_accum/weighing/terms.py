@@ -29,6 +29,11 @@ from torch import Tensor
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.term_nodes import MOST_OTHERS
 
+HOW_TO_WEIGH_EACH = (
+    "Each is weighed by itself where a window is one loader batch that is split, and counted in it:"
+    " GradientAccumulation(micro_batch=..., weight=[TokenCount(), SampleCount()]), one weight for each term."
+)
+
 
 class Counts(Protocol):
     """What one micro-batch brings in: see :class:`lightning_accum.weighing.weight.Contribution`."""

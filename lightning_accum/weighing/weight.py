@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError, first_tensor_or_list, read_parts
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, Term, UnreadableLossError, plain_mean
+from lightning_accum.weighing.functions import FunctionOfMean, OfMean, function_of_mean, is_of_whole_losses, on_host
 from lightning_accum.weighing.graph import Reading, Rows, read_terms, terms_of
 from lightning_accum.weighing.nodes import Node, kind_of, sizes_of
 from lightning_accum.weighing.safeguards import guard_against_zero
@@ -146,6 +147,7 @@ class Contribution(NamedTuple):
         signature: a number that tells which terms these are; 0 without any.
         factors: a number that is another one where a constant factor of the loss, or its kind, is; 0 where that is not known.
         kind: what the weight counts, in words; empty where it is explicit, and for a sum.
+        of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
     """
 
     weight: Denominator | None
@@ -153,6 +155,7 @@ class Contribution(NamedTuple):
     signature: int = 0
     factors: Denominator = 0.0
     kind: str = ""
+    of_mean: OfMean | None = None
 
 
 class Weigher:
@@ -206,13 +209,20 @@ class Weigher:
             if plain is not None:
                 return Contribution(_on_host(plain), (), 0, self._plain[2], self._plain[3])
         is_first = self.criterion is None
+        found = None if self._weight == "equal" else function_of_mean(loss.grad_fn, loss.output_nr)
+        below = None if found is None else found.mean
+        count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
         if self._weight == "auto":
-            count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
+            terms: list[Term] = []
             try:
-                terms = terms_of(loss, count_rows)
+                terms = terms_of(loss, count_rows, below)
                 reading = read_terms(terms)
             except UnreadableLossError as unreadable:
+                _refuse_functions(terms)
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
+            if found is not None:
+                _refuse_counts_apart(terms, found.function)
+                reading = Reading(found.function.in_words(reading.criterion), reading.weight)
             if is_first:
                 self._describe(reading)
             guard_against_zero(terms)
@@ -220,10 +230,11 @@ class Weigher:
             factors = _number_for(terms, kind)
             is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in terms)
             if not reading.others or (is_one_sum and self._reader is None):  # chunks of a sum over one count
-                weight = _zero_where_empty(_on_host(reading.weight), loss, terms[0])
+                of_mean = None if found is None else found.of_mean(loss)
+                weight = _zero_where_empty(_on_host(reading.weight), loss if of_mean is None else of_mean.mean, terms[0])
                 if terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
                     self._plain = (type(loss.grad_fn), CRITERIA[kind_of(loss.grad_fn)][1], factors, kind)
-                return Contribution(weight, (), 0, factors, kind)
+                return Contribution(weight, (), 0, factors, kind, of_mean)
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             signature = 0
             if self._reader is not None and others and reading.weight is not None:
@@ -231,7 +242,13 @@ class Weigher:
             return Contribution(_on_host(reading.weight), others, signature, factors, kind)
         terms = []
         with suppress(UnreadableLossError):
-            terms = terms_of(loss)
+            terms = terms_of(loss, count_rows, below)
+        if self._weight != "equal":
+            _refuse_functions(terms)
+        if found is not None:
+            if self._lister is not None:
+                raise UnreadableLossError(_no_weight_helps(found.function.in_words("a sum of terms, each with its own weight")))
+            _refuse_counts_apart(terms, found.function)
         if self._lister is not None:
             counts = [_checked(_count(weight, batch, rows), weight) for weight in self._lister.weights]
             self._terms = self._lister.read(terms, counts)
@@ -253,7 +270,7 @@ class Weigher:
         if self._proportion.looks_left and terms:
             self._compare_with_graph(terms, weight)
         guard_against_zero(terms)
-        return Contribution(weight)
+        return Contribution(weight, of_mean=None if found is None else found.of_mean(loss))
 
     def take_terms(self) -> list[TermNode]:
         """Where the terms of the last loss are to be scaled; none where they share one weight. They are not kept."""
@@ -350,13 +367,38 @@ def expected_weight(batch: Any, weight: Weight | str | tuple[Weight, ...]) -> fl
 
 
 def _on_host(weight: Denominator | None) -> Denominator | None:
-    """A number for what the host holds already; what a device holds stays there."""
-    if isinstance(weight, Tensor):
-        return weight.item() if weight.device.type == "cpu" else weight.detach()
-    return weight
+    return on_host(weight) if isinstance(weight, Tensor) else weight
 
 
-def _zero_where_empty(weight: Denominator | None, loss: Tensor, term: Term) -> Denominator | None:
+def _refuse_counts_apart(terms: Sequence[Term], function: FunctionOfMean) -> None:
+    """A function of a sum of means over different counts needs the totals of all of them.
+
+    Raises:
+        UnreadableLossError: the terms are such a sum.
+    """
+    with suppress(UnreadableLossError):
+        reading = read_terms(terms)
+        if all(_are_same(term.denominator, reading.weight) for term in reading.others):
+            return
+    raise UnreadableLossError(_no_weight_helps(function.in_words("a sum of terms with different denominators")))
+
+
+def _refuse_functions(terms: Sequence[Term]) -> None:
+    """No weight makes micro-batches add up to a sum of which one term is a function of a mean over the batch.
+
+    Raises:
+        UnreadableLossError: these terms are such a sum.
+    """
+    for term in terms:
+        if not term.is_readable and (any(map(term.criterion.count, _OF_COLUMNS)) or is_of_whole_losses(term.node)):
+            raise UnreadableLossError(_no_weight_helps(term.criterion))
+
+
+_OF_COLUMNS = (" of a function of ", " with a reduction over the batch")
+"""In what is said of a mean of functions, each of the mean of a column."""
+
+
+def _zero_where_empty(weight: Denominator | None, value: Denominator, term: Term) -> Denominator | None:
     """A loss of 0 that was divided by a count of at most 1 is that of no label: ``loss.sum() / max(int(mask.sum()), 1)``.
 
     But for one row, whose own loss may be 0, as that of a margin that is kept.
@@ -364,8 +406,9 @@ def _zero_where_empty(weight: Denominator | None, loss: Tensor, term: Term) -> D
     if weight is None or not term.is_divided_sum or term.rows == 1:
         return weight
     if isinstance(weight, Tensor):
-        return torch.where((loss.detach() == 0) & (weight <= 1), torch.zeros_like(weight), weight)
-    return 0.0 if weight <= 1 and loss.item() == 0 else weight
+        value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+        return torch.where((value == 0) & (weight <= 1), torch.zeros_like(weight), weight)
+    return 0.0 if weight <= 1 and float(value) == 0 else weight
 
 
 def _checked(weight: Any, source: Any) -> Denominator:
@@ -391,4 +434,12 @@ def _how_to_mend(found: str) -> str:
         f'weight="auto" found no denominator in the loss: its graph ends in {found}.{hint} Say what the mean loss is divided by:'
         " GradientAccumulation(weight=TokenCount(...)) for tokens, weight=SampleCount() for samples, weight=<a callable of the"
         ' batch> for anything else, or weight="equal" for the mean of the micro-batches\' means.'
+    )
+
+
+def _no_weight_helps(found: str) -> str:
+    return (
+        f"The loss is, or has in it, a function of a mean over the batch that is not one function of one mean: {found}. No weight"
+        " makes micro-batches add up to that of their batch. Have the batch run whole (a window of 1, without micro_batch=), or"
+        ' take the mean of the micro-batches\' losses: GradientAccumulation(weight="equal").'
     )

@@ -1,0 +1,297 @@
+"""Losses that are a function of a mean: the square root of a mean squared error, the logarithm of a mean.
+
+For a loss ``f(m_i)``, where ``m_i`` is the mean over the ``n_i`` elements of micro-batch ``i``, the loss of the full batch is
+``f(M)`` with ``M = sum_i n_i m_i / N``, and its gradient is ``f'(M) * sum_i n_i grad m_i / N``. The slope ``f'(M)`` is known when
+the window ends. Until then the backward of each micro-batch leaves the function out: what reaches the loss goes on to the mean as
+it is. So nothing is divided by the slope of a micro-batch, which is 0 or infinite for some.
+
+The function is read from the nodes between the loss and the mean. Constants that were added on the way are not saved by their
+nodes. Those below the function are part of the mean; those above it do not change the gradient, and their mean is added to the
+loss of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_accum.weighing.denominator import CRITERIA, Denominator, UnreadableLossError, operation
+from lightning_accum.weighing.graph import Reading, is_whole_loss, read_loss, read_terms, terms_of
+from lightning_accum.weighing.nodes import SUMS, THROUGH, Node, constant_operand, inputs_of, is_of_parameters_only, kind_of
+
+_Number: TypeAlias = "float | None"
+
+
+class _Scalar(NamedTuple):
+    """An operation on one number.
+
+    Attributes:
+        words: how it is written.
+        apply: computes it.
+        operand: what it was computed from, of its node.
+        numbers: the attributes of its node that :attr:`apply` takes too, which are Python numbers or None.
+    """
+
+    words: str
+    apply: Callable[..., Tensor]
+    operand: Callable[[Node], Tensor]
+    numbers: tuple[str, ...] = ()
+
+
+def on_host(number: Tensor) -> Denominator:
+    """A number for what the host holds already; what a device holds stays there."""
+    return number.item() if number.device.type == "cpu" else number.detach()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.device.type == "mps" else tensor.detach().double()
+
+
+def _saved_self(node: Node) -> Tensor:
+    return _wide(node._saved_self)
+
+
+def _result(node: Node) -> Tensor:
+    return _wide(node._saved_result)
+
+
+# by the kind of its node; what a sum of operations is computed from is known from what they have saved
+_FUNCTIONS: dict[str, _Scalar] = {
+    "Sqrt": _Scalar("sqrt({})", torch.sqrt, lambda node: _result(node).square()),
+    "Rsqrt": _Scalar("rsqrt({})", torch.rsqrt, lambda node: _result(node).pow(-2)),
+    "Reciprocal": _Scalar("1 / {}", torch.reciprocal, lambda node: _result(node).reciprocal()),
+    "Exp": _Scalar("exp({})", torch.exp, lambda node: _result(node).log()),
+    "Expm1": _Scalar("expm1({})", torch.expm1, lambda node: _result(node).log1p()),
+    "Log": _Scalar("log({})", torch.log, _saved_self),
+    "Log1P": _Scalar("log1p({})", torch.log1p, _saved_self),
+    "Log2": _Scalar("log2({})", torch.log2, _saved_self),
+    "Log10": _Scalar("log10({})", torch.log10, _saved_self),
+    "Pow": _Scalar("({}) ** {}", torch.pow, _saved_self, ("_saved_exponent",)),
+    "Abs": _Scalar("abs({})", torch.abs, _saved_self),
+    "Clamp": _Scalar("clamp({}, {}, {})", torch.clamp, _saved_self, ("_saved_min", "_saved_max")),
+    "ClampMin": _Scalar("clamp({}, {})", torch.clamp_min, _saved_self, ("_saved_min",)),
+    "ClampMax": _Scalar("clamp({}, None, {})", torch.clamp_max, _saved_self, ("_saved_max",)),
+}
+_LINEAR: dict[str, tuple[str, Callable[..., Tensor]]] = {"Mul": ("{1:g} * {0}", torch.mul), "Div": ("{0} / {1:g}", torch.div)}
+_UNCHANGED = {
+    "Alias", "Clone", "Contiguous", "Copy", "Reshape", "ReshapeAlias", "Squeeze", "ToCopy", "Unsqueeze", "UnsafeView", "View",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionOfMean:
+    """What was done to a mean to make it a loss.
+
+    Attributes:
+        steps: the operations, innermost first, each with its numbers.
+        adds_constant: a constant, which is not known, was added last.
+
+    Example:
+        >>> rmse = FunctionOfMean((("Sqrt", ()),))
+        >>> rmse.at(4.0)
+        (2.0, 0.25)
+        >>> rmse.in_words("mean squared error")
+        'sqrt(mean squared error)'
+    """
+
+    steps: tuple[tuple[str, tuple[_Number, ...]], ...]
+    adds_constant: bool = False
+
+    def __call__(self, mean: Tensor) -> Tensor:
+        """Compute it, without the constant."""
+        for kind, numbers in self.steps:
+            mean = (_LINEAR[kind][1] if kind in _LINEAR else _FUNCTIONS[kind].apply)(mean, *numbers)
+        return mean
+
+    def at(self, mean: float) -> tuple[float, float]:
+        """Its value, without the constant, and its slope; the slope is NaN where the mean is not finite."""
+        operand = torch.tensor(mean, dtype=torch.float64, device="cpu", requires_grad=True)
+        with torch.enable_grad():
+            value = self(operand)
+        (slope,) = torch.autograd.grad(value, operand)
+        return value.item(), slope.item() if operand.isfinite() else torch.nan
+
+    def state(self) -> list[Any]:
+        """Plain lists, for a checkpoint."""
+        return [[[kind, list(numbers)] for kind, numbers in self.steps], self.adds_constant]
+
+    @classmethod
+    def from_state(cls, steps: Sequence[Any], adds_constant: bool) -> FunctionOfMean:
+        """The function of a :meth:`state`."""
+        return cls(tuple((kind, tuple(numbers)) for kind, numbers in steps), adds_constant)
+
+    def in_words(self, mean: str) -> str:
+        """How it is written, of what ``mean`` says."""
+        for kind, numbers in self.steps:
+            mean = (_LINEAR[kind][0] if kind in _LINEAR else _FUNCTIONS[kind].words).format(mean, *numbers)
+        return f"{mean} + a constant" if self.adds_constant else mean
+
+
+class OfMean(NamedTuple):
+    """A loss that is a function of a mean, without its graph.
+
+    Attributes:
+        function: what it is.
+        mean: of what.
+        constant: what was added to that.
+    """
+
+    function: FunctionOfMean
+    mean: Denominator
+    constant: Denominator = 0.0
+
+
+class FoundFunction(NamedTuple):
+    """A function between a loss and its mean.
+
+    Attributes:
+        function: what it is.
+        mean: the node of the mean, with all that is linear above it, and the place among its outputs.
+        first: the lowest node of the function.
+    """
+
+    function: FunctionOfMean
+    mean: tuple[Node, int]
+    first: Node
+
+    def of_mean(self, loss: Tensor) -> OfMean:
+        """The numbers of ``loss``, which it was found in: on the host, or on its device in double precision where that has it."""
+        try:
+            mean = _FUNCTIONS[kind_of(self.first)].operand(self.first).reshape(())
+        except RuntimeError as error:  # after a backward the graph has freed what it had saved
+            raise UnreadableLossError(f"{self.first.name()}, of which nothing is left") from error
+        constant: Denominator = 0.0
+        if self.function.adds_constant:
+            constant = on_host(loss.detach().reshape(()).to(mean.dtype) - self.function(mean))
+        return OfMean(self.function, on_host(mean), constant)
+
+
+def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
+    """Find the function that makes a loss of a mean, or of a sum.
+
+    Args:
+        root: the node of the loss, which is one number.
+        index: the place of the loss among its outputs.
+
+    Returns:
+        None where there is none, or one that is not known.
+
+    Example:
+        >>> x = torch.tensor([1.0, 7.0], requires_grad=True)
+        >>> found = function_of_mean((3 * x.square().mean().sqrt()).grad_fn)
+        >>> found.function.in_words("mean"), found.function.at(25.0)
+        ('3 * sqrt(mean)', (15.0, 0.3))
+        >>> function_of_mean(x.sqrt().mean().grad_fn)  # nothing is done to this mean
+    """
+    node, found = root, None
+    steps: list[tuple[str, tuple[_Number, ...]]] = []
+    adds_constant = adds_inside = False
+    while (kind := kind_of(node)) not in CRITERIA:
+        below = [node.next_functions[index]] if kind == "_DDPSink" else inputs_of(node)
+        if len(below) != 1:
+            break
+        if kind in _FUNCTIONS:
+            numbers = tuple(getattr(node, name) for name in _FUNCTIONS[kind].numbers)
+            if adds_inside or any(isinstance(number, Tensor) for number in numbers):
+                return None
+            steps.append((kind, numbers))
+            found = (len(steps), below[0], node)
+        elif kind in ("Mul", "Div"):
+            try:
+                number = operation(kind, node._saved_other if kind == "Div" else constant_operand(node), node).number
+            except RuntimeError:  # after a backward the graph has freed what it had saved
+                return None
+            if number is None or (kind == "Div" and node.next_functions[0][0] is None):
+                break
+            steps.append((kind, (number,)))
+        elif kind in ("Add", "Sub", "Rsub"):
+            steps.append(("Mul", (_factor_in_sum(node, kind),)))
+            adds_constant, adds_inside = adds_constant or found is None, found is not None
+        elif kind == "Neg":
+            steps.append(("Mul", (-1.0,)))
+        elif kind not in _UNCHANGED and kind != "_DDPSink" and not (kind in ("Mean", *SUMS) and _is_of_one_number(node)):
+            break
+        node, index = below[0]
+    if found is None or not is_whole_loss(node):
+        return None
+    length, mean, first = found
+    kept = (step for step in reversed(steps[:length]) if step != ("Mul", (1.0,)))
+    return FoundFunction(FunctionOfMean(tuple(kept), adds_constant), mean, first)
+
+
+def _factor_in_sum(node: Node, kind: str) -> float:
+    """What the operand that needs a gradient is multiplied by in a sum or a difference: ``other - alpha * self`` in ``Rsub``."""
+    is_second = node.next_functions[0][0] is None
+    if is_second == (kind == "Rsub"):
+        return 1.0
+    alpha = float(node._saved_alpha)
+    return alpha if kind == "Add" else -alpha
+
+
+def _is_of_one_number(node: Node) -> bool:
+    """``loss.mean()`` of a loss without dimensions."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    return sizes is not None and len(sizes) == 0
+
+
+def is_of_whole_losses(root: Node) -> bool:
+    """Whether what is not linear makes a loss of others, each reduced over all of its dimensions: the product of two means, say."""
+    stack = [(root, False)]
+    for _ in range(_MOST_NODES):
+        if not stack:
+            break
+        node, is_nonlinear = stack.pop()
+        kind, below = kind_of(node), [child for child, _ in inputs_of(node) if not is_of_parameters_only(child)]
+        if kind in CRITERIA or kind in ("Mean", *SUMS):
+            if is_nonlinear and is_whole_loss(node):
+                return True
+        elif kind in _NOT_LINEAR or (kind in ("Mul", "Div") and len(below) > 1):
+            stack.extend((child, True) for child in below)
+        elif kind in THROUGH or kind in ("Add", "Sub", "Rsub", "Mul", "Div"):
+            stack.extend((child, is_nonlinear) for child in below)
+    return False
+
+
+_NOT_LINEAR = {*_FUNCTIONS, "Atan", "Exp2", "LogSigmoid", "Maximum", "Minimum", "Relu", "Sigmoid", "Softplus", "Tanh"}
+_MOST_NODES = 40
+
+
+def read_function(loss: Tensor) -> tuple[Reading, OfMean | None]:
+    """As :func:`lightning_accum.weighing.graph.read_loss`, of the mean that ``loss`` is a function of, if it is one."""
+    found = None if loss.grad_fn is None else function_of_mean(loss.grad_fn, loss.output_nr)
+    if found is None:
+        return read_loss(loss), None
+    return read_terms(terms_of(loss, below=found.mean)), found.of_mean(loss)
+
+
+def leave_out_function(loss: Tensor) -> None:
+    """Have the backward to come give the gradients of the mean that ``loss`` is a function of.
+
+    Example:
+        >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> loss = x.square().sum().sqrt()
+        >>> leave_out_function(loss)
+        >>> loss.backward()
+        >>> x.grad
+        tensor([6., 8.])
+    """
+    assert loss.grad_fn is not None
+    found = function_of_mean(loss.grad_fn, loss.output_nr)
+    assert found is not None
+    of_loss: list[Tensor | None] = []
+
+    def keep(gradients: tuple[Tensor | None, ...], place: int = loss.output_nr) -> None:
+        of_loss[:] = [gradients[place]]
+
+    def hand_on(gradients: tuple[Tensor | None, ...], place: int = found.mean[1]) -> tuple[Tensor | None, ...]:
+        (given,), old = of_loss, gradients[place]
+        if given is None or old is None:
+            return gradients
+        return (*gradients[:place], given.to(old.dtype).reshape(old.shape), *gradients[place + 1 :])
+
+    loss.grad_fn.register_prehook(keep)
+    found.mean[0].register_prehook(hand_on)

@@ -1,0 +1,351 @@
+"""A batch runs once, as it is, and what autograd saves for its backward waits in the memory of the host.
+
+Nothing is split, so the step is that of the batch whatever the module does: the values that come back are those that went away.
+What moves are storages, each once, however many views of it are saved. They are copied beside the computation: a few may be on
+their way out while the forward goes on, and in the backward a few are fetched ahead, in the reverse of the order they were saved
+in. Parameters, buffers, the batch, small tensors, tensors of other layouts and subclasses stay where they are.
+
+With hooks for saved tensors torch does not check that what was saved was not changed since. So it is checked here: a change in
+place of a tensor that stayed, or was still on its way out, is an error, as without hooks. One that had left is right all the same.
+
+torch.func's transforms (grad, vjp, jacrev) refuse to run inside of such hooks, and say so; :mod:`torch.autograd` differentiates in
+them, also twice. Of what torch.compile has compiled, the tensors that it saves for its backward are moved.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any, Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+_SMALL = 2**12
+"""Bytes up to which a storage is not worth two copies."""
+_LEAVING = 2
+"""Storages that may be on their way out while the forward goes on."""
+_AHEAD = 2
+"""Storages that are fetched before the backward needs them."""
+_FARTHEST = 32
+"""How far back the next of those is looked for, past what is no more needed."""
+
+
+class Lane(Protocol):
+    """Copies between a device and the host, one after the other, beside what the device computes."""
+
+    def host(self, size: int) -> Tensor:
+        """Bytes in the memory of the host."""
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        """Copy bytes once everything that was computed so far is done. Returns what :meth:`wait` takes."""
+
+    def wait(self, copy: Any) -> None:
+        """Have everything that is computed from now on begin after a copy."""
+
+
+class StreamLane:
+    """A stream of its own, and pinned memory.
+
+    Args:
+        device: CUDA's, or another whose module in torch has the same streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream(device=device)
+
+    def host(self, size: int) -> Tensor:
+        """Pinned, or a copy would wait for the host."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        """Copy on the stream. The caller keeps both tensors until :meth:`wait`, and no allocator has to know of the stream."""
+        computing = self._module.current_stream(self._device)
+        self._stream.wait_stream(computing)
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        return computing, self._stream.record_event()
+
+    def wait(self, copy: Any) -> None:
+        """Both the stream whose memory it is and the one that goes on: the host waits for neither."""
+        began_on, done = copy
+        began_on.wait_event(done)
+        now = self._module.current_stream(self._device)
+        if now != began_on:
+            now.wait_event(done)
+
+
+def lane_for(device: torch.device) -> Lane | None:
+    """The lane between a device and the host; None where there is nowhere to go."""
+    if device.type in ("cpu", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
+        return None
+    return StreamLane(device)
+
+
+def offload_in_words(device: torch.device) -> str:
+    """What happens to what autograd saves, for the line at the start.
+
+    Example:
+        >>> offload_in_words(torch.device("cpu"))
+        'each runs whole (a CPU has no other memory to offload to)'
+    """
+    if lane_for(device) is None:
+        return f"each runs whole (a {device.type.upper()} has no other memory to offload to)"
+    return "each runs whole, and what it saves for its backward waits in the memory of the host"
+
+
+class Offload:
+    """Moves what autograd saves to the host, and back.
+
+    Args:
+        device: that the module is trained on. On the CPU nothing is moved and no hook is set.
+
+    Example:
+        >>> offload, weight = Offload(torch.device("cpu")), torch.ones(3, requires_grad=True)
+        >>> with offload.engaged([weight]):
+        ...     weight.exp().sum().backward()
+        >>> weight.grad
+        tensor([2.7183, 2.7183, 2.7183])
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._lanes: dict[torch.device, Lane | None] = {}
+        self._lock = RLock()  # devices have a thread each in a backward
+        self._staying: frozenset[int] = frozenset()
+        self._saved: dict[int, _Saved] = {}
+        self._order: list[ReferenceType[_Stored]] = []
+        self._leaving: deque[ReferenceType[_Stored]] = deque()
+        self._back: list[ReferenceType[_Stored]] = []
+        self.moves = self._lane(device) is not None
+        """There is another memory to move to."""
+
+    @contextmanager
+    def engaged(self, staying: Iterable[Any]) -> Iterator[None]:
+        """A context in which what autograd saves is moved; it may be needed after it too.
+
+        Args:
+            staying: tensors whose memory is held by others: parameters, buffers, the batch.
+        """
+        if not self.moves:
+            yield
+            return
+        self._staying = frozenset(value.untyped_storage()._cdata for value in staying if _is_plain(value))
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            with self._lock:
+                self._let_go(but=0)
+                self._saved, self._order, self._staying = {}, [], frozenset()
+
+    def _lane(self, device: torch.device) -> Lane | None:
+        if device not in self._lanes:
+            self._lanes[device] = lane_for(device)
+        return self._lanes[device]
+
+    # --- on the way out ---------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> _Kept | _Moved:
+        lane = self._lane_of(tensor)
+        if lane is None:
+            # not the output of the node itself, which would then hold itself
+            return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+        with self._lock:
+            stored = self._stored(tensor, lane)
+        return _Moved(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+    def _lane_of(self, tensor: Tensor) -> Lane | None:
+        """The lane that a tensor is moved by; None where it stays."""
+        if not _is_plain(tensor) or (lane := self._lane(tensor.device)) is None:
+            return None
+        base = tensor if tensor._base is None else tensor._base
+        if isinstance(base, nn.Parameter):
+            return None
+        storage = tensor.untyped_storage()
+        return None if storage.nbytes() <= _SMALL or storage._cdata in self._staying else lane
+
+    def _stored(self, tensor: Tensor, lane: Lane) -> _Stored:
+        storage, version = tensor.untyped_storage(), tensor._version
+        known = self._saved.get(storage._cdata)
+        if known is not None and known.storage() is storage and known.version == version:
+            stored = known.stored()
+            if stored is not None:
+                return stored
+        stored = _Stored(tensor.detach(), lane, self._order)
+        self._saved[storage._cdata] = _Saved(ref(storage), version, ref(stored))
+        self._order.append(ref(stored))
+        self._leaving.append(ref(stored))
+        self._let_go(but=_LEAVING)
+        return stored
+
+    def _let_go(self, but: int) -> None:
+        """Free the memory of those that left first, once they are on the host."""
+        while len(self._leaving) > but:
+            if (stored := self._leaving.popleft()()) is not None:
+                stored.let_go()
+
+    # --- on the way back --------------------------------------------------------------------------------------------
+
+    def _unpack(self, packed: _Kept | _Moved) -> Tensor:
+        if isinstance(packed, _Kept):
+            _check_version(packed.tensor, packed.version)
+            return packed.tensor
+        with self._lock, torch.no_grad():
+            stored = packed.stored
+            found = stored.take()
+            if stored.is_back:
+                self._note_back(stored)
+            for before in stored.before():
+                if before.is_away:
+                    before.fetch()
+                    self._note_back(before)
+            return _view(found, packed.dtype, packed.offset, packed.size, packed.stride)
+
+    def _note_back(self, stored: _Stored) -> None:
+        """What is back stays for those that need it next; what is not needed soon, or again, leaves for the second time."""
+        here = [(one, back) for one in self._back if (back := one()) is not None and back.is_back and back is not stored]
+        for _, back in here[: -2 * _AHEAD + 1]:
+            back.leave_again()
+        self._back = [one for one, _ in here[-2 * _AHEAD + 1 :]] + [ref(stored)]
+
+
+class _Stored:
+    """One storage as it was when it was saved: on its way out, on the host, or back."""
+
+    def __init__(self, tensor: Tensor, lane: Lane, order: list[ReferenceType[_Stored]]) -> None:
+        self._lane = lane
+        self._device, self._version = tensor.device, tensor._version
+        self._order, self._index = order, len(order)
+        self._original: Tensor | None = tensor
+        self._is_changed = False
+        self._back: Tensor | None = None
+        size = tensor.untyped_storage().nbytes()
+        self._host = lane.host(size)
+        self._copy: Any = lane.copy(self._host, _view(tensor, torch.uint8, 0, (size,), (1,)))
+
+    @property
+    def is_away(self) -> bool:
+        """Only the host has it."""
+        return self._original is None and self._back is None
+
+    @property
+    def is_back(self) -> bool:
+        """It has come back, or is on its way."""
+        return self._back is not None
+
+    def let_go(self) -> None:
+        """It is on the host once what is computed from now on begins: its memory is free, and a change does no harm."""
+        if self._original is not None:
+            self._finish_copy()
+            self._is_changed = self._original._version != self._version  # it may be in the copy
+            self._original = None
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+        self._back = torch.empty_like(self._host, device=self._device, pin_memory=False)
+        self._copy = self._lane.copy(self._back, self._host)
+
+    def take(self) -> Tensor:
+        """A tensor on the device whose storage has the bytes.
+
+        Raises:
+            RuntimeError: it was changed in place before they were on the host.
+        """
+        if self._original is not None:
+            _check_version(self._original, self._version)
+            return self._original
+        if self._is_changed:
+            raise RuntimeError(_CHANGED)
+        if self._back is None:
+            self.fetch()
+        self._finish_copy()
+        assert self._back is not None
+        return self._back
+
+    def leave_again(self) -> None:
+        """Free the memory on the device."""
+        self._finish_copy()
+        self._back = None
+
+    def before(self) -> Iterator[_Stored]:
+        """Those that were saved before it, the last first."""
+        found = 0
+        for index in range(self._index - 1, max(-1, self._index - 1 - _FARTHEST), -1):
+            if (stored := self._order[index]()) is not None:
+                yield stored
+                found += 1
+            if found == _AHEAD:
+                return
+
+    def _finish_copy(self) -> None:
+        if self._copy is not None:
+            self._lane.wait(self._copy)
+            self._copy = None
+
+    def __del__(self) -> None:
+        # memory on its way out or back is not to be used anew before the copy is done
+        if getattr(self, "_copy", None) is not None:
+            self._finish_copy()
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A storage that was saved in a step, while there is one."""
+
+    storage: ReferenceType[torch.UntypedStorage]
+    version: int
+    stored: ReferenceType[_Stored]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A saved tensor that stays where it is."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A saved tensor as a view of what is stored."""
+
+    stored: _Stored
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation. Have the operation work on a"
+    " copy (x = x + y instead of x += y)."
+)
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"{_CHANGED} It is a {tensor.type()} of shape {list(tensor.shape)} at version {tensor._version}; expected version"
+            f" {version} instead."
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    """A tensor of strides over a storage of its own, and nothing that its bits leave open."""
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_conj() or value.is_neg() or value.is_quantized)
+    )
+
+
+def _view(tensor: Tensor, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """The storage of a tensor, seen in another way."""
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, size, stride)

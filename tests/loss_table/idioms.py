@@ -1,0 +1,391 @@
+"""How losses are written by hand: divisors, factors, masks, loops, vectors of losses that are filled in, selections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from loss_table.rows import Table
+
+table = Table("idioms")
+add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
+
+Each = Callable[[Tensor, object], Tensor]
+"""A loss for each row."""
+
+EACH: dict[str, Each] = {
+    "cross entropy": lambda o, b: F.cross_entropy(o, b.t, reduction="none"),
+    "squares": lambda o, b: (o - b.y).square().sum(1),
+}
+
+# --- a mean of rows, by hand ---
+MEANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum over len()": lambda c: c.sum() / len(c),
+    "sum over int()": lambda c: c.sum() / int(c.shape[0]),
+    "sum over float()": lambda c: c.sum() / float(c.numel()),
+    "sum over a tensor of the number": lambda c: c.sum() / torch.tensor(len(c)),
+    "sum over a float tensor of the number": lambda c: c.sum() / torch.tensor(float(len(c)), dtype=torch.float64),
+    "sum over ones": lambda c: c.sum() / torch.ones_like(c).sum(),
+    "sum times one over the number": lambda c: c.sum() * (1 / len(c)),
+    "sum times one over a tensor": lambda c: c.sum() * (1 / torch.tensor(len(c), dtype=torch.float64)),
+    "sum times the reciprocal": lambda c: c.sum() * torch.tensor(len(c), dtype=torch.float64).reciprocal(),
+    "sum div_ in place": lambda c: c.sum().div_(len(c)),
+    "each over the number, sum": lambda c: (c / len(c)).sum(),
+    "each times one over the number, sum": lambda c: (c * (1 / len(c))).sum(),
+    "product with a vector of one over the number": lambda c: c @ torch.full_like(c, 1 / len(c)),
+    "product with ones over the number": lambda c: c @ torch.ones_like(c) / len(c),
+    "dot over the number": lambda c: torch.dot(c, torch.ones_like(c)) / len(c),
+    "einsum over the number": lambda c: torch.einsum("i->", c) / len(c),
+    "a loop over samples, a sum over the number": lambda c: sum(c[k] for k in range(len(c))) / len(c),
+    "a loop over samples, times one over the number": lambda c: sum(each * (1.0 / len(c)) for each in c),
+    "a loop over samples, each over the number": lambda c: sum(each / len(c) for each in c),
+    "a loop over samples, stacked, mean": lambda c: torch.stack([each * 1.0 for each in c]).mean(),
+    "a loop over samples, cat, mean": lambda c: torch.cat([each[None] * 1.0 for each in c]).mean(),
+    "a loop over samples, stacked, sum over the number": lambda c: torch.stack(list(c)).sum() / len(c),
+    "unbound rows": lambda c: torch.stack(c.unbind(0)).mean(),
+    "halves, put together": lambda c: torch.cat([c[: len(c) // 2], c[len(c) // 2 :]]).mean(),
+    "halves, each summed, over the number": lambda c: (c[: len(c) // 2].sum() + c[len(c) // 2 :].sum()) / len(c),
+    "filled into a vector, mean": lambda c: _filled(c).mean(),
+    "filled into a vector, sum over the number": lambda c: _filled(c).sum() / len(c),
+    "filled into a vector by slices": lambda c: _filled_by_slices(c).mean(),
+    "filled into a longer vector, sum over the number": lambda c: F.pad(c, (0, 3)).sum() / len(c),
+    "scattered, mean": lambda c: torch.zeros_like(c).scatter(0, torch.arange(len(c)).flip(0), c).mean(),
+    "index_add into one place, over the number": lambda c: (
+        torch.zeros(1).to(c).index_add(0, torch.zeros(len(c), dtype=torch.long), c)[0] / len(c)
+    ),
+    "index_copy, mean": lambda c: torch.zeros_like(c).index_copy(0, torch.arange(len(c)), c).mean(),
+    "index_select of all, mean": lambda c: c.index_select(0, torch.arange(len(c)).flip(0)).mean(),
+    "take_along_dim, mean": lambda c: c.take_along_dim(torch.arange(len(c))).mean(),
+    "sorted, mean": lambda c: c.sort().values.mean(),
+    "topk of all, mean": lambda c: c.topk(len(c)).values.mean(),
+    "flipped and rolled, mean": lambda c: c.flip(0).roll(1, 0).mean(),
+    "repeated, mean": lambda c: c.repeat(3).mean(),
+    "repeated, sum over the number": lambda c: c.repeat(2).sum() / len(c),
+    "expanded, mean": lambda c: c[:, None].expand(-1, 3).mean(),
+    "two dimensions, mean and mean": lambda c: c[:, None].expand(-1, 3).mean(0).mean(),
+    "nan_to_num of each, mean": lambda c: c.nan_to_num().mean(),
+    "nan_to_num of the loss": lambda c: c.mean().nan_to_num(),
+    "nan_to_num of a sum over the number": lambda c: (c.sum() / len(c)).nan_to_num(0.0),
+    "where it is finite, else 0": lambda c: torch.where(c.isfinite(), c, 0.0).mean(),
+    "clamped from above": lambda c: c.clamp(max=1.5).mean(),
+    "the mean, clamped far away": lambda c: c.mean().clamp(max=1e4),
+    "the mean of a square root": lambda c: (c + 0.1).sqrt().mean(),
+    "the mean of the last dimension of a column": lambda c: c[:, None].mean(-1).mean(),
+    "keepdim and squeeze": lambda c: c.mean(0, keepdim=True).squeeze(),
+    "a mean of one element, indexed": lambda c: c.mean(0, keepdim=True)[0],
+    "a view of the mean": lambda c: c.mean().view(1).sum(),
+    "nansum over the number": lambda c: c.nansum() / len(c),
+    "cumulative sum, its last": lambda c: c.cumsum(0)[-1] / len(c),
+    "sum of a diagonal": lambda c: torch.diag(c).sum() / len(c),
+    "trace": lambda c: torch.trace(torch.diag(c)) / len(c),
+    "bmm of rows": lambda c: torch.bmm(c[None, None], torch.ones(1, len(c), 1).to(c)).squeeze() / len(c),
+    "matmul to one number": lambda c: (c[None] @ torch.ones(len(c), 1).to(c)).squeeze() / len(c),
+    "linear to one number": lambda c: F.linear(c, torch.ones_like(c)[None])[0] / len(c),
+    "norm of order 1": lambda c: c.norm(p=1) / len(c),
+    "average pooling": lambda c: F.adaptive_avg_pool1d(c[None, None], 1).squeeze(),
+    "baddbmm": lambda c: torch.addmm(torch.zeros(1, 1).to(c), c[None], torch.ones(len(c), 1).to(c)).sum() / len(c),
+    "float32 and back": lambda c: c.to(torch.float64).contiguous().clone().mean(),
+    "mean minus a constant": lambda c: c.mean() - 3.0,
+    "constant minus mean": lambda c: 3.0 - c.mean(),
+    "minus the negative": lambda c: -(-c).mean(),
+    "twice the mean": lambda c: 2 * c.mean(),
+    "the mean over 7": lambda c: c.mean() / 7,
+    "the mean over a tensor of 7": lambda c: c.mean() / torch.tensor(7.0, dtype=torch.float64),
+    "the mean times a tensor": lambda c: c.mean() * torch.tensor(0.3, dtype=torch.float64),
+    "the mean times a tensor of one element": lambda c: (c.mean() * torch.tensor([0.3], dtype=torch.float64)).sum(),
+}
+for (means, reduce), (eaches, each) in zip(MEANS.items(), cycle(EACH.items()), strict=False):
+    add(f"{eaches}, {means}", "x t y", lambda o, b, m, f=each, g=reduce: g(f(o, b)))
+
+# --- a mean of the rows of a mask, which may be none ---
+MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum over a clamped count": lambda c, k: (c * k).sum() / k.sum().clamp(min=1),
+    "sum over max(int(), 1)": lambda c, k: (c * k).sum() / max(int(k.sum()), 1),
+    "sum over max(item(), 1.0)": lambda c, k: (c * k).sum() / max(k.sum().item(), 1.0),
+    "sum over maximum with ones": lambda c, k: (c * k).sum() / torch.maximum(k.sum(), torch.tensor(1)),
+    "sum over the count and 1e-8": lambda c, k: (c * k).sum() / (k.to(c).sum() + 1e-8),
+    "sum over the count and 1e-16": lambda c, k: (c * k).sum() / (k.to(c).sum() + 1e-16),
+    "sum over the count": lambda c, k: (c * k).sum() / k.sum(),
+    "sum over a float count": lambda c, k: (c * k).sum() / k.to(c).sum(),
+    "sum times one over a clamped count": lambda c, k: (c * k).sum() * (1 / k.sum().clamp(min=1)),
+    "selected mean": lambda c, k: c[k].mean(),
+    "selected sum over a clamped count": lambda c, k: c[k].sum() / k.sum().clamp(min=1),
+    "selected sum over max(len(), 1)": lambda c, k: c[k].sum() / max(len(c[k]), 1),
+    "masked_select, mean": lambda c, k: c.masked_select(k).mean(),
+    "nonzero and index_select, mean": lambda c, k: c.index_select(0, k.nonzero()[:, 0]).mean(),
+    "where, sum over a clamped count": lambda c, k: torch.where(k, c, 0.0).sum() / k.sum().clamp(min=1),
+    "masked_fill, sum over a clamped count": lambda c, k: c.masked_fill(~k, 0.0).sum() / k.sum().clamp(min=1),
+    "set to zero in place": lambda c, k: _zeroed(c, k).sum() / k.sum().clamp(min=1),
+    "where there is any, else a zero": lambda c, k: c[k].mean() if k.any() else (c * 0).sum(),
+    "where there is any, else a zero mean": lambda c, k: c[k].mean() if k.any() else 0.0 * c.mean(),
+    "where there is any, else zeros of the outputs": lambda c, k: (c * k).sum() / k.sum() if k.any() else c.sum() * 0.0,
+    "mean over the mean of the mask": lambda c, k: (c * k).mean() / k.double().mean(),
+    "mean over a clamped mean of the mask": lambda c, k: (c * k).mean() / k.double().mean().clamp(min=1e-9),
+    "dot with the mask over its sum": lambda c, k: torch.dot(c, k.to(c)) / k.sum().clamp(min=1),
+    "einsum with the mask over its sum": lambda c, k: torch.einsum("i,i->", c, k.to(c)) / k.sum().clamp(min=1),
+    "count of the losses that are not zero": lambda c, k: (d := c * k).sum() / (d != 0).sum().clamp(min=1),
+    "count_nonzero": lambda c, k: (c * k).sum() / k.count_nonzero().clamp(min=1),
+    "nan_to_num of an empty mean": lambda c, k: c[k].mean().nan_to_num(0.0),
+    "mean over all rows": lambda c, k: (c * k).mean(),
+    "selected sum over all rows": lambda c, k: c[k].sum() / len(c),
+    "loop over the rows of the mask": lambda c, k: (
+        sum((c[i] for i in range(len(c)) if k[i]), start=0 * c.sum()) / max(1, int(k.sum()))
+    ),
+    "loop over the rows of the mask, stacked": lambda c, k: (
+        torch.stack([c[i] for i in range(len(c)) if k[i]] or [c.sum() * 0]).sum() / k.sum().clamp(min=1)
+    ),
+    "filled into a vector": lambda c, k: _filled_where(c, k).sum() / k.sum().clamp(min=1),
+    "nanmean": lambda c, k: c.where(k, torch.nan).nanmean(),
+    "softplus of selected rows": lambda c, k: F.softplus(c[k]).mean(),
+}
+for (masks, reduce_masked), (eaches, each) in zip(MASKED.items(), cycle(EACH.items()), strict=False):
+    add(
+        f"masked {eaches}, {masks}",
+        "x t y mask",
+        lambda o, b, m, f=each, g=reduce_masked: g(f(o, b), b.mask),
+        refused="its divisor has a constant beside the count" if masks.endswith("1e-8") else "",
+    )
+
+# --- a mean with weights of rows ---
+WEIGHTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda c, w: (c * w).mean(),
+    "sum over the weights": lambda c, w: (c * w).sum() / w.sum(),
+    "sum over a float()": lambda c, w: (c * w).sum() / float(w.sum()),
+    "sum over item()": lambda c, w: (c * w).sum() / w.sum().item(),
+    "dot over the weights": lambda c, w: c @ w / w.sum(),
+    "einsum over the weights": lambda c, w: torch.einsum("i,i->", c, w) / w.sum(),
+    "mean over the mean of the weights": lambda c, w: (c * w).mean() / w.mean(),
+    "sum over rows": lambda c, w: (c * w).sum() / len(c),
+    "log-weights": lambda c, w: (c * w.log().exp()).mean(),
+    "sum": lambda c, w: (c * w).sum(),
+    "divided each": lambda c, w: (c / w).mean(),
+    "mean of all, weighted by a column": lambda c, w: (c[:, None] * w[:, None]).mean(),
+}
+for weights, reduce_weighted in WEIGHTED.items():
+    add(
+        f"weights of rows, {weights}", "x t w", lambda o, b, m, g=reduce_weighted: g(F.cross_entropy(o, b.t, reduction="none"), b.w)
+    )
+add(
+    "weights of rows that are normalised in the step",
+    "x t w",
+    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.sum())).sum(),
+    refused="weights that were normalised over the batch are one over a count that the graph does not show",
+)
+add(
+    "weights of rows, normalised by softmax over the batch",
+    "x t w",
+    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * b.w.softmax(0)).sum(),
+    refused="weights that were normalised over the batch are one over a count that the graph does not show",
+)
+add(
+    "weights of rows that have the mean 1",
+    "x t w",
+    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.mean())).mean(),
+    refused="weights that were normalised over the batch are one over a count that the graph does not show",
+)
+
+# --- factors ---
+of_batch("a factor that goes with the batch: its rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t) * len(o))
+of_batch("a factor that goes with the batch: a tensor", "x t w", lambda o, b, m: F.cross_entropy(o, b.t) * b.w.mean())
+of_batch("a factor that goes with the batch: a number", "x t w", lambda o, b, m: F.cross_entropy(o, b.t) * float(b.w.mean()))
+of_batch(
+    "a factor that goes with the batch: one over its labels",
+    "x ignored",
+    lambda o, b, m: F.cross_entropy(o, b.ignored, reduction="sum") / (1 + (b.ignored >= 0).sum()) ** 0.5,
+)
+add("a sum over a constant", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / 128)
+add(
+    "a sum over a constant that could be a count",
+    "x t",
+    lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / 2.0,
+    refused="a number that the sum is divided by may be the count of a batch of that size",
+)
+add("a sum over a constant in a tensor", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / torch.tensor(100.0))
+add("a sum times a constant", "x t", lambda o, b, m: 1e-2 * F.cross_entropy(o, b.t, reduction="sum"))
+add(
+    "a sum times a constant in a tensor",
+    "x t",
+    lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") * torch.tensor(0.37, dtype=torch.float64),
+)
+add(
+    "a sum over columns and a constant",
+    "x y",
+    lambda o, b, m: (o - b.y).square().sum() / 4,
+    refused="a number that the sum is divided by may be the count of a batch of that size",
+)
+add("a mean over columns and a sum over rows", "x y", lambda o, b, m: (o - b.y).square().mean(1).sum())
+add("a mean over rows and a sum over columns", "x y", lambda o, b, m: (o - b.y).square().mean(0).sum())
+add("a sum over rows and a mean over columns", "x y", lambda o, b, m: (o - b.y).square().sum(0).mean())
+of_batch("a mean of rows by a root of their number", "x y", lambda o, b, m: (o - b.y).square().sum() / len(o) ** 0.5)
+of_batch("a mean of rows by one less", "x y", lambda o, b, m: (o - b.y).square().sum() / max(1, len(o) - 1))
+of_batch("a mean over the largest label", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / (1 + b.t.max()))
+of_batch(
+    "a mean over the number of labels that occur",
+    "x t",
+    lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / len(b.t.unique()),
+)
+of_batch(
+    "a mean of classes' means",
+    "x t",
+    lambda o, b, m: torch.stack([F.cross_entropy(o[b.t == k], b.t[b.t == k]) for k in b.t.unique()]).mean(),
+)
+of_batch("the worst row", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="none").max())
+of_batch("the first row", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="none")[0])
+of_batch("the first half of the rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="none")[: (len(o) + 1) // 2].mean())
+of_batch("every other row", "x t", lambda o, b, m: F.cross_entropy(o[::2], b.t[::2]))
+of_batch("all but the last row", "x y", lambda o, b, m: (o[:-1] - b.y[:-1]).square().sum() / len(o))
+of_batch(
+    "weights that fall with the row",
+    "x t",
+    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * torch.linspace(1, 0.1, len(o))).mean(),
+)
+of_batch("neighbouring rows", "x", lambda o, b, m: (o[1:] - o[:-1]).square().sum() / len(o) + o.square().mean())
+of_batch("a row and the one before it", "x y", lambda o, b, m: (o - b.y.roll(1, 0)).square().mean())
+of_batch("softmax over the batch", "x t", lambda o, b, m: -(o.softmax(0) * F.one_hot(b.t, 4)).sum(1).mean())
+of_batch("log-softmax over the batch", "x t", lambda o, b, m: F.nll_loss(o.log_softmax(0), b.t))
+of_batch("normalised over the batch by norms", "x y", lambda o, b, m: (F.normalize(o, dim=0) - b.y).square().mean())
+of_batch("centred in the step", "x y", lambda o, b, m: (o - o.mean(0, keepdim=True) - b.y).square().mean())
+of_batch("centred in the step, detached", "x y", lambda o, b, m: (o - o.mean(0).detach() - b.y).square().mean())
+of_batch(
+    "batch norm by a function",
+    "x t",
+    lambda o, b, m: F.cross_entropy(
+        torch.nn.functional.batch_norm(torch.cat((o, o * 0.5)), None, None, training=True)[: len(o)], b.t
+    ),
+)
+of_batch(
+    "the variance of losses", "x t", lambda o, b, m: (c := F.cross_entropy(o, b.t, reduction="none")).mean() + c.var(correction=0)
+)
+of_batch("the standard deviation of outputs", "x t", lambda o, b, m: F.cross_entropy(o, b.t) + o.std(correction=0))
+add(
+    "losses normalised by their own",
+    "x t",
+    lambda o, b, m: ((c := F.cross_entropy(o, b.t, reduction="none")) / c.detach().sum()).sum(),
+)
+of_batch(
+    "losses weighed by their own softmax",
+    "x t",
+    lambda o, b, m: ((c := F.cross_entropy(o, b.t, reduction="none")) * c.detach().softmax(0)).sum(),
+)
+of_batch(
+    "losses weighed by their own rank",
+    "x t",
+    lambda o, b, m: ((c := F.cross_entropy(o, b.t, reduction="none")) * c.detach().argsort().argsort()).mean(),
+)
+of_batch(
+    "losses below their own median", "x t", lambda o, b, m: (c := F.cross_entropy(o, b.t, reduction="none"))[c <= c.median()].mean()
+)
+of_batch("losses below their own mean", "x y", lambda o, b, m: ((c := (o - b.y).abs().sum(1)) * (c <= c.detach().mean())).mean())
+of_batch(
+    "losses without their outliers", "x y", lambda o, b, m: (c := (o - b.y).abs().sum(1))[c < c.mean() + c.std(correction=0)].mean()
+)
+of_batch("the k largest losses", "x y", lambda o, b, m: (o - b.y).abs().flatten().topk(3).values.sum())
+of_batch(
+    "the smaller half of the losses",
+    "x y",
+    lambda o, b, m: (c := (o - b.y).abs().sum(1)).topk((len(c) + 1) // 2, largest=False).values.mean(),
+)
+
+
+# --- an explicit weight ---
+def rows(batch: dict[str, Tensor]) -> int:
+    return len(batch["x"])
+
+
+def labels(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["ignored"] != -100).sum()
+
+
+def positives(batch: dict[str, Tensor]) -> Tensor:
+    return batch["mask"].sum()
+
+
+add("explicit: rows for a mean of rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=rows)
+add(
+    "explicit: half the rows for a mean of rows",
+    "x t",
+    lambda o, b, m: F.cross_entropy(o, b.t),
+    weight=lambda batch: len(batch["x"]) / 2,
+)
+add("explicit: labels for ignored labels", "x ignored", lambda o, b, m: F.cross_entropy(o, b.ignored), weight=labels)
+add(
+    "explicit: rows for weights that are normalised in the step",
+    "x t",
+    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * torch.full_like(b.x[:, 0], 1 / len(o))).sum(),
+    weight=rows,
+)
+add(
+    "explicit: weights for weights that are normalised in the step",
+    "x t w",
+    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.sum())).sum(),
+    weight=lambda batch: batch["w"].sum(),
+)
+add(
+    "explicit: exponentials for a softmax over the batch",
+    "x t w",
+    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * b.w.softmax(0)).sum(),
+    weight=lambda batch: batch["w"].exp().sum(),
+)
+add(
+    "explicit: positives for a clamped count",
+    "x y mask",
+    lambda o, b, m: ((o - b.y).square().sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1),
+    weight=positives,
+)
+add(
+    "explicit: rows for a mixture density",
+    "x y",
+    lambda o, b, m: -(o[:, :2].log_softmax(1) - 0.5 * (b.y[:, :1] - o[:, 2:]) ** 2).logsumexp(1).mean(),
+    weight=rows,
+)
+of_batch("explicit: rows for ignored labels", "x ignored", lambda o, b, m: F.cross_entropy(o, b.ignored), weight=rows)
+of_batch(
+    "explicit: rows for a masked mean",
+    "x y mask",
+    lambda o, b, m: ((o - b.y).square().sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1),
+    weight=rows,
+)
+of_batch("explicit: rows for a sum", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum"), weight=rows)
+of_batch("explicit: rows for a root of a mean", "x y", lambda o, b, m: F.mse_loss(o, b.y).sqrt(), weight=rows)
+of_batch(
+    "explicit: rows for class weights",
+    "x t",
+    lambda o, b, m: F.cross_entropy(o, b.t, weight=torch.tensor([0.1, 1, 2, 4]).to(o)),
+    weight=rows,
+)
+of_batch("explicit: rows for pairs", "x v", lambda o, b, m: F.cross_entropy(o @ m(b.v).T, torch.arange(len(o))), weight=rows)
+of_batch(
+    "explicit: rows for two terms", "x ignored y", lambda o, b, m: F.cross_entropy(o, b.ignored) + F.mse_loss(o, b.y), weight=rows
+)
+of_batch("explicit: rows squared", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=lambda batch: len(batch["x"]) ** 2)
+of_batch("explicit: a constant", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=lambda batch: 1)
+
+
+def _filled(c: Tensor) -> Tensor:
+    losses = torch.zeros_like(c)
+    for place, each in enumerate(c):
+        losses[place] = each
+    return losses
+
+
+def _filled_by_slices(c: Tensor) -> Tensor:
+    losses = c.new_zeros(len(c))
+    losses[: len(c) // 2] = c[: len(c) // 2]
+    losses[len(c) // 2 :] = c[len(c) // 2 :]
+    return losses
+
+
+def _filled_where(c: Tensor, k: Tensor) -> Tensor:
+    losses = torch.zeros_like(c)
+    losses[k] = c[k]
+    return losses
+
+
+def _zeroed(c: Tensor, k: Tensor) -> Tensor:
+    losses = c.clone()
+    losses[~k] = 0
+    return losses

@@ -1,0 +1,394 @@
+"""Embeddings: pairs, triplets, proxies, views of the same sample."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from loss_table.rows import Table
+
+table = Table("metric learning")
+add, of_batch, terms = table.adds_up, table.batch, table.terms
+
+
+def unit(o: Tensor) -> Tensor:
+    return F.normalize(o, dim=-1)
+
+
+def same(t: Tensor) -> Tensor:
+    return t[:, None] == t[None]
+
+
+def itself(o: Tensor) -> Tensor:
+    return torch.eye(len(o), dtype=torch.bool)
+
+
+def clip(a: Tensor, c: Tensor, scale: float = 5.0) -> Tensor:
+    logits = scale * unit(a) @ unit(c).T
+    places = torch.arange(len(a))
+    return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
+
+
+# --- every sample is compared with the others of its batch ---
+of_batch("CLIP", "x v", lambda o, b, m: clip(o, m(b.v)))
+of_batch("CLIP with a learned scale", "x v", lambda o, b, m: clip(o, m(b.v), m.temperature.exp()))
+of_batch("CLIP, sum", "x v", lambda o, b, m: F.cross_entropy(5 * unit(o) @ unit(m(b.v)).T, torch.arange(len(o)), reduction="sum"))
+of_batch("InfoNCE in one direction", "x v", lambda o, b, m: F.cross_entropy(o @ m(b.v).T, torch.arange(len(o))))
+of_batch("InfoNCE by logsumexp", "x v", lambda o, b, m: ((s := o @ m(b.v).T).logsumexp(1) - s.diagonal()).mean())
+of_batch("InfoNCE by log_softmax and diagonal", "x v", lambda o, b, m: -(o @ m(b.v).T).log_softmax(1).diagonal().mean())
+of_batch(
+    "InfoNCE by exp, sum and log",
+    "x v",
+    lambda o, b, m: -((e := (unit(o) @ unit(m(b.v)).T).exp()).diagonal() / e.sum(1)).log().mean(),
+)
+of_batch("InfoNCE over columns, labels soft", "x v", lambda o, b, m: F.cross_entropy(o @ m(b.v).T, torch.eye(len(o)).to(o)))
+of_batch("NT-Xent of two views", "x v", lambda o, b, m: _nt_xent(o, m(b.v)))
+of_batch("NT-Xent by masked_fill", "x v", lambda o, b, m: _nt_xent_masked(o, m(b.v)).mean())
+of_batch("decoupled contrastive", "x v", lambda o, b, m: _decoupled(o, m(b.v)))
+of_batch(
+    "SigLIP by rows",
+    "x v",
+    lambda o, b, m: -F.logsigmoid(_sigmoid_labels(o) * (m.temperature * unit(o) @ unit(m(b.v)).T + m.bias)).sum() / len(o),
+)
+of_batch("SigLIP, mean", "x v", lambda o, b, m: -F.logsigmoid(_sigmoid_labels(o) * (3 * unit(o) @ unit(m(b.v)).T - 1)).mean())
+of_batch(
+    "SigLIP, sum and mean",
+    "x v",
+    lambda o, b, m: -F.logsigmoid(_sigmoid_labels(o) * (3 * unit(o) @ unit(m(b.v)).T - 1)).sum(-1).mean(),
+)
+of_batch("supervised contrastive, out", "x t", lambda o, b, m: _supervised(o, b.t))
+of_batch("supervised contrastive, in", "x t", lambda o, b, m: _supervised(o, b.t, inside=True))
+of_batch("neighbourhood components", "x t", lambda o, b, m: _nca(o, b.t))
+of_batch("soft nearest neighbours", "x t", lambda o, b, m: _soft_nearest(o, b.t))
+of_batch("N-pairs", "x v t", lambda o, b, m: F.cross_entropy(o @ m(b.v).T, (p := same(b.t).to(o)) / p.sum(1, keepdim=True)))
+of_batch("lifted structure", "x t", lambda o, b, m: _lifted(o, b.t))
+of_batch("multi-similarity", "x t", lambda o, b, m: _multi_similarity(o, b.t))
+of_batch("circle loss", "x t", lambda o, b, m: _circle(o, b.t))
+of_batch("all pairs, contrastive", "x t", lambda o, b, m: _pairs(o, b.t).mean())
+of_batch("all pairs, contrastive, by rows squared", "x t", lambda o, b, m: _pairs(o, b.t).sum() / len(o) ** 2)
+of_batch("all pairs, upper half", "x t", lambda o, b, m: _pairs(o, b.t)[torch.ones(len(o), len(o)).triu(0).bool()].mean())
+of_batch("triplets, hardest of the batch", "x t", lambda o, b, m: _batch_hard(o, b.t).mean())
+of_batch("triplets, soft margin, hardest of the batch", "x t", lambda o, b, m: F.softplus(_batch_hard(o, b.t, raw=True)).mean())
+of_batch("triplets, all of the batch", "x t", lambda o, b, m: _batch_all(o, b.t).mean())
+of_batch("triplets, those that are violated", "x t", lambda o, b, m: (v := _batch_all(o, b.t)).sum() / (v > 0).sum().clamp(min=1))
+of_batch("triplets with the nearest negative of the batch", "x v", lambda o, b, m: _nearest_negative(o, m(b.v)).mean())
+of_batch("triplets with rolled negatives", "x v", lambda o, b, m: F.triplet_margin_loss(o, m(b.v), o.roll(1, 0)))
+of_batch("hinge of all pairs of captions", "x v", lambda o, b, m: _captions(o, m(b.v)).sum() / len(o))
+of_batch("hinge of the hardest captions", "x v", lambda o, b, m: _captions(o, m(b.v)).max(1).values.mean())
+of_batch(
+    "pairwise hinge of scores",
+    "x y",
+    lambda o, b, m: (F.relu(1 - (o[:, :1] - o[None, :, 0]) * (b.y[:, :1] - b.y[None, :, 0]).sign())).mean(),
+)
+of_batch(
+    "RankNet over the batch", "x y", lambda o, b, m: F.softplus(-(o[:, :1] - o[None, :, 0]))[b.y[:, :1] > b.y[None, :, 0]].mean()
+)
+of_batch("ListNet over the batch", "x y", lambda o, b, m: -(b.y[:, 0].softmax(0) * o[:, 0].log_softmax(0)).sum())
+of_batch(
+    "ListMLE over the batch",
+    "x y",
+    lambda o, b, m: ((s := o[:, 0][b.y[:, 0].argsort(descending=True)]).flip(0).logcumsumexp(0).flip(0) - s).mean(),
+)
+of_batch("Bayesian personalised ranking, shuffled", "x", lambda o, b, m: -F.logsigmoid(o[:, 0] - o[:, 1].flip(0)).mean())
+of_batch("smooth average precision", "x t", lambda o, b, m: 1 - _smooth_ap(o, b.t))
+of_batch("histogram of similarities", "x t", lambda o, b, m: _histogram(o, b.t))
+of_batch("angular of N-pairs", "x v", lambda o, b, m: _angular(o, m(b.v)))
+of_batch(
+    "alignment of pairs and uniformity",
+    "x v",
+    lambda o, b, m: (
+        (unit(o) - unit(m(b.v))).square().sum(1).mean()
+        + torch.pdist(unit(torch.cat((o, m(b.v))))).square().mul(-2).exp().mean().log()
+    ),
+)
+of_batch("KoLeo", "x", lambda o, b, m: _koleo(o))
+of_batch("KoLeo, masked", "x", lambda o, b, m: -(torch.cdist(unit(o), m.queue).min(1).values + 1e-3).log().mean() + _koleo(o))
+of_batch(
+    "RKD distances",
+    "x",
+    lambda o, b, m: F.smooth_l1_loss((d := _distances(o)) / d.mean(), (e := _distances(m.teacher(b.x))) / e.mean()),
+)
+of_batch(
+    "similarity preserving distillation",
+    "x",
+    lambda o, b, m: (F.normalize(o @ o.T, dim=1) - F.normalize((y := m.teacher(b.x)) @ y.T, dim=1)).square().mean(),
+)
+of_batch("correlation of features", "x v", lambda o, b, m: -F.cosine_similarity(o - o.mean(0), m(b.v) - m(b.v).mean(0)).mean())
+of_batch(
+    "center loss with the batch's own centers",
+    "x t",
+    lambda o, b, m: (o - (h := F.one_hot(b.t, 4).to(o)).matmul(h.T @ o / h.sum(0).clamp(min=1)[:, None])).square().sum(1).mean(),
+)
+of_batch("prototypes of the batch", "x t", lambda o, b, m: _prototypical(o, b.t))
+of_batch("pearson of scores", "x y", lambda o, b, m: 1 - _pearson(o[:, 0], b.y[:, 0]))
+of_batch("concordance of scores", "x y", lambda o, b, m: 1 - _concordance(o[:, 0], b.y[:, 0]))
+of_batch("cosine of all scores with all targets", "x y", lambda o, b, m: 1 - F.cosine_similarity(o[:, 0], b.y[:, 0], dim=0))
+of_batch("R squared of the batch", "x y", lambda o, b, m: ((o - b.y) ** 2).sum() / ((b.y - b.y.mean(0)) ** 2).sum().clamp(min=0.1))
+
+# --- every sample is compared with what belongs to the module ---
+add(
+    "MoCo with a queue",
+    "x v",
+    lambda o, b, m: F.cross_entropy(
+        torch.cat(((o * m(b.v).detach()).sum(1, keepdim=True), o @ m.queue.T), 1), torch.zeros(len(o), dtype=torch.long)
+    ),
+)
+add(
+    "MoCo by logsumexp",
+    "x v",
+    lambda o, b, m: (torch.cat(((o * m(b.v)).sum(1, keepdim=True), o @ m.queue.T), 1).logsumexp(1) - (o * m(b.v)).sum(1)).mean(),
+)
+add(
+    "InfoNCE with negatives of its own",
+    "x v z",
+    lambda o, b, m: F.cross_entropy(
+        torch.stack(((o * m(b.v)).sum(1), (o * m(b.z)).sum(1)), 1), torch.zeros(len(o), dtype=torch.long)
+    ),
+)
+add("instance discrimination by a memory", "x t", lambda o, b, m: F.cross_entropy(5 * unit(o) @ unit(m.queue).T, b.t))
+add("proxy NCA", "x t", lambda o, b, m: F.cross_entropy(-torch.cdist(unit(o), unit(m.proxies)).square(), b.t))
+add("proxy NCA without the positive", "x t", lambda o, b, m: _proxy_nca(o, b.t, m.proxies).mean())
+of_batch("proxy anchor", "x t", lambda o, b, m: _proxy_anchor(o, b.t, m.proxies))
+add("normalised softmax", "x t", lambda o, b, m: F.cross_entropy(unit(o) @ unit(m.proxies).T / 0.1, b.t))
+add("CosFace", "x t", lambda o, b, m: F.cross_entropy(5 * (unit(o) @ unit(m.proxies).T - 0.2 * F.one_hot(b.t, 4)), b.t))
+add("ArcFace", "x t", lambda o, b, m: F.cross_entropy(_arc(o, b.t, m.proxies), b.t))
+add("SphereFace with margin 2", "x t", lambda o, b, m: F.cross_entropy(_sphere(o, b.t, m.proxies), b.t))
+add(
+    "SubCenter by max",
+    "x t",
+    lambda o, b, m: F.cross_entropy(torch.stack((unit(o) @ unit(m.proxies).T, unit(o) @ unit(m.queue[:4]).T)).amax(0), b.t),
+)
+add(
+    "SoftTriple",
+    "x t",
+    lambda o, b, m: F.cross_entropy(((s := torch.stack((o @ m.proxies.T, o @ m.queue[:4].T), 2)).softmax(2) * s).sum(2), b.t),
+)
+add(
+    "center loss with learned centers",
+    "x t",
+    lambda o, b, m: F.cross_entropy(o, b.t) + 0.1 * (o - m.proxies[b.t]).square().sum(1).mean() / 2,
+)
+add(
+    "triplets with a negative for each",
+    "x v z",
+    lambda o, b, m: F.relu((o - m(b.v)).norm(dim=1) - (o - m(b.z)).norm(dim=1) + 0.3).mean(),
+)
+add(
+    "triplets, mean of those that are violated",
+    "x v z",
+    lambda o, b, m: (h := F.relu((o - m(b.v)).norm(dim=1) - (o - m(b.z)).norm(dim=1) + 0.3)).sum() / (h > 0).sum().clamp(min=1),
+)
+add(
+    "triplets, anchor swap by minimum",
+    "x v z",
+    lambda o, b, m: F.relu(
+        (o - m(b.v)).norm(dim=1) - torch.minimum((o - m(b.z)).norm(dim=1), (m(b.v) - m(b.z)).norm(dim=1)) + 1
+    ).mean(),
+)
+add(
+    "contrastive of given pairs",
+    "x v mask",
+    lambda o, b, m: torch.where(b.mask, (d := (o - m(b.v)).norm(dim=1)) ** 2, F.relu(1 - d) ** 2).mean(),
+)
+add(
+    "contrastive of given pairs, halves",
+    "x v mask",
+    lambda o, b, m: 0.5 * (b.mask * (d := F.pairwise_distance(o, m(b.v))) ** 2 + ~b.mask * F.relu(2 - d) ** 2).mean(),
+)
+add("Bayesian personalised ranking", "x v z", lambda o, b, m: -F.logsigmoid((o * m(b.v)).sum(1) - (o * m(b.z)).sum(1)).mean())
+add(
+    "Bayesian personalised ranking, decayed",
+    "x v z",
+    lambda o, b, m: (
+        -F.logsigmoid((o * m(b.v)).sum(1) - (o * m(b.z)).sum(1)).mean() + 1e-2 * (o.square().sum() + m(b.v).square().sum()) / len(o)
+    ),
+)
+add("WARP of two items", "x v z", lambda o, b, m: F.relu(1 - (o * (m(b.v) - m(b.z))).sum(1)).mean())
+add("ranking of a row's own items", "x y", lambda o, b, m: -(b.y.softmax(1) * o.log_softmax(1)).sum(1).mean())
+add(
+    "LambdaRank of a row's own items",
+    "x y",
+    lambda o, b, m: (F.softplus(-(o[:, :, None] - o[:, None])) * (b.y[:, :, None] > b.y[:, None])).sum((1, 2)).mean(),
+)
+add(
+    "pairs of a row's own items, those that differ",
+    "x y",
+    lambda o, b, m: F.softplus(-(o[:, :, None] - o[:, None]))[b.y[:, :, None] > b.y[:, None]].mean(),
+)
+add(
+    "ListMLE of a row's own items",
+    "x y",
+    lambda o, b, m: (o.gather(1, b.y.argsort(1)).logcumsumexp(1) - o.gather(1, b.y.argsort(1))).sum(1).mean(),
+)
+add(
+    "correlation of a row's own items",
+    "x y",
+    lambda o, b, m: (1 - F.cosine_similarity(o - o.mean(1, keepdim=True), b.y - b.y.mean(1, keepdim=True))).mean(),
+)
+add("alignment of pairs", "x v", lambda o, b, m: (unit(o) - unit(m(b.v))).norm(dim=1).pow(2).mean())
+add("cosine distance of pairs", "x v", lambda o, b, m: 1 - F.cosine_similarity(o, m(b.v)).mean())
+add("sum of products as a mean", "x v", lambda o, b, m: 2 - 2 * torch.einsum("bc,bc->b", unit(o), unit(m(b.v))).mean())
+
+
+def _sigmoid_labels(o: Tensor) -> Tensor:
+    return 2 * torch.eye(len(o)) - 1
+
+
+def _nt_xent(a: Tensor, c: Tensor) -> Tensor:
+    views = unit(torch.cat((a, c)))
+    logits = (views @ views.T / 0.5).fill_diagonal_(-1e9)
+    partners = torch.arange(len(views)).roll(len(a))
+    return F.cross_entropy(logits, partners)
+
+
+def _nt_xent_masked(a: Tensor, c: Tensor) -> Tensor:
+    views = unit(torch.cat((a, c)))
+    similarity = views @ views.T / 0.5
+    others = similarity.masked_fill(itself(views), -torch.inf).logsumexp(1)
+    return others - (unit(a) * unit(c)).sum(1).repeat(2) / 0.5
+
+
+def _decoupled(a: Tensor, c: Tensor) -> Tensor:
+    similarity = unit(a) @ unit(c).T
+    negatives = similarity.masked_fill(itself(a), -1e9)
+    return (negatives.logsumexp(1).clamp(min=-5) - similarity.diagonal()).mean()
+
+
+def _supervised(o: Tensor, t: Tensor, inside: bool = False) -> Tensor:
+    similarity = unit(o) @ unit(o).T / 0.3
+    log_p = similarity - similarity.exp().sum(1, keepdim=True).log()
+    positive = same(t).to(o)
+    if inside:
+        return -((log_p.exp() * positive).sum(1) / positive.sum(1)).log().mean()
+    return -((log_p * positive).sum(1) / positive.sum(1)).mean()
+
+
+def _nca(o: Tensor, t: Tensor) -> Tensor:
+    p = (-torch.cdist(o, o).square()).softmax(1)
+    return -(p * same(t)).sum(1).log().mean()
+
+
+def _soft_nearest(o: Tensor, t: Tensor) -> Tensor:
+    near = (-(o[:, None] - o[None]).square().sum(2)).exp()
+    return -((near * same(t)).sum(1) / near.sum(1)).log().mean()
+
+
+def _lifted(o: Tensor, t: Tensor) -> Tensor:
+    distance = (o[:, None] - o[None]).square().sum(2)
+    pushed = (1 - distance).masked_fill(same(t), -20.0).logsumexp(1)
+    return F.relu((distance * same(t)).sum(1) + pushed).mean()
+
+
+def _multi_similarity(o: Tensor, t: Tensor) -> Tensor:
+    similarity, alike = unit(o) @ unit(o).T, same(t)
+    pulled = ((-2 * (similarity - 0.5)).exp() * alike).sum(1).log1p() / 2
+    pushed = ((10 * (similarity - 0.5)).exp() * ~alike).sum(1).log1p() / 10
+    return (pulled + pushed).mean()
+
+
+def _circle(o: Tensor, t: Tensor) -> Tensor:
+    similarity, alike = unit(o) @ unit(o).T, same(t)
+    positive = (-(1.25 - similarity).clamp(min=0).detach() * (similarity - 0.75)).masked_fill(~alike, -1e3).logsumexp(1)
+    negative = ((similarity + 0.25).clamp(min=0).detach() * (similarity - 0.25)).masked_fill(alike, -1e3).logsumexp(1)
+    return F.softplus(positive + negative.clamp(min=-10)).mean()
+
+
+def _distances(o: Tensor) -> Tensor:
+    return ((o[:, None] - o[None]).square().sum(2) + 1e-6).sqrt()
+
+
+def _pairs(o: Tensor, t: Tensor) -> Tensor:
+    return torch.where(same(t), _distances(o).square(), F.relu(2 - _distances(o)).square())
+
+
+def _batch_hard(o: Tensor, t: Tensor, raw: bool = False) -> Tensor:
+    distance = _distances(o)
+    farthest = distance.masked_fill(~same(t), 0).amax(1)
+    nearest = distance.masked_fill(same(t), 10).amin(1)
+    return farthest - nearest if raw else F.relu(farthest - nearest + 12)
+
+
+def _batch_all(o: Tensor, t: Tensor) -> Tensor:
+    distance = _distances(o)
+    all_of_them = distance[:, :, None] - distance[:, None] + 0.5
+    is_one = same(t)[:, :, None] & ~same(t)[:, None]
+    return F.relu(all_of_them) * is_one + 0.1 * distance[:, :, None]
+
+
+def _nearest_negative(a: Tensor, c: Tensor) -> Tensor:
+    distance = torch.cdist(a, c)
+    return F.relu(distance.diagonal() - distance.masked_fill(itself(a), 5.0).amin(1) + 6)
+
+
+def _captions(a: Tensor, c: Tensor) -> Tensor:
+    scores = unit(a) @ unit(c).T
+    right = scores.diagonal()[:, None]
+    return F.relu(0.2 + scores - right) + F.relu(0.2 + scores - right.T)
+
+
+def _smooth_ap(o: Tensor, t: Tensor) -> Tensor:
+    similarity = unit(o) @ unit(o).T
+    above = ((similarity[:, None] - similarity[:, :, None]) / 0.1).sigmoid()
+    rank, within = above.sum(2), (above * same(t)[:, None]).sum(2)
+    return ((within / rank) * same(t)).sum(1).div(same(t).sum(1)).mean()
+
+
+def _histogram(o: Tensor, t: Tensor) -> Tensor:
+    similarity = unit(o) @ unit(o).T
+    edges = torch.linspace(-1, 1, 5).to(o)
+    kernel = F.relu(1 - (similarity[..., None] - edges).abs() / 0.5)
+    alike = (kernel * same(t)[..., None]).sum((0, 1)) / same(t).sum()
+    apart = (kernel * ~same(t)[..., None]).sum((0, 1)) / (~same(t)).sum().clamp(min=1)
+    return (apart * alike.cumsum(0)).sum() + 0.1 * (1 - (unit(o) * unit(o).mean(0)).sum(1)).mean()
+
+
+def _angular(a: Tensor, c: Tensor) -> Tensor:
+    terms = 4 * 0.5 * (a + c) @ c.T - 2 * 1.5 * (a * c).sum(1, keepdim=True)
+    return terms.masked_fill(itself(a), 0.0).logsumexp(1).mean()
+
+
+def _koleo(o: Tensor) -> Tensor:
+    similarity = unit(o) @ unit(o).T
+    nearest = similarity.masked_fill(itself(o), -1).argmax(1)
+    return -(F.pairwise_distance(unit(o), unit(o)[nearest], eps=1e-3) + 1e-3).log().mean()
+
+
+def _prototypical(o: Tensor, t: Tensor) -> Tensor:
+    hot = F.one_hot(t, 4).to(o)
+    centers = hot.T @ o / hot.sum(0).clamp(min=1)[:, None]
+    return F.cross_entropy(-torch.cdist(o, centers + 1e-3).square(), t)
+
+
+def _pearson(a: Tensor, c: Tensor) -> Tensor:
+    a, c = a - a.mean(), c - c.mean()
+    return (a * c).sum() / (a.norm() * c.norm() + 1e-3)
+
+
+def _concordance(a: Tensor, c: Tensor) -> Tensor:
+    covariance = ((a - a.mean()) * (c - c.mean())).mean()
+    return 2 * covariance / (a.var(correction=0) + c.var(correction=0) + (a.mean() - c.mean()) ** 2 + 1e-3)
+
+
+def _proxy_nca(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
+    distance = torch.cdist(unit(o), unit(proxies)).square()
+    hot = F.one_hot(t, 4).bool()
+    return distance[hot] + (-distance).masked_fill(hot, -torch.inf).logsumexp(1)
+
+
+def _proxy_anchor(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
+    similarity, hot = unit(o) @ unit(proxies).T, F.one_hot(t, 4).to(o)
+    pulled = ((-8 * (similarity - 0.1)).exp() * hot).sum(0).log1p()
+    pushed = ((8 * (similarity + 0.1)).exp() * (1 - hot)).sum(0).log1p()
+    return pulled.sum() / (hot.sum(0) > 0).sum() + pushed.sum() / 4
+
+
+def _arc(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
+    angle = (unit(o) @ unit(proxies).T).clamp(-1 + 1e-7, 1 - 1e-7).acos()
+    return 5 * (angle + 0.3 * F.one_hot(t, 4)).cos()
+
+
+def _sphere(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
+    cosine = unit(o) @ unit(proxies).T
+    target = torch.where(cosine > 0, 2 * cosine**2 - 1, -2 * cosine**2 - 1 + 2 * cosine**2 - 2)
+    return o.norm(dim=1, keepdim=True) * torch.where(F.one_hot(t, 4).bool(), target, cosine)

@@ -1,0 +1,149 @@
+"""What becomes of a loss in a window, and where its batch is split: against its batch, by hand."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from support import loader, trainer
+from torch import Tensor
+
+from lightning_accum import GradientAccumulation
+from lightning_accum.failures import RankFailedError
+from lightning_accum.user_warnings import AccumulationWarning
+from loss_table.rows import Batch, Kind, Loss, Trained, data, part
+
+WINDOW = (2, 5, 1, 4)
+MICRO_BATCH = 5
+WAYS = ("windows", "split")
+LIMIT = 1e-12
+
+
+class Outcome(NamedTuple):
+    """What a training did.
+
+    Attributes:
+        word: ``"exact"``, ``"refused"`` (an error of the package before the first step), ``"warned"``, ``"wrong"`` (without a
+            word) or ``"crashed"`` (another error).
+        deviation: of the gradients from those of the whole batch; nan where there was no step.
+        said: the error or the warning.
+    """
+
+    word: str
+    deviation: float
+    said: str
+
+    @property
+    def is_exact(self) -> bool:
+        return self.deviation <= LIMIT
+
+
+def by_hand(loss: Loss, batches: Sequence[Batch], optimizer: str = "sgd") -> Trained:
+    """Train on whole batches, without the package."""
+    module = Trained(loss, optimizer)
+    steps = module.configure_optimizers()
+    for batch in batches:
+        steps.zero_grad()
+        loss = module.loss(batch)
+        (loss["loss"] if isinstance(loss, dict) else loss).backward()
+        module.on_before_optimizer_step(steps)
+        steps.step()
+    return module
+
+
+def micro_batches(batches: Iterable[Batch], way: str) -> list[Batch]:
+    """As the loader of a way yields the rows of whole batches."""
+    if way == "split":
+        return list(batches)
+    ends = [sum(WINDOW[: index + 1]) for index in range(len(WINDOW))]
+    return [part(batch, end - size, end) for batch in batches for size, end in zip(WINDOW, ends, strict=True)]
+
+
+def accumulation(loss: Loss, way: str, **arguments: Any) -> GradientAccumulation:
+    """The callback of a way."""
+    policy = {"micro_batch": MICRO_BATCH} if way == "split" else {"window": len(WINDOW)}
+    return GradientAccumulation(**policy, weight=loss.weight, **arguments)
+
+
+def examine(loss: Loss, way: str, optimizer: str = "sgd", number: int = 1, **arguments: Any) -> Outcome:
+    """Train with a Trainer, and compare with the whole batches."""
+    batches = [data(loss, seed) for seed in range(number)]
+    expected = by_hand(loss, batches, optimizer)
+    module = Trained(loss, optimizer)
+    run = trainer(callbacks=[accumulation(loss, way, **arguments)])
+    return outcome(module, expected, lambda: run.fit(module, loader(micro_batches(batches, way))))
+
+
+def outcome(module: Trained, expected: Trained, fit: Any) -> Outcome:
+    """Run ``fit``, and say what it did."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        def said() -> list[str]:
+            return [str(each.message) for each in caught if issubclass(each.category, AccumulationWarning)]
+
+        before_first: list[str] = []
+        module.before_step = lambda: before_first.extend(() if module.gradients else said())
+        try:
+            fit()
+        except Exception as error:
+            is_ours = not module.gradients and _is_of_the_package(error)
+            return Outcome("refused" if is_ours else "crashed", math.nan, f"{type(error).__name__}: {error}")
+    found = deviation(module.gradients, expected.gradients)
+    word = "warned" if before_first else "exact" if found <= LIMIT else "wrong"
+    return Outcome(word, found, " / ".join(before_first))
+
+
+def _is_of_the_package(error: Exception) -> bool:
+    if not isinstance(error, (ValueError, RankFailedError)):
+        return False
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("lightning_accum")
+
+
+def deviation(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> float:
+    """The largest over steps and parameters; a parameter's small gradient is compared with a hundredth of all of it."""
+    if len(found) != len(expected):
+        return math.inf
+    worst = 0.0
+    for ours, theirs in zip(found, expected, strict=True):
+        overall = math.sqrt(sum(float(gradient.square().sum()) for gradient in theirs))
+        for gradient, reference in zip(ours, theirs, strict=True):
+            size = max(float(reference.norm()), 1e-2 * overall)
+            difference = float((gradient - reference).norm())
+            if not difference <= worst * size:
+                worst = difference / size if size else math.inf
+            if math.isnan(difference):
+                return math.nan
+    return worst
+
+
+def faults(loss: Loss, outcomes: Mapping[Any, Outcome]) -> set[str]:
+    """What is not as it should be, of the outcomes of its trainings.
+
+    ``"silent"`` (wrong without a word), ``"refused"`` (an error, though the loss adds up and no reason for it is known),
+    ``"false alarm"`` (a warning, though the training was exact), ``"crashed"``, ``"not exact"`` (told of, though the loss adds
+    up), ``"adds up"`` (exact, though the table says that no weight helps), ``"not refused"`` (though a reason is known).
+    """
+    found = set()
+    for outcome in outcomes.values():
+        match outcome.word:
+            case "wrong":
+                found.add("silent")
+            case "crashed":
+                found.add("crashed")
+            case "refused" if loss.kind is Kind.ADDS_UP and not loss.refused:
+                found.add("refused")
+            case "warned" if outcome.is_exact:
+                found.add("false alarm")
+            case "warned" if loss.kind is Kind.ADDS_UP:
+                found.add("not exact")
+            case "exact" if loss.kind is Kind.BATCH:
+                found.add("adds up")
+    if loss.refused and all(outcome.word != "refused" for outcome in outcomes.values()):
+        found.add("not refused")
+    return found
