@@ -25,7 +25,7 @@ from lightning_accum.weighing.weight import Contribution
 _MOST_RANKS = 2.0**13
 """Four flags are in one number, and those of so many ranks do not run into each other."""
 FACTORS_DIFFER = (
-    "A factor of the loss changes inside a window, or what it counts is not the same on all ranks. Factors are taken for constants:"
+    "A factor of the loss changes inside a window, or is not the same on all ranks. Factors are taken for constants:"
     " if this one goes with the batch, a window differs from its full batch. Use an explicit weight."
 )
 _NUMBERS = 8
@@ -415,7 +415,7 @@ class Window:
             loss += l * n if n != 0 else 0.0
             if contribution.others or factors:
                 d = n * factors + sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
-                terms, spread = terms + d, spread + (d**2 / n if n != 0 else d)
+                terms, spread = terms + d, spread + (d**2 / n if n != 0 else math.inf if d else 0.0)
         return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, *self._flags()]
 
     def _sum_on_device(self) -> Tensor:
@@ -436,7 +436,7 @@ class Window:
         terms = spread = zero
         if any(c.others or isinstance(c.factors, Tensor) or c.factors != 0 for c in contributions):
             d = torch.stack([self._denominators_of_other_terms(contribution) for contribution in contributions]) + n * factors
-            terms, spread = d.sum(), torch.where(n == 0, d, d**2 / n).sum()
+            terms, spread = d.sum(), torch.where((n == 0) & (d == 0), zero, d**2 / n).sum()
         loss = torch.where(n == 0, zero, losses * n).sum()
         return torch.cat((torch.stack((n.sum(), loss, (n < 0).sum().to(self.dtype), terms, spread)), counts))
 

@@ -78,6 +78,10 @@ def ce(net, b, **kwargs):
     return F.cross_entropy(net.logits(b["x"]), b["target"], **kwargs)
 
 
+def picked(values):
+    return [values[place] for place in range(len(values))]
+
+
 def dice(net, b, dims):
     p, y = log_softmax(net, b).exp(), b["probabilities"]
     return 1 - 2 * (p * y).sum(dims) / (p.sum(dims) + y.sum(dims) + 1)
@@ -200,6 +204,15 @@ LOSSES = {
     "time first, masked": lambda net, b: (
         (steps(log_softmax(net, b)) * (mask := steps(b["probabilities"]) > 0.1)).T.sum(0) / mask.T.sum(0).clamp(min=1)
     ).mean(),
+    "sum over rows, mean over columns": lambda net, b: log_softmax(net, b).square().sum(0).mean(),
+    "loop over samples": lambda net, b: sum(picked(each(net, b))) / len(b["x"]),
+    "loop over samples, each over their number": lambda net, b: sum(e / len(b["x"]) for e in each(net, b)),
+    "intersection over union of selected samples": lambda net, b: (
+        log_softmax(net, b).square().sum(1) / (1 + log_softmax(net, b).abs().sum(1))
+    )[b["mask"]].mean(),
+    "a sort in each sample": lambda net, b: torch.stack(
+        [row.sort(descending=True).values @ CLASS_WEIGHTS.repeat(3) for row in steps(log_softmax(net, b))]
+    ).mean(),
     "steps stacked first": lambda net, b: torch.stack([each(net, b), net.value(b["x"])[:, 0]]).sum(0).mean(),
     "nan_to_num of the loss": lambda net, b: ce(net, b).nan_to_num(),
     "nan_to_num of the losses": lambda net, b: each(net, b).nan_to_num().mean(),
@@ -310,7 +323,6 @@ class Hidden(torch.autograd.Function):
         (lambda t: torch.linalg.vector_norm(t), "LinalgVectorNormBackward"),
         (lambda t: t.flatten()[0], "SelectBackward"),
         (lambda t: t.mean(0).square().sum(), "of a function of MeanBackward1 over the batch"),
-        (lambda t: t.sum(0).mean(), "of a sum over dimension 0"),
         (lambda t: torch.relu(1 - t.var(0).sqrt()).mean(), "MeanBackward0 of VarBackward0"),
         (lambda t: (t.mean(0) * t.square().mean(0)).sum(), "combined with a reduction over the batch"),
         (lambda t: (t.mean() + t.square()).sum(), "combined with a reduction over the batch"),
@@ -330,7 +342,6 @@ class Hidden(torch.autograd.Function):
         (lambda t: (t.softmax(0) * torch.rand(2, 3)).sum(1).mean(), "MeanBackward0 of SoftmaxBackward0"),
         (lambda t: (t.square().sum(0) / (t.exp().sum(0) + 1)).mean(), "combined with a reduction over the batch by DivBackward0"),
         (lambda t: (t.square().sum(0) / (t.exp().sum(0) + 1))[1:].sqrt().mean(), "combined with a reduction over the batch by Div"),
-        (lambda t: (t.T.square().sum(1) / (t.T.exp().sum(1) + 1)).mean(), "not one for each sample"),
     ],
 )
 def test_what_hides_its_denominator_is_refused_and_named(loss, found: str) -> None:
@@ -414,6 +425,7 @@ def test_a_row_without_any_label_weighs_nothing_and_a_margin_that_is_kept_does(r
     weigher = Weigher("auto", fail)
     for masked_sum in (torch.where(nothing, o.sum(1), 0.0), o.sum(1).masked_fill(~nothing, 0.0), o.sum(1) * nothing):
         assert weigher(loss := masked_sum.sum() / nothing.sum().clamp(min=1), o).weight == 0, loss
+    assert rows == 1 or weigher(torch.einsum("i,i->", o.sum(1), nothing.float()) / nothing.sum().clamp(min=1), o).weight == 0
     assert weigher(F.relu(1 - o[:, 0]).sum() / rows, o).weight == rows
 
 

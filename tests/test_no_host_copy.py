@@ -23,7 +23,8 @@ NOT_ON_META = {
     "class weights", "label smoothing and class weights", "multi margin", "mean over the batch, then a weighted sum",
     "chunks over one count", "column weights of mean 1", "column weights that add up to 1", "columns, weighed by a product",
     "tasks, weighed by a product", "ctc sum over a count", "sum of selected rows over the batch size",
-    "sum of sums of rows over a number", "weights over their own sum",
+    "sum of sums of rows over a number", "weights over their own sum", "a sort in each sample",
+    "intersection over union of selected samples",
 }  # fmt: skip
 
 

@@ -9,7 +9,17 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.weighing.nodes import SUMS, Node, constant_operand, inputs_of, kind_of, reduced_dims, reduced_numel, sizes_of
+from lightning_accum.weighing.nodes import (
+    CONTRACTIONS,
+    SUMS,
+    Node,
+    constant_operand,
+    inputs_of,
+    kind_of,
+    reduced_dims,
+    reduced_numel,
+    sizes_of,
+)
 
 Denominator: TypeAlias = "Tensor | float"
 
@@ -107,7 +117,8 @@ class Operation(NamedTuple):
     """What happens to a criterion on its way to the loss.
 
     Attributes:
-        kind: ``"times"``, ``"over"``, ``"count"`` (of an outer mean over other dimensions) or ``"mean of losses"``.
+        kind: ``"times"``, ``"over"``, ``"count"`` (of an outer mean over other dimensions), ``"mean of columns"`` (one over such
+            a count, of a sum) or ``"mean of losses"``.
         operand: a tensor, a number, or None if it was not saved.
         node: its node.
         number: the operand, if it is a Python number.
@@ -152,7 +163,7 @@ def criterion_of(node: Node, kind: str, scale: Sequence[Operation], elements: fl
     factor = 1.0
     numbers = [step.number for step in scale if step.kind == "over" and step.number is not None]
     for step in scale:
-        if step.number is not None and step.kind == "times":
+        if step.number is not None and step.kind in ("times", "mean of columns"):
             factor *= step.number
     if factor == 0 or _is_of_zeros(node):
         return Term(words, node, 0.0, factor=0.0)  # `0.0 * ...` trains nothing
@@ -214,15 +225,16 @@ def _divided_sum(summed: Node, scale: Sequence[Operation]) -> Denominator | None
         raise UnreadableLossError("a mean of sums")
     numbers = [step.number for step in scale if step.kind == "over" and step.number is not None]
     tensors = [_one_number(step.operand) for step in scale if step.kind == "over" and step.number is None]
-    if (tensors or numbers) and sizes and math.prod(sizes) == 0:
-        return 0.0  # `loss[mask].sum() / max(n, 1)` of a mask without a row
+    is_empty = bool(sizes) and math.prod(sizes) == 0  # `loss[mask].sum() / max(n, 1)` of a mask without a row
     if tensors:
         count = tensors[0] * (math.prod(numbers) * outer)
         for tensor in tensors[1:]:
             count = count * tensor
-        return _zero_where_masked(summed, count)
+        return torch.where(count <= 1, 0, count) if is_empty else _zero_where_masked(summed, count)
     if numbers:
         number = math.prod(numbers) * outer
+        if is_empty and number <= 1:
+            return 0.0
         return number if number > 1 else _zero_where_masked(summed, torch.tensor(number, dtype=torch.float64))
     for step in scale:
         if step.kind == "times":
@@ -241,6 +253,10 @@ def _zero_where_masked(summed: Node, count: Tensor) -> Tensor:
 
     Where all factors are 0 and more was counted, they are no mask: advantages, say, that happen to be 0.
     """
+    if kind_of(summed) in ("Dot", *CONTRACTIONS) and len(inputs_of(summed)) == 1:
+        saved = (getattr(summed, f"_saved_{name}", None) for name in ("tensor", "mat2", "vec", "self"))
+        mask = next(operand for operand in saved if operand is not None)
+        return torch.where(mask.any() | (count.to(mask.device) > 1), count.to(mask.device), 0)
     below = summed.next_functions[0][0]
     while below is not None and kind_of(below) in ("Mul", "Where", "MaskedFill") and len(inputs := inputs_of(below)) == 1:
         mask = constant_operand(below)

@@ -232,9 +232,13 @@ def _walk(root: Node, output_index: int, rows: Rows) -> Iterator[Term]:
                 term = Term(unreadable.found, node, None, is_readable=False)
             else:
                 if inner is None:
+                    # of a loop over samples, whose number it is divided by
+                    is_pick = kind in ("Select", "Unbind") and any(step.kind == "over" and step.number for step in way.scale)
+                    kind, elements = ("Sum", 1) if is_pick else (kind, elements)
                     term = criterion_of(node, kind, (*way.scale, *below), elements)
                 else:
-                    outer = (operation("count", reduced_numel(node), node),) if kind == "Mean" else ()
+                    is_mean = kind == "Mean" and not any(step.kind == "mean of columns" for step in below)
+                    outer = (operation("count", reduced_numel(node), node),) if is_mean else ()
                     descend([(inner, 0)], way, *outer, *below)
         elif kind in CONTRACTIONS and not any(_hides_a_reduction(child, rows) for child, _ in inputs_of(node)):
             term = criterion_of(node, "Dot", way.scale, math.inf)  # the loss is one number, and so is this product
@@ -281,7 +285,7 @@ _NONLINEAR = {
     "Abs", "Clamp", "ClampMax", "ClampMin", "Exp", "Expm1", "Log", "Log1P", "Log2", "Pow", "Reciprocal", "Relu", "Rsqrt",
     "Sigmoid", "Softplus", "Sqrt", "Square", "Tanh",
 }  # fmt: skip
-_OF_SEVERAL = {"Add", "Sub", "Rsub", "Mul", "Div", "Where", "Stack", "Cat", "Maximum", "Minimum", *SELECTIONS}
+_OF_SEVERAL = {"Add", "Sub", "Rsub", "Mul", "Div", "Where", "Maximum", "Minimum", *SELECTIONS}
 
 
 def _reduction_below(outer: Node, rows: Rows) -> tuple[Node | None, list[Operation], float]:
@@ -299,8 +303,8 @@ def _reduction_below(outer: Node, rows: Rows) -> tuple[Node | None, list[Operati
         UnreadableLossError: between the two is no linear way, so that no weight makes micro-batches equal to the batch.
     """
     scale: list[Operation] = []
-    sizes = sizes_of(outer)
-    elements = math.inf if kind_of(outer) == "Dot" else math.prod(sizes)
+    shape = sizes_of(outer)
+    elements = math.inf if kind_of(outer) == "Dot" else math.prod(shape)
     is_linear, node = True, outer.next_functions[0][0]
     for _ in range(40):
         kind = "" if node is None else kind_of(node)
@@ -311,24 +315,29 @@ def _reduction_below(outer: Node, rows: Rows) -> tuple[Node | None, list[Operati
                 if flaw is None:
                     return node, scale, elements
                 if not _is_of_rows_beside(node, sizes_of(node), rows):
-                    raise UnreadableLossError(flaw)
-            elements = max(elements, math.prod(sizes_of(node)))
+                    if flaw != _SUM_UNDER_MEAN or sizes_of(node)[:1] != (rows(),):
+                        raise UnreadableLossError(f"{outer.name()} of {flaw.format(node.name())}")
+                    return node, [*scale, operation("mean of columns", 1 / reduced_numel(outer), outer)], elements
+            shape = sizes_of(node)
+            elements = max(elements, math.prod(shape))
             if scale and scale[-1].kind == "over" and scale[-1].number == reduced_numel(node):
                 scale.pop()  # x.sum(1) / x.shape[1] is a mean over a row
         elif kind in CRITERIA and node._saved_reduction != NO_REDUCTION:
             raise UnreadableLossError(f"{outer.name()} of {node.name()}")
         elif kind in ALONG_A_DIMENSION:
-            if _mixes_rows(node, sizes, rows):
+            if _mixes_rows(node, shape, rows):
                 raise UnreadableLossError(f"{outer.name()} of {node.name()}")
             is_linear = False
-        elif kind in ("Stack", "Cat") and inputs and all(is_whole_loss(child) for child, _ in inputs):
-            raise UnreadableLossError(f"{outer.name()} of losses that were put together by {node.name()}")
+        elif kind in ("Stack", "Cat"):
+            if any(is_whole_loss(child) for child, _ in inputs):
+                raise UnreadableLossError(f"{outer.name()} of losses that were put together by {node.name()}")
+            if _hides_a_reduction(node, rows):
+                raise UnreadableLossError(f"{outer.name()} of what is combined with a reduction over the batch by {node.name()}")
+            break
         elif len(inputs) > 1 and kind in _OF_SEVERAL:
             elements = max(elements, *(math.prod(sizes_of(child)) for child, _ in inputs if kind_of(child) in SELECTIONS), 0)
             if any(_hides_a_reduction(child, rows) for child, _ in inputs):
                 raise UnreadableLossError(f"{outer.name()} of what is combined with a reduction over the batch by {node.name()}")
-            if kind == "Div" and all(_hides_a_reduction(child, None) for child, _ in inputs) and _is_of_no_rows(sizes, rows):
-                raise UnreadableLossError(f"{outer.name()} of a quotient of sums, {node.name()}, which is not one for each sample")
         elif len(inputs) == 1 and (kind == "Mul" or (kind == "Div" and node.next_functions[0][0] is not None)):
             step = operation("times" if kind == "Mul" else "over", constant_operand(node), node)
             is_vector = isinstance(step.operand, Tensor) and step.operand.dim() > 0
@@ -350,16 +359,17 @@ def _reduction_below(outer: Node, rows: Rows) -> tuple[Node | None, list[Operati
     return None, [step for step in scale if not (isinstance(step.operand, Tensor) and step.operand.dim() > 0)], elements
 
 
+_SUM_UNDER_MEAN = "a sum over dimension 0"
+
+
 def _flaw_between(outer: Node, inner: Node, scale: Sequence[Operation], is_linear: bool) -> str | None:
     """Why a reduction over dimension 0 cannot be read through the one above it."""
     if not is_linear:
-        return f"{outer.name()} of a function of {inner.name()} over the batch"
+        return "a function of {} over the batch"
     divisors = [step.operand for step in scale if step.kind == "over"]
     if any(isinstance(divisor, Tensor) and divisor.dim() > 0 for divisor in divisors):
-        return f"{outer.name()} of {inner.name()}, each divided by its own number"
-    if kind_of(inner) in SUMS and kind_of(outer) == "Mean" and not divisors:
-        return f"{outer.name()} of a sum over dimension 0"
-    return None
+        return "{}, each divided by its own number"
+    return _SUM_UNDER_MEAN if kind_of(inner) in SUMS and kind_of(outer) == "Mean" and not divisors else None
 
 
 def _is_of_rows_beside(node: Node, sizes: tuple[int, ...], rows: Rows) -> bool:
@@ -389,24 +399,22 @@ def _mixes_rows(node: Node, like: tuple[int, ...], rows: Rows) -> bool:
     return sizes is None or not _is_of_rows_beside(node, sizes, rows)
 
 
-def _is_of_no_rows(sizes: tuple[int, ...], rows: Rows) -> bool:
-    number = rows()
-    return number is not None and bool(sizes) and sizes[0] != number and (number == 1 or sizes[0] % number != 0)
-
-
-def _hides_a_reduction(root: Node, rows: Rows | None) -> bool:
-    """Whether a loss, or a reduction over the batch (of any dimension without ``rows``) is found elementwise operations down."""
-    stack = [root]
+def _hides_a_reduction(root: Node, rows: Rows) -> bool:
+    """Whether a loss, losses put together, or a reduction over the batch is found elementwise operations down."""
+    stack = [(root, False)]
     for _ in range(40):
         if not stack:
             return False
-        node = stack.pop()
+        node, is_put_together = stack.pop()
         kind = kind_of(node)
         is_found = is_whole_loss(node)
         if not is_found and (kind in ("Mean", *SUMS) or kind in ALONG_A_DIMENSION):
-            is_found = rows is None or _mixes_rows(node, (), rows)
+            is_found = _mixes_rows(node, (), rows)
+        if is_found and is_put_together and (number := rows()) is not None:
+            is_found = sizes_of(node)[:1] == (number,)  # else of a sample, each of which has sums of its own
         if is_found:
             return not is_of_parameters_only(node)
-        if kind in THROUGH or kind in _OF_SEVERAL or kind in _NONLINEAR or kind in ("Mean", *SUMS):
-            stack.extend(child for child, _ in inputs_of(node))
+        if kind in THROUGH or kind in _OF_SEVERAL or kind in _NONLINEAR or kind in ("Mean", "Stack", "Cat", *SUMS):
+            is_put_together = is_put_together or kind in ("Stack", "Cat")
+            stack.extend((child, is_put_together) for child, _ in inputs_of(node))
     return False

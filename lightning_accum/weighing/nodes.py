@@ -20,7 +20,7 @@ THROUGH = {
     "Squeeze", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View", "Where",
 }  # fmt: skip
 SUMS = {"Sum", "Nansum", "Dot"}
-CONTRACTIONS = {"Bmm", "Mm", "Mv"}
+CONTRACTIONS = {"Bmm", "Mm", "Mv"}  # products that sum
 # Some of the elements, or all in other places.
 SELECTIONS = {
     "AsStrided", "ConstantPadNd", "CopySlices", "Diagonal", "Flip", "Gather", "Index", "IndexFill", "IndexPut", "IndexSelect",

@@ -106,8 +106,8 @@ class Proportion:
         self._name, self._warn = name, warn
         self._seen: list[tuple[float, float]] = []
 
-    def look(self, count: Denominator, divisor: Denominator, criterion: str) -> None:
-        """It may be a multiple of it, but the same one in all micro-batches."""
+    def look(self, count: Denominator, divisor: Denominator, criterion: str) -> bool:
+        """It may be a multiple of it, but the same one in all micro-batches. Returns whether it is."""
         self.looks_left -= 1
         now, over = float(count), float(divisor)
         for before, over_before in self._seen:
@@ -118,8 +118,9 @@ class Proportion:
                     f" ({criterion}) was divided by {over_before:g} and {over:g}. A window equals its full batch only where the two"
                     ' are proportional. weight="auto" reads the latter from the loss.'
                 )
-                return
+                return False
         self._seen.append((now, over))
+        return True
 
 
 class TermLister:
@@ -172,8 +173,10 @@ class TermLister:
         if not self.description:
             words = (f"{term.criterion} by {name}" for term, name in zip(varying, self._names, strict=True))
             self.description = f"each term of the loss by its own, {', '.join(words)}"
-        for proportion, term, count in zip(self._proportions, varying, counts, strict=True):
-            if proportion.looks_left and term.denominator is not None:
-                proportion.look(count, term.denominator, term.criterion)
+        for proportion, term, count in zip(self._proportions, varying, counts, strict=False):
+            divisor = term.denominator
+            if proportion.looks_left and divisor is not None and not proportion.look(count, divisor, term.criterion):
+                self._proportions = []  # it is said once, of the first
+                break
         places = {_identity(term): place for place, term in enumerate(varying)}
         return [TermNode(term.node, places.get(_identity(term), 0), term.edge) for term in terms]

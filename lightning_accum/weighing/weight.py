@@ -7,7 +7,6 @@ the batch, for losses whose graph hides it.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -211,8 +210,8 @@ class Weigher:
         is_first = self.criterion is None
         found = None if self._weight == "equal" else function_of_mean(loss.grad_fn, loss.output_nr)
         below = None if found is None else found.mean
+        count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
         if self._weight == "auto":
-            count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
             terms: list[Term] = []
             try:
                 terms = terms_of(loss, count_rows, below)
@@ -227,8 +226,9 @@ class Weigher:
                 self._describe(reading)
             guard_against_zero(terms)
             kind = self._kind(reading, terms, count_rows)
-            factors = _number_for(terms, kind)
-            if not reading.others:
+            factors = _number_for(terms)
+            is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in terms)
+            if not reading.others or (is_one_sum and self._reader is None):  # chunks of a sum over one count
                 of_mean = None if found is None else found.of_mean(loss)
                 weight = _zero_where_empty(_on_host(reading.weight), loss if of_mean is None else of_mean.mean, terms[0])
                 if terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
@@ -236,15 +236,12 @@ class Weigher:
                 return Contribution(weight, (), 0, factors, kind, of_mean)
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             signature = 0
-            if self._reader is None:
-                is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in terms)
-                others = () if is_one_sum else others  # chunks of a sum over one count
-            elif others and reading.weight is not None:
+            if self._reader is not None and others and reading.weight is not None:
                 self._terms, signature = self._reader.read(terms, reading)
             return Contribution(_on_host(reading.weight), others, signature, factors, kind)
         terms = []
         with suppress(UnreadableLossError):
-            terms = terms_of(loss, below=below)
+            terms = terms_of(loss, count_rows, below)
         if self._weight != "equal":
             _refuse_functions(terms)
         if found is not None:
@@ -329,9 +326,9 @@ def _are_same(one: Denominator | None, other: Denominator | None) -> bool:
     return is_known and bool(one == other)
 
 
-def _number_for(terms: Sequence[Term], kind: str) -> Denominator:
-    """A number from 1 to 2 that is another one where a factor of a term is, or the kind; in double precision."""
-    number: Denominator = zlib.crc32(kind.encode()) / 2**32
+def _number_for(terms: Sequence[Term]) -> Denominator:
+    """A number from 1 to 2 that is another one where a factor of a term is; in double precision."""
+    number: Denominator = 0.0
     for place, term in enumerate(terms, start=1):
         if term.factor not in (0.0, 1.0):
             number = number + (math.log(abs(term.factor)) + (term.factor < 0)) * (0.4 + place / math.pi)

@@ -26,32 +26,23 @@ OPEN: Known = {
         "multi-task: learned scales, a product of vectors",
         "multi-task: learned scales of columns' means",
         "multi-task: a learned softmax of tasks",
-        "idioms: cross entropy, a loop over samples, a sum over the number",
         "idioms: squares, a loop over samples, times one over the number",
-        "idioms: cross entropy, a loop over samples, each over the number",
         "idioms: cross entropy, index_add into one place, over the number",
         "idioms: squares, trace",
         "idioms: cross entropy, linear to one number",
         "idioms: squares, norm of order 1",
-        "idioms: masked squares, loop over the rows of the mask",
     ),
     ("refused", "a number that is not compared with the right sum"): (
         "idioms: squares, baddbmm",
         "idioms: a sum over a constant",
     ),
-    ("refused", "a quotient or a sort of a row"): (
-        "vision: IoU loss of selected positives",
-        "segmentation: Lovasz hinge of each image",
-    ),
     ("refused", "a statistic of a row, or all of a sort"): (
-        "vision: squared earth mover's distance",
         "idioms: cross entropy, sorted, mean",
         "idioms: squares, topk of all, mean",
         "idioms: squares, cumulative sum, its last",
     ),
     ("refused", "a weight that is read wrongly, as the check finds"): (
         "language: causal, time first, mean of a step and mean over steps",
-        "language: causal, in chunks of rows and positions",
         "idioms: cross entropy, sum times one over the number",
         "idioms: squares, sum times one over a tensor",
         "idioms: cross entropy, sum times the reciprocal",
@@ -69,19 +60,14 @@ OPEN: Known = {
     ("refused", "another sum or mean than over rows"): (
         "reinforcement: time first, sum over time",
         "idioms: weights of rows, einsum over the weights",
-        "idioms: a sum over rows and a mean over columns",
     ),
     ("false alarm", "a penalty on parameters is taken for a term of the batch"): ("multi-task: a penalty on orthogonality",),
+    ("false alarm", "a loop over samples"): ("idioms: masked squares, loop over the rows of the mask",),
 }
 
 OPEN_ON_RANKS: Known = {
     ("refused", "as on one rank"): (
         "multi-task: learned scales of columns' means",
         "idioms: masked cross entropy, sum times one over a clamped count",
-    ),
-    ("false alarm", "a count that is that of the samples on one rank by chance"): (
-        "criteria: triplet margin, none, a sum over the number of rows",
-        "forecasting: missing values",
-        "idioms: cross entropy, sum of a diagonal",
     ),
 }
