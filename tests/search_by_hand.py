@@ -19,12 +19,14 @@ class Outcome:
         rates: the learning rate of every optimizer step.
         losses: of the window of every optimizer step.
         last_rate: at its end.
+        steps: that were counted: those of the optimizer, and of windows in which training_step returned None throughout.
     """
 
     parameters: list[Tensor] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     last_rate: float = 0.0
+    steps: int = 0
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Window:
     parts: list[Batch] = field(default_factory=list)
     loader_batches: int = 0
     size: float = 0.0
+    has_run: bool = False
+    is_left_out: bool = False
 
 
 class ByHand:
@@ -86,6 +90,8 @@ class ByHand:
         for number in range(max(1, rounds)):
             now = [own[number] for own in parts if number < len(own)] if ends_inside else [part for own in parts for part in own]
             self.window.parts += [part for part in now if counts(part)]
+            self.window.has_run |= bool(now) or point.ranks > 1
+            self.window.is_left_out |= any(part["has_loss"] and not counts(part) for part in now)
             if not self.is_full():
                 continue
             rest = number < rounds - 1  # of the loader batch, which goes on in the next window
@@ -102,7 +108,7 @@ class ByHand:
         if kind == "mapping":
             return [n for start, n in size if start <= epoch][-1]
         if kind == "function":
-            return size[len(self.outcome.rates) % len(size)]
+            return size[self.outcome.steps % len(size)]
         return 2 * size if kind == "growing tokens" and self.seen >= 5 * size else size
 
     def is_full(self) -> bool:
@@ -124,6 +130,8 @@ class ByHand:
         is_lightnings = point.is_plain(window.size) and bool(window.parts)  # whose own step is made, also where no label counts
         self.forget()
         if total == 0 and not is_lightnings:
+            if window.has_run and not window.parts and not window.is_left_out:
+                self.count(window)
             return
         self.optimizer.zero_grad()
         if point.is_low_precision:
@@ -144,11 +152,17 @@ class ByHand:
         self.outcome.losses.append(float(loss))
         self.optimizer.step()
         self.seen += total
+        self.count(window)
+
+    def count(self, window: Window) -> None:
+        """An optimizer step."""
+        point = self.point
+        self.outcome.steps += 1
         before, self.time = self.time, self.time + self.ticks(window)
         if point.scheduler["interval"] == "step":
             for _ in range(self.time // point.scheduler["frequency"] - before // point.scheduler["frequency"]):
                 self.scheduler.step()
-        self.is_done = len(self.outcome.rates) == point.trainer.get("max_steps", -1)
+        self.is_done = self.outcome.steps == point.trainer.get("max_steps", -1)
 
     def ticks(self, window: Window) -> int:
         return 1 if self.point.policy["scheduler_counts"] == "optimizer_steps" else window.loader_batches

@@ -75,6 +75,7 @@ class Point:
             "list": [TokenCount(key="labels", shift=False), SampleCount()],
         }
         arguments = {"window": windows[kind](), "weight": weights[self.weight], **self.policy}
+        arguments["check"] = is_consistent(self)  # it would refuse the others
         if self.micro_batch is not None:
             unit, number = self.micro_batch
             arguments["micro_batch"] = Tokens(number) if unit == "tokens" else number if unit == "samples" else "auto"

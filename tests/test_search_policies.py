@@ -134,7 +134,7 @@ def train(point: Point) -> Outcome:
     run = trainer(strategy, devices=point.ranks, callbacks=callbacks, **point.trainer)
     run.fit(module)
     module.outcome.parameters = list(whole_parameters(module.net).values())
-    assert run.global_step == len(module.outcome.rates)
+    module.outcome.steps = run.global_step
     if point.policy["log"] and module.outcome.losses:
         assert float(run.callback_metrics["window/loss"]) == pytest.approx(module.outcome.losses[-1], rel=EXACT, nan_ok=True)
     return module.outcome
@@ -143,6 +143,7 @@ def train(point: Point) -> Outcome:
 def compare(found: Outcome, point: Point) -> None:
     expected = ByHand(point).train()
     assert len(found.rates) == len(expected.rates), "optimizer steps"
+    assert found.steps == expected.steps, "steps that were counted"
     assert found.rates == pytest.approx(expected.rates, rel=EXACT), "learning rates"
     assert found.last_rate == pytest.approx(expected.last_rate, rel=EXACT), "learning rate at the end"
     assert found.losses == pytest.approx(expected.losses, rel=1e-11, abs=EXACT, nan_ok=True), "window/loss"
