@@ -32,7 +32,7 @@ from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import FACTORS_DIFFER, ClosedWindow, Window
 
 _COUNTED = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
-_STATE = ("format", *_COUNTED, "is_at_boundary", "checked_weight")
+_STATE = ("format", *_COUNTED, "is_at_boundary", "checked_weight", "takes_functions")
 """What :meth:`Accumulation.state_dict` always has."""
 
 
@@ -185,6 +185,7 @@ class Accumulation:
         self.clock.hold()
         self.total_weight = float(state["total_weight"])
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
+        self.weigher.takes_functions = bool(state.get("takes_functions", True))
         self._was_checked = state.get("checked_weight") == self.policy.weight_in_words
         if self._was_checked and self.checks_left:
             self.checks_left, self.verdict = 0, Verdict(None, seen="the checkpoint is of a training that was")
@@ -551,6 +552,7 @@ class Accumulation:
             "skipped_micro_batches": self.total_left_out,
             "is_at_boundary": self.position == 0,
             "checked_weight": self.policy.weight_in_words if is_checked else "",
+            "takes_functions": self.weigher.takes_functions,
         }
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()

@@ -59,23 +59,30 @@ class StepWatch:
         before: called whenever it is about to step, as a hook of the optimizer's.
     """
 
-    def __init__(self, optimizer: Optimizer, before: Callable[..., None]) -> None:
+    def __init__(self, optimizer: Optimizer, before: Callable[[], None]) -> None:
         self.optimizer = optimizer
+        self._before, self._depth = before, 0
         self._has_stepped = False
         register: Callable[..., Any] | None = getattr(optimizer, "register_step_post_hook", None)
         self._is_watching = register is not None
         self._handles = []
         if register is not None:
-            self._handles = [register(self._on_step), optimizer.register_step_pre_hook(before)]
+            self._handles = [register(self._on_step), optimizer.register_step_pre_hook(self._on_begin)]
+
+    def _on_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:  # a step that calls that of the class it extends is one
+            self._before()
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
         found_inf = getattr(optimizer, "found_inf", None)
         self._has_stepped |= not (isinstance(found_inf, torch.Tensor) and bool(found_inf))
 
     def has_stepped(self) -> bool:
         """Whether the optimizer stepped since the last call. True where it cannot be watched."""
         stepped = self._has_stepped or not self._is_watching
-        self._has_stepped = False
+        self._has_stepped, self._depth = False, 0
         return stepped
 
     def remove(self) -> None:

@@ -576,7 +576,7 @@ def test_torch_that_keeps_the_gradients_elsewhere_is_refused(monkeypatch: pytest
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     monkeypatch.delitem(FSDPParam.__annotations__, "_unsharded_param")
-    with pytest.raises(Exception, match="torch 2.* keeps elsewhere than torch 2.5 .*'_unsharded_param'"):
+    with pytest.raises(Exception, match="torch 2.* keeps elsewhere than torch 2.6 .*'_unsharded_param'"):
         fit(Dealt(dealt(2)), strategy_of("fsdp2"))
 
 

@@ -319,9 +319,19 @@ class Mixed(Classifier):
         return F.cross_entropy(logits + logits[torch.randperm(len(logits))], batch[1])
 
 
+class Hide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 class Hidden(Classifier):
     def loss(self, logits, batch, batch_idx):
-        return F.cross_entropy(logits, batch[1]).log()
+        return Hide.apply(F.cross_entropy(logits, batch[1]))
 
 
 class SeesPadding(Language):

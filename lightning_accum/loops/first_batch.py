@@ -103,6 +103,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         strategy.sync,
         accumulation.weighs_terms,
         policy.micro_batch is None and not policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
+        accumulation.splitting is not None,
         largest,
     )
     if strategy.row_wise is not None and ranks.world_size > 1:
@@ -121,6 +122,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
                 raise MisconfigurationException(_OF_SEVERAL_BATCHES)
             return
     verdict, was_late = check(rows), accumulation.verdict is not None
+    accumulation.weigher.takes_functions = check.takes_functions
     if not largest(float(verdict.may_try_again)):
         accumulation.checks_left = 0
     if largest(float(not verdict.adds_up)) == 0:

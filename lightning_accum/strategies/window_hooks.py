@@ -285,7 +285,7 @@ class WindowHooks(Engine):
         return closure(), self.accumulation.is_closed_empty
 
     def _step_watch(self, optimizer: Optimizer) -> StepWatch:
-        return StepWatch(optimizer, lambda *_: self.watch.before_optimizer(self.is_plain))
+        return StepWatch(optimizer, lambda: self.watch.before_optimizer(self.is_plain))
 
     def _raising_where_empty(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that Lightning calls inside of the optimizer's step, and that ends this step if the window has no weight."""

@@ -150,6 +150,7 @@ class Check:
         backward: of the engine that runs the module.
         weighs_terms: each term of a loss is weighed by itself.
         may_gather: a window is one batch of each rank, which a loss may gather from all.
+        knows_rows: how many samples a micro-batch has is known where it is weighed.
         largest: of the numbers of all ranks.
     """
 
@@ -162,6 +163,7 @@ class Check:
         backward: Backward,
         weighs_terms: bool = False,
         may_gather: bool = False,
+        knows_rows: bool = False,
         largest: Callable[[float], float] = lambda number: number,
     ) -> None:
         self._module = module
@@ -172,10 +174,13 @@ class Check:
         self._weighs_terms = weighs_terms or isinstance(weight, tuple)
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._may_gather = may_gather
+        self._knows_rows = knows_rows
         self._largest = largest
         self._snapshot: Restores | None = None
         self._mode = _CheckMode(module.parameters())
         self._has_drawn = False
+        self.takes_functions = True
+        """See :class:`~lightning_accum.weighing.weight.Weigher`: False where only so the parts were found to add up."""
 
     def __call__(self, batches: Sequence[Rows]) -> Verdict:
         """Look at some rows. Called on all ranks, with equally many parts.
@@ -186,6 +191,19 @@ class Check:
         Returns:
             The worst that was found on this rank.
         """
+        verdict = self._worst(batches)
+        if callable(self._weight) and not self._do_all_add_up(verdict):
+            self.takes_functions = False
+            as_it_is = self._worst(batches)
+            if self._do_all_add_up(as_it_is):
+                return as_it_is
+            self.takes_functions = True
+        return verdict
+
+    def _do_all_add_up(self, verdict: Verdict) -> bool:
+        return self._largest(float(verdict.deviation is None or not verdict.adds_up)) == 0
+
+    def _worst(self, batches: Sequence[Rows]) -> Verdict:
         with self._held():
             found = [self._look(rows, self._weight) for rows in batches]
         seen = [verdict for verdict in found if verdict.deviation is not None]
@@ -239,8 +257,11 @@ class Check:
         """Compare some rows with their parts."""
         verdict = Verdict(None)
         try:
-            whole = self._measure(rows.whole, weight)
-            parts = [self._measure(part, weight, whole) for part in rows.parts]
+            is_known = self._knows_rows and bool(rows.sizes)
+            total = sum(rows.sizes) if is_known else None
+            sizes: Sequence[int | None] = rows.sizes if is_known else [None] * len(rows.parts)
+            whole = self._measure(rows.whole, weight, rows=total)
+            parts = [self._measure(part, weight, whole, size) for part, size in zip(rows.parts, sizes, strict=True)]
             deviation, seen = _deviation(whole, parts)
             verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
         except CannotCheckError as reason:
@@ -248,7 +269,7 @@ class Check:
         if self._largest(float(not verdict.adds_up)) == 0:
             return verdict
         try:
-            again = self._measure(rows.whole, weight)
+            again = self._measure(rows.whole, weight, rows=total)
             if not verdict.adds_up:
                 if self._may_gather and self._mode.has_waited:
                     raise CannotCheckError("training_step gathers from other ranks")
@@ -260,17 +281,18 @@ class Check:
             verdict = Verdict.unknown(reason)
         return verdict
 
-    def _measure(self, rows: Callable[[], Any], weight: Any, whole: _Measured | None = None) -> _Measured:
-        """What some rows contribute: all that is to be compared is in parts of ``whole``, where there is one."""
+    def _measure(self, batch: Callable[[], Any], weight: Any, whole: _Measured | None = None, rows: int | None = None) -> _Measured:
+        """What a batch of so many rows contributes: all that is to be compared is in parts of ``whole``, where there is one."""
         assert self._snapshot is not None
         self._snapshot.restore()
         self._mode.restore()
         self._mode.restart()
         drawn_before = _random_state()
         weigher = Weigher(weight, lambda message: None, hands_out_terms=self._weighs_terms and weight == "auto")
+        weigher.takes_functions = self.takes_functions
         try:
             try:
-                loss, read = self._together(lambda: self._run(rows(), weigher, is_part=whole is not None))
+                loss, read = self._together(lambda: self._run(batch(), weigher, rows, is_part=whole is not None))
             except CannotCheckError:
                 self._backward.forget_forward()
                 raise
@@ -303,7 +325,7 @@ class Check:
         constant = share * float(of_mean.constant) if share else 0.0
         return measured._replace(loss=value, function=of_mean.function, slope=slope, constant=constant)
 
-    def _run(self, batch: Any, weigher: Weigher, is_part: bool) -> tuple[Tensor, Contribution | None]:
+    def _run(self, batch: Any, weigher: Weigher, rows: int | None, is_part: bool) -> tuple[Tensor, Contribution | None]:
         with self._mode:
             output = self._training_step(batch)
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -312,7 +334,7 @@ class Check:
         if not loss.requires_grad:
             raise CannotCheckError("the loss of the first rows needs no gradient")
         try:
-            contribution = weigher(loss, batch)
+            contribution = weigher(loss, batch, rows)
         except UnreadableLossError:
             if is_part:
                 raise

@@ -186,6 +186,8 @@ class Weigher:
         """The node of a loss that is a mean criterion itself, what reads it, and what is constant in its contributions."""
         self.criterion: str | None = None
         """What the weight was found to be, in words; None before the first micro-batch."""
+        self.takes_functions = True
+        """A loss that is a function of a mean is one over the window, whatever explicit weight it has."""
         self.unweighed_terms: tuple[str, ...] = ()
         """Terms of the loss that take the main term's weight although they are no mean over the same count."""
 
@@ -208,7 +210,8 @@ class Weigher:
             if plain is not None:
                 return Contribution(_on_host(plain), (), 0, self._plain[2], self._plain[3])
         is_first = self.criterion is None
-        found = None if self._weight == "equal" else function_of_mean(loss.grad_fn, loss.output_nr)
+        takes_functions = self._weight != "equal" and self.takes_functions
+        found = function_of_mean(loss.grad_fn, loss.output_nr) if takes_functions else None
         below = None if found is None else found.mean
         count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
         if self._weight == "auto":
@@ -242,7 +245,7 @@ class Weigher:
         terms = []
         with suppress(UnreadableLossError):
             terms = terms_of(loss, count_rows, below)
-        if self._weight != "equal":
+        if takes_functions:
             _refuse_functions(terms)
         if found is not None:
             if self._lister is not None:
