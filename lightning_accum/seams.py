@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from functools import cache
 from hashlib import sha256
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any, NamedTuple
 
 
@@ -122,7 +122,7 @@ class SeamError(RuntimeError):
     def __init__(self, seen: str) -> None:
         super().__init__(
             f"{seen} So windows would not be exact, and training stops. {in_words(changed())} Lightning 2.5.0 to 2.6.6 was read:"
-            f" install one of these, and report it to {_tracker()}."
+            f" install one of these, and report it to the issue tracker of lightning_accum."
         )
 
 
@@ -136,11 +136,6 @@ def in_words(differing: list[Seam]) -> str:
 
 def _lightning() -> str:
     return f"Lightning {import_module('lightning.pytorch').__version__}"
-
-
-def _tracker() -> str:
-    urls = [entry.partition(", ")[2] for entry in metadata.metadata("lightning-accum").get_all("Project-URL") or []]
-    return next((url for url in urls if "issues" in url), "the issue tracker of lightning_accum")
 
 
 def _seams(table: str) -> Iterator[Seam]:
