@@ -45,7 +45,7 @@ EXPECTED = {
     "test_manual_optimization.test_multiple_optimizers_manual_log": _WRAPS_ITSELF,
     "test_backward_calls.test_backward_count_simple": "mocks Tensor.backward, and the watch finds that no loss gets a gradient",
     "test_config_validator.test_trainer_manual_optimization_config": "accumulation with manual optimization is no error",
-    "test_trainer.test_train_loop_system": "the last closure of a window of several runs before the optimizer's step, not inside of it",
+    "test_trainer.test_train_loop_system": "a window's last closure runs before the step, not in it",
     "test_manual_optimization.test_step_with_optimizer_closure": _WRAPS_ITSELF,
 }
 """Tests that fail only with this package, and why they should, by a part of their names."""
