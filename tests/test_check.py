@@ -179,7 +179,6 @@ def test_a_fit_that_goes_on_from_one_that_was_not_checked_is(before: dict[str, A
             Classifier(DO_NOT["a constant divisor in a tensor"]),
             loader(batches()),
             ckpt_path=tmp_path / "one.ckpt",
-            weights_only=False,
         )
 
 
