@@ -240,26 +240,32 @@ class Check:
             return [self._together(partial(self._loss_of, batch)) for batch in batches]
 
     def _loss_of(self, batch: Callable[[], Any]) -> float:
+        self._restore()
+        return float(self._step(batch()).detach())
+
+    def _restore(self) -> None:
+        """Have the next step begin as the first did."""
         assert self._snapshot is not None
         self._snapshot.restore()
         self._mode.restore()
         self._mode.restart()
+
+    def _step(self, batch: Any) -> Tensor:
         with self._mode:
-            output = self._training_step(batch())
-        loss = output["loss"] if isinstance(output, Mapping) else output
+            output = self._training_step(batch)
+        loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             raise UnsuitableRowsError("training_step returns None for some of the first rows")
-        return float(loss.detach())
+        return loss
 
     # --- one comparison ---------------------------------------------------------------------------------------------
 
     def _look(self, rows: Rows, weight: Any) -> Verdict:
         """Compare some rows with their parts."""
-        verdict = Verdict(None)
+        is_known = self._knows_rows and bool(rows.sizes)
+        total = sum(rows.sizes) if is_known else None
+        sizes: Sequence[int | None] = rows.sizes if is_known else [None] * len(rows.parts)
         try:
-            is_known = self._knows_rows and bool(rows.sizes)
-            total = sum(rows.sizes) if is_known else None
-            sizes: Sequence[int | None] = rows.sizes if is_known else [None] * len(rows.parts)
             whole = self._measure(rows.whole, weight, rows=total)
             parts = [self._measure(part, weight, whole, size) for part, size in zip(rows.parts, sizes, strict=True)]
             deviation, seen = _deviation(whole, parts)
@@ -283,10 +289,7 @@ class Check:
 
     def _measure(self, batch: Callable[[], Any], weight: Any, whole: _Measured | None = None, rows: int | None = None) -> _Measured:
         """What a batch of so many rows contributes: all that is to be compared is in parts of ``whole``, where there is one."""
-        assert self._snapshot is not None
-        self._snapshot.restore()
-        self._mode.restore()
-        self._mode.restart()
+        self._restore()
         drawn_before = _random_state()
         weigher = Weigher(weight, lambda message: None, hands_out_terms=self._weighs_terms and weight == "auto")
         weigher.takes_functions = self.takes_functions
@@ -326,11 +329,7 @@ class Check:
         return measured._replace(loss=value, function=of_mean.function, slope=slope, constant=constant)
 
     def _run(self, batch: Any, weigher: Weigher, rows: int | None, is_part: bool) -> tuple[Tensor, Contribution | None]:
-        with self._mode:
-            output = self._training_step(batch)
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        if loss is None:
-            raise UnsuitableRowsError("training_step returns None for some of the first rows")
+        loss = self._step(batch)
         if not loss.requires_grad:
             raise CannotCheckError("the loss of the first rows needs no gradient")
         try:
