@@ -121,12 +121,11 @@ class RowWise:
             self._called.add(layer.name)
             number = number_of_rows(layer, (args, kwargs), self._rows)
             form = self._proof(layer, (args, kwargs), number)
-            call = Call(layer, (args, kwargs), form)
+            call = Call(layer, (args, kwargs), form, self._is_in_backward)
             output = call.run(self._rows_of_micro_batch(call.inputs, number), number, self._device)
         finally:
             self._is_inside = False
-        if call.gradients:
-            self._calls.append(call)
+        self._calls.append(call)
         return output
 
     def _rows_of_micro_batch(self, inputs: list[Any], number: int) -> int:
@@ -173,6 +172,7 @@ class RowWise:
             for call in reversed(self._calls):
                 if self._drops:
                     call.gradients = [None] * len(call.gradients)
+                call.check_unwritten()
                 if call.has_gradients:
                     call.run_again(backward)
         finally:
