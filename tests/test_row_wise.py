@@ -382,6 +382,55 @@ def test_any_call_has_the_gradients_of_the_whole_batch(case: str, rows: int) -> 
         assert relative_error([g for g in found if g is not None], [g for g in expected if g is not None]) < 1e-13
 
 
+class Pooled(nn.Module):
+    """The mean of the tokens of a row that are no padding; sequences too, where it is asked for them."""
+
+    def __init__(self, has_sequences: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.has_sequences, self.shapes = has_sequences, []
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor, bias: Tensor) -> Any:
+        if not torch.is_inference_mode_enabled():
+            self.shapes.append(tuple(tokens.shape[:2]))
+        hidden = self.net(tokens) + bias[:, None]
+        mean = (hidden * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
+        return (mean, hidden) if self.has_sequences else mean
+
+
+def pooled(model: Model, x: Tensor) -> Tensor:
+    lengths = torch.tensor([2, 7, 1, 3, 2, 6, 1, 2, 3, 2])
+    mask = (torch.arange(7) < lengths[:, None]).to(x)
+    tokens = torch.stack([x + step for step in range(7)], 1).sin() * mask[..., None] * model.weight
+    output = model.a(tokens, mask, bias=torch.linspace(0, 1, 7).to(x) * model.weight)
+    return spread(output) if isinstance(output, Tensor) else spread(output[0]) + (output[1] * mask[..., None]).var()
+
+
+@pytest.mark.parametrize(("size", "most"), [(3, 3), (Tokens(8), 8), (Tokens(5), 10)])
+@pytest.mark.parametrize("has_sequences", [False, True])
+def test_rows_of_a_call_are_sorted_and_trimmed_where_their_lengths_can_be_read(size: Any, most: int, has_sequences: bool) -> None:
+    model = Model(pooled, a=Pooled(has_sequences))
+    ((x, _),) = batches(1)
+    pooled(model, x).backward()
+    expected = [p.grad.clone() for p in model.a.parameters()] + [model.weight.grad.clone()]
+    row_wise = RowWise(model, ["a"], size, torch.device("cpu"))
+    for _ in range(2):  # in the first there are proofs
+        model.zero_grad()
+        model.a.shapes.clear()
+        with row_wise.step(len(x)):
+            pooled(model, x).backward()
+        assert relative_error([*(p.grad for p in model.a.parameters()), model.weight.grad], expected) < 1e-13
+    shapes, half = model.a.shapes, len(model.a.shapes) // 2
+    assert sorted(shapes[:half]) == sorted(shapes[half:])  # run, and run again
+    assert sum(rows for rows, _ in shapes[:half]) == len(x)
+    if has_sequences:
+        assert {columns for _, columns in shapes} == {7}
+    else:
+        assert sum(rows * columns for rows, columns in shapes[:half]) < 50
+    if isinstance(size, Tokens):
+        assert all(rows == 1 or rows * columns <= most for rows, columns in shapes)
+
+
 def test_random_numbers_of_python_are_those_of_the_first_pass() -> None:
     model = Model(encoded, a=DrawsWithPython())
     ((x, _),) = batches(1)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accum.randomness import state_outside_torch
+from lightning_accum.splitting.micro_batch import Cut
+from lightning_accum.splitting.plan import Piece
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.whole.trees import first_that_differs, leaves, others, replaced
 
@@ -44,23 +46,30 @@ class Form(NamedTuple):
     Attributes:
         inputs: which of the input leaves have one entry a row.
         dims: the dimension of each output leaf that has the rows; None for one that is the same for all rows.
+        may_be_sorted: each has one entry a row there.
     """
 
     inputs: tuple[bool, ...]
     dims: tuple[int | None, ...]
+    may_be_sorted: bool = False
 
 
-class Slice:
-    """Some rows of a call's inputs, and the random state that they were run with."""
+def taken(arguments: Any, are_rows: Sequence[bool], cut: Cut) -> Any:
+    """The arguments with some rows.
 
-    def __init__(self, rows: slice) -> None:
-        self.rows = rows
-        self.random_state: Snapshot | None = None
+    Args:
+        arguments: positional and keyword arguments.
+        are_rows: which of their leaves have one entry a row.
+        cut: what is kept of them.
+    """
+    kinds = iter(are_rows)
+    return replaced(arguments, lambda leaf: _taken(leaf, next(kinds), cut))
 
-    def of(self, arguments: Any, are_rows: Sequence[bool]) -> Any:
-        """The arguments with these rows."""
-        kinds = iter(are_rows)
-        return replaced(arguments, lambda leaf: leaf[self.rows] if next(kinds) else leaf)
+
+def _taken(leaf: Any, is_row: bool, cut: Cut) -> Any:
+    if isinstance(leaf, Tensor):
+        return cut.tensor(leaf) if is_row else cut.shared(leaf)
+    return type(leaf)(cut.entries(leaf)) if is_row else leaf
 
 
 class _Outputs(torch.autograd.Function):
@@ -108,7 +117,9 @@ class Call:
         layer: the submodule.
         arguments: positional and keyword arguments.
         form: where the rows are.
-        slices: the micro-batches that it ran in.
+        pieces: the micro-batches that it runs in.
+        order: the rows in their order; None where they keep theirs.
+        current: the micro-batch that ran last.
         inputs: the leaves of the arguments, and
         needs_gradient: those of them that need one.
         gradients: of those outputs that need one.
@@ -118,13 +129,18 @@ class Call:
     layer: Layer
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     form: Form
+    pieces: list[Piece]
+    order: list[int] | None = None
     is_recomputed: bool = False
-    slices: list[Slice] = field(default_factory=list)
+    current: int = 0
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.inputs = leaves(self.arguments)
-        self.needs_gradient = [leaf for leaf in self.inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+        places = [place for place, leaf in enumerate(self.inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self.needs_gradient = [self.inputs[place] for place in places]
+        self._have_rows = [self.form.inputs[place] for place in places]
+        self._random_states: list[Snapshot] = []  # that the micro-batches were run with
         self._state = _State(self.layer, self.inputs)
         self._trained: list[int] = []  # the places of the outputs with gradients, and
         self._sizes: list[list[int]] = []  # the size of each in the micro-batches
@@ -147,39 +163,38 @@ class Call:
 
     # --- without a graph --------------------------------------------------------------------------------------------
 
-    def run(self, rows: int, number: int, device: torch.device) -> Any:
+    def run(self, device: torch.device) -> Any:
         """Run all rows.
 
         Args:
-            rows: of a micro-batch.
-            number: of all.
             device: whose random state there is beside the CPU's.
 
         Returns:
             The outputs, joined, and without a graph.
         """
-        self.slices = [Slice(slice(start, min(start + rows, number))) for start in range(0, number, rows)]
         state = state_outside_torch()
         output, parts = self._run_all(device)
         if not self.layer.draws_outside_torch and len(parts) > 1 and state_outside_torch() != state:
             self.layer.draws_outside_torch = True
-            assert self.slices[0].random_state is not None
-            self.slices[0].random_state.restore()
+            self._random_states[0].restore()
             output, parts = self._run_all(device)
         self._state.check_unchanged(self.layer)
         return self._joined(output, parts)
 
     def _run_all(self, device: torch.device) -> tuple[Any, list[list[Any]]]:
         """Run all micro-batches. Returns what the first gave, and the leaves of each, without a graph."""
+        self._random_states = []
         first: Any = None
         parts: list[list[Any]] = []
         trained: set[int] = set()
         is_known = False  # which outputs need a gradient, see below
         with self._state.autocast_without_cache(), without_fast_path(), _saving_nothing():
-            for part in self.slices:
-                part.random_state = Snapshot(self.layer.module)
-                part.random_state.keep_random_state(device, bool(parts) and not self.layer.draws_outside_torch)
-                args, kwargs = part.of(self.arguments, self.form.inputs)
+            for index, piece in enumerate(self.pieces):
+                self.current = index
+                random_state = Snapshot(self.layer.module)
+                random_state.keep_random_state(device, bool(parts) and not self.layer.draws_outside_torch)
+                self._random_states.append(random_state)
+                args, kwargs = taken(self.arguments, self.form.inputs, piece.cut)
                 with torch.set_grad_enabled(not is_known):
                     output = self.layer.run(*args, **kwargs)
                 found = leaves(output)
@@ -226,9 +241,10 @@ class Call:
             if dim is None:
                 joined.append(of_parts[0].clone() if isinstance(of_parts[0], Tensor) else of_parts[0])
             elif isinstance(of_parts[0], Tensor):
-                joined.append(torch.cat(of_parts, dim))
+                joined.append(self._sorted(torch.cat(of_parts, dim), dim, is_back=True))
             else:
-                joined.append([entry for part in of_parts for entry in part])
+                entries = [entry for part in of_parts for entry in part]
+                joined.append(entries if self.order is None else [entries[place] for place in _inverse(self.order)])
             if place in self._trained:
                 self._sizes.append([] if dim is None else [part.shape[dim] for part in of_parts])
         if self._trained:
@@ -253,34 +269,37 @@ class Call:
         """
         self._state.check_same(self.layer)
         gradients, self.gradients = self.gradients, [None] * len(self.gradients)
-        pieces = [self._pieces(gradient, index) for index, gradient in enumerate(gradients)]
+        gradients_of = [self._parts(gradient, index) for index, gradient in enumerate(gradients)]
         # what was written into since cannot be compared
-        given = [None if tensor._version else self._pieces(tensor, index) for index, tensor in enumerate(self._given)]
+        given = [None if tensor._version else self._parts(tensor, index) for index, tensor in enumerate(self._given)]
         is_same: list[Tensor] = []
-        of_inputs: list[list[Tensor]] = [[] for _ in self.needs_gradient]
+        of_inputs = [torch.zeros_like(leaf) for leaf in self.needs_gradient]
         with self._state.modes_as_before(self.layer.module):
-            for index, part in enumerate(self.slices):
-                assert part.random_state is not None
-                part.random_state.restore()
-                cut, arguments = self._detached(part)
+            for index, piece in enumerate(self.pieces):
+                self.current = index
+                self._random_states[index].restore()
+                detached, arguments = self._detached(piece.cut)
                 args, kwargs = arguments
                 with self._state.autocast_again(), torch.enable_grad():
                     output = self.layer.run(*args, **kwargs)
                 roots, seeds = [], []
                 found = leaves(output)
-                for place, piece, before in zip(self._trained, pieces, given, strict=True):
+                for place, of_parts, before in zip(self._trained, gradients_of, given, strict=True):
                     if before is not None:
                         is_same += _differences(found[place], before[index])
-                    seed = None if piece is None else piece[index]
+                    seed = None if of_parts is None else of_parts[index]
                     if seed is not None and found[place].requires_grad:
                         roots.append(found[place])
                         seeds.append(seed)
                 del output, found, arguments, args, kwargs
                 if roots:
                     backward(roots, seeds, False)
-                for gathered, leaf in zip(of_inputs, cut, strict=True):
-                    gathered.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-                del roots, seeds, cut
+                for total, is_row, leaf in zip(of_inputs, self._have_rows, detached, strict=True):
+                    if leaf.grad is not None and is_row:
+                        piece.cut.write_back(total, leaf.grad)
+                    elif leaf.grad is not None:
+                        piece.cut.shared(total).add_(leaf.grad)
+                del roots, seeds, detached
         if is_same and not bool(torch.stack([flag.to(is_same[0].device) for flag in is_same]).all()):
             raise RowWiseError(
                 f"row_wise={self.layer.name!r}: run again for its backward, a call of {self.layer.name!r} has other outputs than"
@@ -288,7 +307,7 @@ class Call:
                 f" attribute that is set between calls, or a generator of its own. Pass it as an argument. {INSTEAD}"
             )
         if self.needs_gradient:
-            backward(self.needs_gradient, list(self._joined_gradients(of_inputs)), True)  # other calls may have the same inputs
+            backward(self.needs_gradient, of_inputs, True)  # other calls may have the same inputs
 
     def check_unwritten(self) -> None:
         """Raise where an output was written into that the step would have seen change elsewhere too."""
@@ -298,36 +317,40 @@ class Call:
                 " argument, was written into, and here each is a tensor of its own. Write into a copy."
             )
 
-    def _pieces(self, whole: Tensor | None, index: int) -> Sequence[Tensor | None] | None:
+    def _parts(self, whole: Tensor | None, index: int) -> Sequence[Tensor | None] | None:
         """Of each micro-batch, of an output with gradients or its gradient. What is the same for all rows is in the first."""
         if whole is None:
             return None
         dim = self.form.dims[self._trained[index]]
-        return [whole, *[None] * (len(self.slices) - 1)] if dim is None else torch.split(whole, self._sizes[index], dim)
+        if dim is None:
+            return [whole, *[None] * (len(self.pieces) - 1)]
+        return torch.split(self._sorted(whole, dim), self._sizes[index], dim)
 
-    def _detached(self, part: Slice) -> tuple[list[Tensor], Any]:
+    def _sorted(self, tensor: Tensor, dim: int, is_back: bool = False) -> Tensor:
+        """A tensor with the rows in the order of the micro-batches, or back from it."""
+        if self.order is None:
+            return tensor
+        order = torch.tensor(_inverse(self.order) if is_back else self.order)
+        return tensor.index_select(dim, order.to(tensor.device))
+
+    def _detached(self, cut: Cut) -> tuple[list[Tensor], Any]:
         """The inputs that need gradients, and all arguments, for one micro-batch: cut off from the graph that made them."""
-        cut: list[Tensor] = []
+        found: list[Tensor] = []
         kinds = iter(self.form.inputs)
 
         def detached(leaf: Any) -> Any:
             is_row = next(kinds)
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf = (leaf.detach()[part.rows] if is_row else leaf.detach()).requires_grad_()
-                cut.append(leaf)
+                leaf = _taken(leaf.detach(), is_row, cut).requires_grad_()
+                found.append(leaf)
                 return leaf.view_as(leaf)  # the submodule may write into it
-            return leaf[part.rows] if is_row else leaf
+            return _taken(leaf, is_row, cut)
 
-        return cut, replaced(self.arguments, detached)
+        return found, replaced(self.arguments, detached)
 
-    def _joined_gradients(self, of_inputs: list[list[Tensor]]) -> Iterator[Tensor]:
-        kinds = [
-            kind
-            for kind, leaf in zip(self.form.inputs, self.inputs, strict=True)
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-        for is_row, gathered in zip(kinds, of_inputs, strict=True):
-            yield torch.cat(gathered) if is_row else torch.stack(gathered).sum(0)
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 class _State:

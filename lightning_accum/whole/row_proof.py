@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
+from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.whole.calls import INSTEAD, Form, Layer, RowWiseError, check_others, is_close, without_fast_path
 from lightning_accum.whole.trees import UnknownObjectError, is_list_of_numbers, leaves, others, replaced
@@ -120,7 +121,29 @@ def _prove(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], numbe
     if dims is None:
         name, inner = watch.first_that_differs()
         raise _not_independent(layer, name, inner, "gives two rows together other outputs than each alone")
-    return Form(are_rows, dims)
+    sizes = (
+        None if dim is None else len(leaf) if isinstance(leaf, (list, tuple)) else leaf.shape[dim]
+        for leaf, dim in zip(leaves(together), dims, strict=True)
+    )
+    return Form(are_rows, dims, may_be_sorted=all(size in (None, len(rows)) for size in sizes))
+
+
+def difference_by_padding(layer: Layer, padded: _Arguments, trimmed: _Arguments, *others: _Arguments) -> Verdict:
+    """Whether the outputs of a submodule are others with the padding of some rows than without; None for no."""
+    if others:
+        return Inconclusive("it is tried on one part alone")
+    with _held(layer.module), torch.no_grad():
+        try:
+            outputs = [leaves(_as_it_is(layer, *arguments)) for arguments in (padded, trimmed)]
+        except Exception as error:
+            return Inconclusive(f"{layer.name} raises {type(error).__name__}: {error}")
+    if len(outputs[0]) == len(outputs[1]) and all(map(_are_equal, *outputs)):
+        return None
+    return "its outputs have the columns of the padding, or depend on them"
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    return is_close(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and bool(a == b)
 
 
 def _kinds(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], rows: list[int]) -> tuple[bool, ...]:
@@ -157,9 +180,14 @@ def _run(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: li
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
         return leaf[rows] if isinstance(leaf, Tensor) else [leaf[row] for row in rows]
 
-    args, kwargs = replaced(arguments, some_rows)
+    return _as_it_is(layer, *replaced(arguments, some_rows))
+
+
+def _as_it_is(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     before = Snapshot(layer.module)
-    before.keep_random_state(next((leaf.device for leaf in leaves(arguments) if isinstance(leaf, Tensor)), torch.device("cpu")))
+    before.keep_random_state(
+        next((leaf.device for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)), torch.device("cpu"))
+    )
     try:
         with torch.no_grad(), SameForEveryRow():
             return layer.run(*args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -63,6 +63,26 @@ def leaves(value: Any) -> list[Any]:
 
     replaced(value, keep)
     return found
+
+
+def paths(value: Any, path: str = "") -> list[str]:
+    """A name for each of the :func:`leaves`, such as ``inputs.attention_mask``.
+
+    Example:
+        >>> import torch
+        >>> paths({"x": [torch.ones(2), None], "mask": torch.ones(2)})
+        ['x.0', 'mask']
+    """
+    if isinstance(value, Tensor) or is_list_of(str, value) or is_list_of_numbers(value):
+        return [path]
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        entries = value.items()
+    elif isinstance(value, (list, tuple)):
+        entries = enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        entries = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return [name for key, entry in entries for name in paths(entry, f"{path}.{key}" if path else str(key))]
 
 
 def others(value: Any) -> list[Any]:
