@@ -56,6 +56,7 @@ def is_of_library(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in LIBRARIES
 
 
+@cache
 def lines_of(file: str, class_: str) -> set[type]:
     """The bases of a class of the package, and of those that derive from it: what it finds on ``self``."""
     own = vars(import_module(module_of(file))).get(class_)
@@ -101,6 +102,7 @@ def private_names(file: str) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
+@cache
 def defined_by(module: str) -> set[str]:
     return next((defined_in(tree) for file, tree in FILES.items() if module_of(file) == module), set())
 
@@ -115,3 +117,84 @@ def test_every_row_of_the_table_is_used() -> None:
     source = " ".join(ast.unparse(tree) for file, tree in FILES.items() if not file.startswith("seams/"))
     read = [row for row in seams.SEAMS if row.read == "-" or row not in seams.LIGHTNING]
     assert [str(row) for row in read if not re.search(rf"\b{row.name}\b", source)] == []
+
+
+# --- imports, those for type checking included ---------------------------------------------------------------------------
+
+BELOW_THE_LINE = (
+    "arguments",  # of the callback
+    "callback",
+    "demo",
+    "listeners",
+    "loops",
+    "manual",
+    "metrics",
+    "noise",
+    "strategies",
+    "verification",
+    "__main__",
+)
+"""What may import lightning. The package's own ``__init__`` gives out what is below, and is imported by nobody."""
+STILL_ABOVE: dict[str, str] = {
+    "checkpointing.unfinished": "takes a strategy",
+    "gradient_norm": "takes a Trainer",
+    "splitting.batch_run": "takes a strategy",
+}
+"""What imports lightning, or something below the line, and should not; why."""
+STILL_IN_CIRCLES: dict[str, str] = dict.fromkeys(
+    (
+        "callback", "checkpointing.unfinished", "gradient_norm", "loops", "loops.epochs", "loops.first_batch", "loops.manual",
+        "loops.optimization", "loops.results", "loops.trainer", "loops.uneven", "manual.optimization", "metrics",
+        "splitting.batch_run", "strategies.engine", "strategies.mixin", "strategies.preparation", "strategies.window_hooks",
+    ),
+    "they take a strategy, which calls them",
+) | dict.fromkeys(("verification.figure", "verification.report"), "a report draws itself")  # fmt: skip
+"""What imports something that imports it, and should not; why."""
+MODULES = {module_of(file): tree for file, tree in FILES.items()}
+
+
+@cache
+def imported_by(module: str) -> set[str]:
+    """The whole names that a module imports, wherever in it: ``"lightning_accum.window"``, ``"torch.Tensor"``."""
+    names = set()
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    own = {name if name in MODULES else name.rpartition(".")[0] for name in names if name.startswith("lightning_accum")}
+    return {name for name in names if not name.startswith("lightning_accum")} | own - {module}
+
+
+def reached_from(module: str) -> set[str]:
+    reached, left = set(), [module]
+    while left:
+        new = {name for name in imported_by(left.pop()) if name in MODULES} - reached
+        reached |= new
+        left += new
+    return reached
+
+
+def short(module: str) -> str:
+    return module.removeprefix("lightning_accum").removeprefix(".")
+
+
+def is_below(module: str) -> bool:
+    return short(module).partition(".")[0] in ("", *BELOW_THE_LINE)
+
+
+def test_imports_make_no_circle() -> None:
+    assert {short(module) for module in MODULES if module in reached_from(module)} == set(STILL_IN_CIRCLES)
+
+
+def test_nothing_above_the_line_imports_lightning_or_what_is_below() -> None:
+    above = {
+        module: {
+            name
+            for name in imported_by(module)
+            if name.partition(".")[0] in ("lightning", "pytorch_lightning") or (name in MODULES and is_below(name))
+        }
+        for module in MODULES
+        if not is_below(module)
+    }
+    assert {short(module) for module, wrong in above.items() if wrong} == set(STILL_ABOVE)
