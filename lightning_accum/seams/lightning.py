@@ -123,11 +123,11 @@ trainer.connectors.logger_connector.logger_connector._LoggerConnector
     on_batch_start | - | a loader batch begins | 7758d5bf
     on_batch_end | - | a loader batch ends | 328cf288
     should_update_logs | - | loggers get metrics at this step | a446a83e
+    should_reset_tensors | - | compares _current_fx | b5b2448f
     log_metrics | WindowRows | a window's metrics are in the row of its step | 5e7802b7 e81ba200
     update_train_step_metrics | WindowRows | a window's metrics are in the row of its step | 577833c6
 trainer.connectors.logger_connector.result._ResultCollection
-    log | BatchResults | what micro-batches log is put together | cee56682
-    update_metrics | BatchResults | what micro-batches log is put together | 0120c270
+    update_metrics | BatchResults | what a shadow batch logs has no weight | 0120c270
 trainer.connectors.logger_connector.result._ResultMetric
     update | - | reads a metric's _forward_cache | 3ee4c0f0
 trainer.connectors.signal_connector._SignalConnector
@@ -161,7 +161,7 @@ core.module.LightningModule
     configure_gradient_clipping | - | calls clip_gradients | 9c6cad26
     clip_gradients | - | clips where the Trainer was asked to | a53993a4
     lr_scheduler_step | - | steps a scheduler once | 0ae03eb1
-    log | - | reads _current_fx_name | ad4009e5 74202ade
+    log | collecting_logs | what micro-batches log is put together | ad4009e5 74202ade
 trainer.setup
     _val_check_time_interval | - | since 2.6: validation by the clock, of a Trainer | -
 loops.loop._Loop
