@@ -77,7 +77,7 @@ class Boundary:
 
     def close(self, seen: int) -> None:
         """End the window with loader batch ``seen``."""
-        self.closed_at, self._is_under_way = seen, False
+        self.closed_at, self._is_under_way, self._cut_at = seen, False, None
 
     def go_on(self, seen: int, position: int, size: float) -> None:
         """Be inside a window of ``size`` loader batches, the last of ``position`` so far being number ``seen``."""

@@ -101,8 +101,8 @@ def _is_on_cpu(value: Any) -> bool:
     return type(value) is Tensor and value.is_cpu
 
 
-class Audience:
-    """Who hears what Lightning calls in a training.
+class HookTable:
+    """Which of Lightning's hooks somebody overrides in a training.
 
     Args:
         trainer: whose callbacks, module, data, strategy and precision plugin may listen. Where Lightning's methods are not those
@@ -112,10 +112,9 @@ class Audience:
         has_own_transfer: a batch may be another on the device than on the host: augmented, or moved by the user's own rules.
         is_profiled: somebody reads how long Lightning's calls take, or it is not known what they are.
         is_more_than_callbacks: not only callbacks have hooks around a loader batch, or its way to the device.
-        hears_start: a callback has one before a loader batch is trained on.
-        hears_end: a callback has one after.
-        hears_micro_batch: there are hooks around the backward of a micro-batch.
-        hears_step: there is something between the gradients of a window and its optimizer step.
+        has_batch_start: a callback has one before a loader batch is trained on.
+        has_batch_end: a callback has one after.
+        has_backward: there are hooks around the backward of a micro-batch.
         is_step_bare: ``training_step`` needs nothing around it: no wrapper of the module, no autocast.
         step_counters: the module and callbacks whose ``on_train_batch_end`` reads ``global_step``, as Lightning's
             EMAWeightAveraging does to see each optimizer step once. No checkpoint callbacks: theirs are of whole loader batches.
@@ -137,6 +136,11 @@ class Audience:
         ):
             self._look()
 
+    @property
+    def has_step(self) -> bool:
+        """There is something between the gradients of a window and its optimizer step."""
+        return self._has_step or bool(self._trainer.gradient_clip_val)
+
     def _look(self) -> None:
         trainer = self._trainer
         self._callbacks, self._profiler = list(callbacks_of(trainer)), trainer.profiler  # type: ignore[attr-defined]
@@ -148,12 +152,12 @@ class Audience:
         )
         self.has_own_transfer, self.is_profiled = _has_own_transfer(trainer), _is_profiled(trainer) or not self._is_read
         self.is_more_than_callbacks = self.is_profiled or _is_batch_heard(trainer)
-        self.hears_start, self.hears_end = (
+        self.has_batch_start, self.has_batch_end = (
             not all(_is_inherited(callback, pl.Callback, (hook,)) for callback in self._callbacks)
             for hook in ("on_train_batch_start", "on_train_batch_end")
         )
-        self.hears_micro_batch = self.is_profiled or _is_micro_batch_heard(trainer)
-        self.hears_step = self.is_profiled or _is_step_heard(trainer)
+        self.has_backward = self.is_profiled or _is_micro_batch_heard(trainer)
+        self._has_step = self.is_profiled or _is_step_heard(trainer)
         self.is_step_bare = self._is_read and _is_step_bare(trainer)
         owners: list[Any] = [callback for callback in self._callbacks if not isinstance(callback, Checkpoint)]
         owners.append(trainer.lightning_module)

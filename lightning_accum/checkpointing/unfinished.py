@@ -32,8 +32,8 @@ def unfinished_window(strategy: AccumulationMixin, warn: Callable[[str], None]) 
         )
         return None
     is_kept = strategy.is_global_zero
-    strategy.reduce_for_checkpoint()
-    is_reduced, named = strategy.is_reduced_inside(), strategy.parameters_by_name()
+    strategy.sync.reduce_for_checkpoint()
+    is_reduced, named = strategy.sync.is_reduced_inside, strategy.parameters_by_name()
     partial = PartialWindow(
         accumulation.policy.in_words(strategy.trainer().accumulate_grad_batches),
         accumulation.position,
@@ -45,7 +45,7 @@ def unfinished_window(strategy: AccumulationMixin, warn: Callable[[str], None]) 
         is_reduced,
         gather_gradients(named, accumulation.ranks, is_reduced, is_kept, accumulation.sums),
         strategy.loss_scale(),
-        int(accumulation.ranks.sum(accumulation.window.left_out)) if strategy.guard is not None else 0,
+        int(accumulation.ranks.sum(accumulation.window.left_out)) if strategy.session.guard is not None else 0,
     )
     rank_zero_info(
         f"The checkpoint is taken after {partial.position} loader batches of a window; their gradients add"

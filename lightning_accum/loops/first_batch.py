@@ -67,7 +67,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     accumulation, policy, ranks = strategy.accumulation, strategy.policy, strategy.ranks
     assert accumulation is not None
     assert ranks is not None
-    if strategy.is_waited_for_in_forward and accumulation.position:
+    if strategy.sync.is_waited_for_in_forward and accumulation.position:
         return  # the engine has gradients of its own, until the window ends
 
     def largest(number: float) -> float:
@@ -82,7 +82,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     try:
         if any(map(is_lazy, chain(trainer.lightning_module.parameters(), trainer.lightning_module.buffers()))):
             raise CannotCheckError("lazy layers are made by the first batch")
-        if kwargs and not accumulation.is_stand_in:
+        if kwargs and not accumulation.is_shadow_batch:
             batch = next(iter(kwargs.values()))
             samples = strategy.samples_of_loader()
             found = FewRows(batch, samples) if policy.split is None else SplitRows(batch, policy.split, size)

@@ -24,7 +24,7 @@ class WindowManualOptimization(_ManualOptimization):
         batch = next(iter(kwargs.values()), None)
         with self.strategy.around_loader_batch(kwargs), self.strategy.running_row_wise(batch):
             outputs = self._run(kwargs)
-        self.strategy.watch.end_run(is_manual=True)
+        self.strategy.watch.end_run()
         return outputs
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class BatchResults(_ResultCollection):
             self.batch_log.collect(key, value, batch_size, self._is_batch_size_given)
             return
         accumulation = None if self.strategy is None else self.strategy.accumulation
-        if accumulation is not None and accumulation.is_stand_in and isinstance(value, Tensor):
+        if accumulation is not None and accumulation.is_shadow_batch and isinstance(value, Tensor):
             # it takes part in the other ranks' reduction, and adds nothing: the same batch was counted before
             value, batch_size = _weightless(value, self[key]), 0
         super().update_metrics(key, value, batch_size)

@@ -73,8 +73,8 @@ class EvenFetcher(_PrefetchDataFetcher):
         accumulation = self.strategy.accumulation
         assert accumulation is not None
         batch = self._next_by_agreement(accumulation) if self.lengths is None else self._next_by_length(accumulation, self.lengths)
-        accumulation.is_stand_in = batch is None and self._last is not None
-        if accumulation.is_stand_in:
+        accumulation.is_shadow_batch = batch is None and self._last is not None
+        if accumulation.is_shadow_batch:
             return self._last, self.fetched - 1, 0
         self._last = batch
         return batch, self.fetched - 1, 0

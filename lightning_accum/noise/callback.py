@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_accum import loops
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
+from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.noise.report import LargestMicroBatch, report
 from lightning_accum.noise.scale import NoiseScale, SmoothedNoise, variance_and_gradient
 from lightning_accum.noise.watch import GradientWatch, squared_norm_of_gradients, sum_of_squares
@@ -173,18 +174,18 @@ class GradientNoiseScale(Callback):
         if has_one and not accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
             self._warn(f"GradientNoiseScale will have no estimate. {_ONE_MICRO_BATCH}")
         self._noise.move(accumulation.window.device, accumulation.window.dtype)
-        self._watch = GradientWatch(lambda: accumulation.has_loss and not accumulation.is_stand_in)
+        self._watch = GradientWatch()
         if isinstance(strategy.sync, ShardedSync):
             self._watch.watch_units(strategy.sync.units)
         self._accumulation, self._micro_batches = accumulation, []
-        accumulation.before_backward = self._begin_micro_batch
+        accumulation.observer = self
         self._optimizers = strategy.optimizers
         leave_out_idle_hooks(self)
 
     # --- one micro-batch ----------------------------------------------------------------------------------------------
 
-    def _begin_micro_batch(self) -> None:
-        """A micro-batch has a weight, and its backward is next."""
+    def begin_backward(self, micro_batch: MicroBatch, weight: Denominator | None) -> None:
+        """A micro-batch has a weight, and its backward is next. Called by the strategy."""
         accumulation, watch, micro_batches = self._accumulation, self._watch, self._micro_batches
         assert accumulation is not None
         assert watch is not None
@@ -197,10 +198,15 @@ class GradientNoiseScale(Callback):
         else:
             watch.has_parts = False
             watch.watch(_parameters_of(self._optimizers))  # some may have been frozen so far
-        samples, reference = count_samples(accumulation.batch), accumulation.window.reference
+        samples, reference = count_samples(micro_batch.batch), accumulation.window.reference
         assert reference is not None
         watch.norms = {}
-        micro_batches.append(_MicroBatch(accumulation.weight, math.nan if samples is None else samples, reference, watch.norms))
+        micro_batches.append(_MicroBatch(weight, math.nan if samples is None else samples, reference, watch.norms))
+
+    def end_backward(self) -> None:
+        """It is over: backwards that keep other ranks company are not looked at. Called by the strategy."""
+        if self._watch is not None:
+            self._watch.norms = None
 
     def _add_up(self, micro_batch: _MicroBatch) -> None:
         assert self._accumulation is not None
@@ -216,7 +222,7 @@ class GradientNoiseScale(Callback):
         accumulation, watch = self._accumulation, self._watch
         if accumulation is None or watch is None:
             return
-        is_measured = self._windows % self.every_n_windows == 0 and not accumulation.is_plain()
+        is_measured = self._windows % self.every_n_windows == 0 and not accumulation.is_passthrough()
         self._windows += 1
         watch.norms = None
         if is_measured:
@@ -329,7 +335,7 @@ class GradientNoiseScale(Callback):
     def _let_go(self) -> None:
         put_back_idle_hooks(self)
         if self._accumulation is not None:
-            self._accumulation.before_backward = None
+            self._accumulation.observer = None
         if self._watch is not None:
             self._watch.close()
         self._accumulation, self._watch, self._micro_batches, self._optimizers = None, None, [], []

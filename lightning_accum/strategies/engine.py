@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from lightning_accum.accumulation import Accumulates
 from lightning_accum.ranks import Ranks
 from lightning_accum.strategies.preparation import wide_sums
-from lightning_accum.sync import Sync
+from lightning_accum.sync import GradientSync
 from lightning_accum.wide_sums import WideSums
 
 
@@ -26,12 +25,10 @@ class Engine(Accumulates, Strategy):
     global_rank: int
     ranks: Ranks | None = None
     """Those of the training; None before there are any."""
-    sync: Sync = Sync()
+    sync: GradientSync = GradientSync()
     """When gradients are reduced over the ranks."""
     reduces_every_backward_by_itself = False
     """Where the module optimizes by itself, the engine averages gradients over the ranks in every backward."""
-    is_waited_for_in_forward = False
-    """The forward and backward of a micro-batch wait for those of the other ranks, whether gradients are reduced or not."""
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 
@@ -47,22 +44,16 @@ class Engine(Accumulates, Strategy):
         """Of this rank, among those whose gradients are averaged."""
         return self.global_rank
 
-    def blocked(self) -> AbstractContextManager[None]:
-        """A micro-batch that is not the last of its window: its gradients are not reduced."""
-        return nullcontext()
-
     def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step as the engine wants it."""
         return step(*args, **kwargs)
 
-    def _forward_without_batch(self) -> None:
-        """Take part in the other ranks' forward."""
-
-    def _backward_without_loss(self) -> None:
-        """Take part in the other ranks' backward, adding nothing."""
-
     def begin_manual_loader_batch(self) -> None:
         """A loader batch of a module that optimizes by itself is about to run."""
+
+    def _make_sync(self) -> GradientSync:
+        """When gradients are reduced, in a fit that begins. May refuse what the engine cannot do."""
+        return GradientSync()
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -76,13 +67,6 @@ class Engine(Accumulates, Strategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else float(scaler.get_scale())
 
-    def reduce_for_checkpoint(self) -> None:
-        """Have the gradients where a checkpoint finds them."""
-
-    def is_reduced_inside(self) -> bool:
-        """The gradients of an unfinished window are averaged over the ranks already."""
-        return False
-
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Those of :meth:`parameters`, by names that are the same in another run."""
         assert self.lightning_module is not None
@@ -93,6 +77,7 @@ class Engine(Accumulates, Strategy):
 
     def drop_gradients(self) -> None:
         """Clear what was accumulated."""
+        self.sync.drop_accumulated()
         assert self.lightning_module is not None
         self.lightning_module.zero_grad()
 

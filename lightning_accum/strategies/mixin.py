@@ -23,12 +23,13 @@ from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
-from lightning_accum.listeners import Audience, callbacks_of
+from lightning_accum.listeners import HookTable, callbacks_of
 from lightning_accum.loops.first_batch import MOST_BATCHES
 from lightning_accum.loops.specialised import drop_own_attributes
 from lightning_accum.loops.watch import Watch
 from lightning_accum.manual.optimization import begin_manual
 from lightning_accum.policy import Policy
+from lightning_accum.session import Session
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.snapshot import Keeper
@@ -155,13 +156,14 @@ class AccumulationMixin(WindowHooks):
                 self.accumulation.verdict = Verdict(None, seen=reason)
         self._callback = callback
         self._keeper = None
-        self.guard = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
+        self.sync = self._make_sync()
+        looks = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
+        self.session = Session(self, module, self.accumulation, self.sync, lambda: self.keeper, looks, self.row_wise)
         self._watch = self._step_watch(self.optimizers[0])
         self._fit.callback(lambda: self._watch.remove())  # there may be another by then
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self.takes_gradient = not is_overridden("backward", module)
-        self._is_announced = False
-        self.audience = Audience(trainer)
+        self.hooks = HookTable(trainer)
         if callback is not None:
             callback.connect(self.accumulation, self.partial_window)
 
@@ -207,7 +209,7 @@ class AccumulationMixin(WindowHooks):
         if policy.micro_batch is None:
             return None
         # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
-        trim = False if self.is_waited_for_in_forward else policy.trim_padding
+        trim = False if self.reduces_every_backward_by_itself else policy.trim_padding
         device, has_ranks = self.root_device, self.world_size > 1
         return Splitting(
             policy.micro_batch, trim, policy.split, module, device, has_ranks, rank_zero_warn, _log.info, self.samples_of_loader

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.sync import GradientPlace, SumPlace, SyncPolicy
@@ -94,10 +95,9 @@ def guard(strategy: AccumulationMixin, accumulation: Accumulation) -> Guard:
             return strategy.sync.gradient_places(named)
         return [SumPlace(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
 
-    def in_words() -> str:
-        """The micro-batch in hand."""
-        trainer, plan = strategy.trainer(), accumulation.plan
-        part = f" (micro-batch {plan.current} of {len(plan.pieces)})" if plan is not None and len(plan.pieces) > 1 else ""
+    def in_words(micro_batch: MicroBatch) -> str:
+        trainer = strategy.trainer()
+        part = f" (micro-batch {micro_batch.position} of {micro_batch.number})" if micro_batch.number > 1 else ""
         batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
         return f"Batch {batch}{part} of epoch {epoch} on rank {strategy.global_rank}"
 
@@ -105,7 +105,6 @@ def guard(strategy: AccumulationMixin, accumulation: Accumulation) -> Guard:
         accumulation.policy.on_nonfinite == "skip",
         places,
         in_words,
-        accumulation.leave_out,
         lambda: strategy.keeper,
         strategy.ranks_of_micro_batch(),
         looks_at_gradients=getattr(strategy.precision_plugin, "scaler", None) is None,  # which looks at them by itself

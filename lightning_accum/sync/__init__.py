@@ -1,6 +1,6 @@
 """When gradients are reduced over the ranks: one small object an engine."""
 
-from lightning_accum.sync.base import GradientPlace, Sync, SyncPolicy, forward_replaced
+from lightning_accum.sync.base import GradientPlace, GradientSync, SyncPolicy, forward_replaced
 from lightning_accum.sync.ddp import DDPSync
 from lightning_accum.sync.fsdp import FSDP1Sync, FSDP2Sync, ShardedSync
 from lightning_accum.sync.wide import SumPlace, WideDDPSync
@@ -10,9 +10,9 @@ __all__ = [
     "FSDP1Sync",
     "FSDP2Sync",
     "GradientPlace",
+    "GradientSync",
     "ShardedSync",
     "SumPlace",
-    "Sync",
     "SyncPolicy",
     "WideDDPSync",
     "forward_replaced",

@@ -163,7 +163,7 @@ class WatchesPieces(Watches):
         self._sum = now
         accumulation, weight, factor = None, None, 1.0
         if isinstance(trainer.strategy, Accumulates) and (accumulation := trainer.strategy.accumulation) is not None:
-            weight = accumulation.weight
+            weight = accumulation.window.last_weight
             factor /= cast("Any", trainer.strategy).loss_scale()
             if accumulation.window.terms is None and weight:  # a sum has none
                 factor *= (accumulation.window.reference or 1.0) / float(weight)
