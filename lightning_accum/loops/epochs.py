@@ -371,7 +371,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             accumulation.discard(seen)
             accumulation.after_optimizer_step(has_stepped=False)
         elif ends_window:
-            optimization._optimizer_step(self.batch_idx, partial(strategy.session.run_without_batch, ends_window=True))
+            optimization.step(self.batch_idx, partial(strategy.session.run_without_batch, ends_window=True))
         else:
             strategy.session.run_without_batch(ends_window=False)
         accumulation.end_loader_batch(seen)
@@ -380,7 +380,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     def _step_without_batch(self, is_inside_batch: bool = False) -> None:
         finish = partial(self.strategy.session.finish_window, is_inside_batch)
-        self.optimization._optimizer_step(self.batch_idx, finish)
+        self.optimization.step(self.batch_idx, finish)
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:

@@ -28,6 +28,7 @@ from lightning_accum.splitting.proofs import Verdict
 from lightning_accum.splitting.trimming import difference_by_padding
 
 if TYPE_CHECKING:
+    from lightning_accum.accumulation import Accumulation
     from lightning_accum.loops.epochs import AccumulatingEpochLoop
     from lightning_accum.strategies.mixin import AccumulationMixin
 
@@ -50,9 +51,9 @@ class WindowOptimization(_AutomaticOptimization):
             if strategy.accumulation is None:
                 outputs = super().run(optimizer, batch_idx, kwargs)
             else:
-                closure = self._make_closure(kwargs, optimizer, batch_idx)
+                closure = self._closure_of(kwargs, optimizer, batch_idx, strategy.accumulation)
                 if closure.ends_window:
-                    self._optimizer_step(batch_idx, closure)
+                    self.step(batch_idx, closure)
                 else:
                     closure()
                 result = closure.consume_result()
@@ -64,11 +65,11 @@ class WindowOptimization(_AutomaticOptimization):
                 cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop).end_full_window()
         return outputs
 
-    @override
-    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Any:
-        strategy, accumulation = self.strategy, self.strategy.accumulation
-        if accumulation is None:
-            return super()._make_closure(kwargs, optimizer, batch_idx)
+    def _closure_of(
+        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int, accumulation: Accumulation
+    ) -> WindowClosure:
+        """What runs a loader batch that begins now."""
+        strategy = self.strategy
         epoch_loop = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop)
         self.visited = epoch_loop.batch_progress.total.ready
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
@@ -112,12 +113,10 @@ class WindowOptimization(_AutomaticOptimization):
         optimizer.zero_grad()
         progress.increment_completed()
 
-    @override
-    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
+    def step(self, batch_idx: int, closure: Callable[[], Tensor | None]) -> None:
+        """Make the optimizer step of a window that ``closure`` ends."""
         strategy, accumulation = self.strategy, self.strategy.accumulation
-        if accumulation is None:
-            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
-            return
+        assert accumulation is not None
         strategy.watch.expect_schedulers()
         strategy.hooks.look_again()
         accumulation.closed = None
@@ -125,10 +124,10 @@ class WindowOptimization(_AutomaticOptimization):
         progress.increment_ready()
         with noting_gradient_norm(trainer, strategy):
             if strategy.hooks.has_step or accumulation.is_passthrough():
-                arguments = (trainer.current_epoch, batch_idx, optimizer, train_step_and_backward_closure)
+                arguments = (trainer.current_epoch, batch_idx, optimizer, closure)
                 call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
             else:
-                strategy.optimizer_step(optimizer._optimizer, train_step_and_backward_closure)
+                strategy.optimizer_step(optimizer._optimizer, closure)
         progress.increment_completed()
         strategy.after_optimizer_step()
         if not accumulation.is_step:  # none is counted

@@ -230,7 +230,9 @@ class Watch:
         """A loader batch has run."""
         self._at = At.DONE
         if self._step is not Step.OPEN:
-            raise seams.SeamError("A window ended without a call of _AutomaticOptimization._optimizer_step.")
+            raise seams.SeamError(
+                "A window ended, and no step followed (_AutomaticOptimization.run, LightningModule.optimizer_step)."
+            )
 
     # --- schedulers -----------------------------------------------------------------------------------------------------
 
