@@ -231,7 +231,7 @@ class Watch:
         self._at = At.DONE
         if self._step is not Step.OPEN:
             raise seams.SeamError(
-                "A window ended, and no step followed (_AutomaticOptimization.run, LightningModule.optimizer_step)."
+                "A window ended, and no step followed (LightningModule.optimizer_step)."
             )
 
     # --- schedulers -----------------------------------------------------------------------------------------------------
