@@ -126,9 +126,11 @@ class Session:
     def run(self, step: Step, batch: Any, ends_window: bool) -> Outcome:
         """Run a loader batch, as the training loop hands it over."""
         accumulation = self._accumulation
-        accumulation.count_ahead(batch)
+        if accumulation.window.terms is not None:
+            accumulation.count_ahead(batch)
         with _NOTHING_AROUND if self._row_wise is None else self._row_wise.step(count_samples(batch)):
-            run = self._run_whole if accumulation.plan is None else self._run_in_micro_batches
+            splitting = accumulation.splitting
+            run = self._run_whole if splitting is None or splitting.plan is None else self._run_in_micro_batches
             if not accumulation.is_shadow_batch:
                 return run(step, batch, ends_window)
             self._zero_grad(step)  # what it does to the module is to last
@@ -229,7 +231,8 @@ class Session:
                 if not self._is_announced:
                     self._is_announced = True
                     self._engine.announce(micro_batch, weighed)
-                self.sync.begin_backward(micro_batch)
+                if self._has_ranks:
+                    self.sync.begin_backward(micro_batch)
                 if guard is None and not weighed.is_weightless:
                     step.backward(loss, weighed.grad_output)
                 else:
@@ -237,7 +240,8 @@ class Session:
                         step.backward(loss, weighed.grad_output)
                 if self._accumulation.observer is not None:
                     self._accumulation.observer.end_backward()
-            self.sync.complete_reduction(micro_batch)
+            if self._has_ranks:
+                self.sync.complete_reduction(micro_batch)
         if guard is not None and guard.end_micro_batch():
             self._accumulation.window.skip_nonfinite()
             weighed = EMPTY

@@ -108,6 +108,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     """The epoch of the checkpoint is over."""
     batch: Any = None
     """The last loader batch, where a callback is to get it that counts optimizer steps."""
+    _begun: tuple[int, bool] = (-1, False)
+    """The loader batch that began last, counted from 1 over all epochs, and whether its window ends with it."""
     _inspected: Any = None
     _takes_batch_idx: bool = False
 
@@ -159,7 +161,10 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if hooks.has_batch_end:
             call._call_callback_hooks(trainer, "on_train_batch_end", outputs, batch, batch_idx)
-        connector.on_batch_end()
+        if self._results:
+            connector.on_batch_end()
+        else:  # nothing was logged: it would only drop the batch
+            self._results.batch = self._results.batch_size = None
         progress.increment_completed()
         connector.update_train_step_metrics()
 
@@ -188,8 +193,10 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             return not (boundary.is_reached(seen, self._window_size) or self._is_cut_by_the_end(boundary))
         if accumulation is None:
             return super()._should_accumulate()
-        boundary = accumulation.boundary
-        if boundary.is_reached(self.batch_progress.total.ready, self._window_size):
+        boundary, seen = accumulation.boundary, self.batch_progress.total.ready
+        if self._begun[0] == seen != boundary.cut_at:  # asked five times a loader batch
+            return not self._begun[1] and boundary.closed_at != seen
+        if boundary.is_reached(seen, self._window_size):
             return False
         return self._counts_tokens_of_parts() or not self._is_cut_by_the_end(boundary)
 
@@ -200,7 +207,9 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     def begin_loader_batch(self, boundary: Boundary) -> bool:
         """A loader batch begins, and a window with it, unless one is under way. Returns whether the window ends with it."""
         boundary.begin(self._window_size())
-        return not self._should_accumulate()
+        ends_window = not self._should_accumulate()
+        self._begun = (self.batch_progress.total.ready, ends_window)
+        return ends_window
 
     def _counts_tokens_of_parts(self) -> bool:
         """Several windows may end in one loader batch, so none of them may be the one that its step is wrapped around."""

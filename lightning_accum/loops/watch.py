@@ -230,9 +230,7 @@ class Watch:
         """A loader batch has run."""
         self._at = At.DONE
         if self._step is not Step.OPEN:
-            raise seams.SeamError(
-                "A window ended, and no step followed (LightningModule.optimizer_step)."
-            )
+            raise seams.SeamError("A window ended, and no step followed (LightningModule.optimizer_step).")
 
     # --- schedulers -----------------------------------------------------------------------------------------------------
 
