@@ -37,14 +37,6 @@ _STATE = ("format", *_COUNTED, "is_at_boundary", "checked_weight", "takes_functi
 """What :meth:`Accumulation.state_dict` always has."""
 
 
-class Accumulates:
-    """What a strategy of this package is known by."""
-
-    accumulation: Accumulation | None = None
-    """The state of the running ``fit``; None outside of one, and in manual optimization."""
-    policy: Policy = Policy()
-
-
 class BackwardObserver(Protocol):
     """What is called around the backward of a micro-batch."""
 

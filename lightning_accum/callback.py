@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_accum import seams
-from lightning_accum.accumulation import Accumulates, Accumulation
+from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import (
     check_module,
     checked,
@@ -25,6 +25,7 @@ from lightning_accum.arguments import (
 )
 from lightning_accum.boundary import Tail
 from lightning_accum.checkpointing.resume import PartialWindow
+from lightning_accum.engine import Engine
 from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
@@ -174,7 +175,7 @@ class GradientAccumulation(Callback):
         if stage != "fit":
             return
         self._accumulation, self._manual, self._state = None, None, {}  # of an earlier fit, or of a checkpoint that was validated
-        if not isinstance(trainer.strategy, Accumulates):
+        if not isinstance(trainer.strategy, Engine):
             raise MisconfigurationException(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 f" {what_to_use_instead_of(trainer.strategy)}"

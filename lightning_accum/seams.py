@@ -171,12 +171,12 @@ strategies.strategy.Strategy
     setup | AccumulationMixin | accumulation begins | 52a40677
     on_train_start | AccumulationMixin | goes on inside the window of a checkpoint | 2f4bff3a
     teardown | AccumulationMixin | the fit ends | 99b4981d
-    batch_to_device | WindowHooks | is left out for a batch that is there | f914efb7
+    batch_to_device | Engine | is left out for a batch that is there | f914efb7
     training_step | - | runs the module's training_step once, and returns what it returned | 022c774d
     post_training_step | - | does nothing | fa7ddeab
     save_checkpoint | ShardedMixin | a checkpoint is written whole, or not at all | 5bd2a608
-    backward | WindowHooks | runs the backward of a micro-batch once, with gradient= | 910f9f26
-    optimizer_step | WindowHooks | the window ends before the optimizer's step | f2e3a488
+    backward | Engine | runs the backward of a micro-batch once, with gradient= | 910f9f26
+    optimizer_step | Engine | the window ends before the optimizer's step | f2e3a488
 strategies.parallel.ParallelStrategy
     block_backward_sync | DDPAccumulationStrategy, ShardedMixin | reduces once a window | 1aa2cbd7
 strategies.ddp.DDPStrategy

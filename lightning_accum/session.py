@@ -26,7 +26,7 @@ from lightning_accum.whole.row_wise import RowWise
 _NOTHING_AROUND = nullcontext()
 
 
-class Engine(Protocol):
+class SessionEngine(Protocol):
     """What a session asks of the strategy that it belongs to."""
 
     def parameters(self) -> list[nn.Parameter]:
@@ -99,7 +99,7 @@ class Session:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: SessionEngine,
         module: nn.Module,
         accumulation: Accumulation,
         sync: GradientSync,

@@ -619,8 +619,8 @@ def test_propagate_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            assert trainer.strategy.guard is None
-            assert not trainer.strategy.ends_windows_apart
+            assert trainer.strategy.session.guard is None
+            assert not trainer.strategy.session.finishes_after_backward
 
     module = OfBatches([labels(0, 1), labels(1, 2, fault=NAN_LOSS)])
     run = fit(module, "accum", 2, on_nonfinite="propagate", check=False, callbacks=[Look()])

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.checkpointing.resume import PartialWindow, gather_gradients, gather_weighed, put_back
-
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
+from lightning_accum.engine import Engine
 
 
-def unfinished_window(strategy: AccumulationMixin, warn: Callable[[str], None]) -> PartialWindow | None:
+def unfinished_window(strategy: Engine, warn: Callable[[str], None]) -> PartialWindow | None:
     """The unfinished window of a training; None at a boundary. Called on all ranks.
 
     Args:
@@ -54,9 +51,7 @@ def unfinished_window(strategy: AccumulationMixin, warn: Callable[[str], None]) 
     return partial
 
 
-def go_on_with(
-    partial: PartialWindow, strategy: AccumulationMixin, accumulation: Accumulation, warn: Callable[[str], None]
-) -> None:
+def go_on_with(partial: PartialWindow, strategy: Engine, accumulation: Accumulation, warn: Callable[[str], None]) -> None:
     """Put the gradients and weights of an unfinished window back where they were."""
     named, rank, scale = strategy.parameters_by_name(), strategy.rank_in_group(), strategy.loss_scale()
     put_back(partial, named, accumulation.window, accumulation.ranks, rank, scale, warn, accumulation.sums)

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
+from lightning_accum.engine import Engine
 from lightning_accum.loops.first_batch import check_first_batch
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.results import current_hook
@@ -30,7 +31,6 @@ from lightning_accum.user_warnings import rank_zero_warn
 if TYPE_CHECKING:
     from lightning_accum.loops.loggers import WindowRows
     from lightning_accum.manual.windows import ManualWindows
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 _SHARES_SIGTERM = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
 
@@ -57,7 +57,7 @@ class AccumulatingFitLoop(_FitLoop):
 
     @override
     def setup_data(self) -> None:
-        before, strategy = self._data_fetcher, cast("AccumulationMixin", self.trainer.strategy)
+        before, strategy = self._data_fetcher, cast("Engine", self.trainer.strategy)
         strategy.watch.has_data = True
         super().setup_data()
         fetcher = self._data_fetcher
@@ -103,7 +103,7 @@ class AccumulatingFitLoop(_FitLoop):
 class AccumulatingEpochLoop(_TrainingEpochLoop):
     """Windows end where the boundary says; schedulers step when their clock says."""
 
-    strategy: AccumulationMixin
+    strategy: Engine
     begins_anew: bool = False
     """The epoch of the checkpoint is over."""
     batch: Any = None

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.backward import backward
+from lightning_accum.engine import Engine
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
 from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
@@ -30,7 +31,6 @@ from lightning_accum.splitting.trimming import difference_by_padding
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
     from lightning_accum.loops.epochs import AccumulatingEpochLoop
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 _NOTHING: dict[str, Any] = {}
 _NOTHING_AROUND = nullcontext()
@@ -39,7 +39,7 @@ _NOTHING_AROUND = nullcontext()
 class WindowOptimization(_AutomaticOptimization):
     """A loader batch adds to a window instead of being a part of one."""
 
-    strategy: AccumulationMixin
+    strategy: Engine
     visited: int = 0
     """The loader batch whose training_step ran last, counted from 1 over all epochs."""
 
@@ -153,7 +153,7 @@ class WindowClosure(AbstractClosure[ClosureResult]):
     def __init__(
         self,
         optimization: WindowOptimization,
-        strategy: AccumulationMixin,
+        strategy: Engine,
         kwargs: OrderedDict[str, Any],
         optimizer: Optimizer,
         batch_idx: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -16,16 +16,14 @@ from torchmetrics.wrappers import ClasswiseWrapper, MultitaskWrapper
 from torchmetrics.wrappers.abstract import WrapperMetric
 from typing_extensions import override
 
+from lightning_accum.engine import Engine
 from lightning_accum.splitting.batch_log import BatchLog
-
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 class BatchResults(_ResultCollection):
     """Keeps what is logged in a micro-batch apart until its batch ends."""
 
-    strategy: AccumulationMixin | None = None
+    strategy: Engine | None = None
     batch_log: BatchLog | None = None
     metrics_of_module: tuple[int, list[Metric]] | None = None
     """The epoch in which they were looked for, and the metrics."""

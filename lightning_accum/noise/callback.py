@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -18,9 +18,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import loops
-from lightning_accum.accumulation import Accumulates, Accumulation
+from lightning_accum.accumulation import Accumulation
+from lightning_accum.engine import Engine
 from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
+from lightning_accum.loops import trainer_state
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.noise.report import LargestMicroBatch, report
 from lightning_accum.noise.scale import NoiseScale, SmoothedNoise, variance_and_gradient
@@ -30,9 +31,6 @@ from lightning_accum.sync import ShardedSync
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.weight import TokenCount, count_samples
-
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 @dataclass(eq=False, slots=True)
@@ -141,7 +139,7 @@ class GradientNoiseScale(Callback):
         if stage != "fit":
             return
         self._begin_fit()
-        if not isinstance(trainer.strategy, Accumulates):
+        if not isinstance(trainer.strategy, Engine):
             raise MisconfigurationException(
                 f"GradientNoiseScale needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 ' Use Trainer(strategy="accum") on one device, "accum_ddp" on several, "accum_model_parallel" for fully_shard.'
@@ -155,7 +153,7 @@ class GradientNoiseScale(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._let_go()
-        strategy = cast("AccumulationMixin", trainer.strategy)
+        strategy = cast("Engine", trainer.strategy)
         accumulation = strategy.accumulation
         assert accumulation is not None
         assert strategy.model is not None
@@ -226,14 +224,14 @@ class GradientNoiseScale(Callback):
         self._windows += 1
         watch.norms = None
         if is_measured:
-            self._measure(cast("AccumulationMixin", trainer.strategy), optimizer)
+            self._measure(cast("Engine", trainer.strategy), optimizer)
             self._show(trainer)
         self._micro_batches.clear()
         splitting = accumulation.splitting
         if splitting is not None and splitting.largest is not None and splitting.plan is not None:
             self._largest.note(splitting.largest, len(splitting.plan.pieces))
 
-    def _measure(self, strategy: AccumulationMixin, optimizer: Optimizer) -> None:
+    def _measure(self, strategy: Engine, optimizer: Optimizer) -> None:
         """Estimate S and |G|^2 from the window that has just ended. On all ranks together."""
         accumulation, watch = self._accumulation, self._watch
         assert accumulation is not None
@@ -301,10 +299,10 @@ class GradientNoiseScale(Callback):
 
     def _show(self, trainer: pl.Trainer) -> None:
         shown = self._noise.shown()
-        loops.show_metrics(trainer, shown)
-        if trainer.loggers and loops.is_logging_due(trainer):
+        trainer_state.show_metrics(trainer, shown)
+        if trainer.loggers and trainer_state.is_logging_due(trainer):
             numbers = {name: value.item() for name, value in shown.items()}
-            loops.log_metrics(trainer, {name: value for name, value in numbers.items() if math.isfinite(value)})
+            trainer_state.log_metrics(trainer, {name: value for name, value in numbers.items() if math.isfinite(value)})
 
     # --- after training -----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,6 +11,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.engine import Engine
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
@@ -19,9 +19,6 @@ from lightning_accum.sync import GradientPlace, SumPlace, SyncPolicy
 from lightning_accum.whole.calls import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
-
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], policy: Policy, is_window_long: bool) -> None:
@@ -85,7 +82,7 @@ def row_wise(policy: Policy, module: nn.Module, device: torch.device) -> RowWise
         raise MisconfigurationException(str(error)) from error
 
 
-def guard(strategy: AccumulationMixin, accumulation: Accumulation) -> Guard:
+def guard(strategy: Engine, accumulation: Accumulation) -> Guard:
     """What looks whether the micro-batches of a training are finite."""
 
     def places() -> list[GradientPlace]:
@@ -128,7 +125,7 @@ def check_row_wise_reduction(is_static: bool, sync: SyncPolicy) -> None:
         )
 
 
-def check_reduces_once_a_window(strategy: AccumulationMixin, sync: SyncPolicy) -> None:
+def check_reduces_once_a_window(strategy: Engine, sync: SyncPolicy) -> None:
     """Refuse to look at gradients that are reduced before."""
     if sync == "micro_batch":
         raise MisconfigurationException(

@@ -14,8 +14,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accum import loops
 from lightning_accum.checkpointing.whole import written_whole
+from lightning_accum.loops.optimization import loss_unlogged
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.strategies.mixin import AccumulationMixin
 from lightning_accum.sync import ShardedSync
@@ -94,7 +94,7 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
 
     def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
         """The loss of a batch that had one before, of which nothing is logged."""
-        loss = loops.loss_unlogged(self.trainer(), batch if is_on_device else super().batch_to_device(batch))
+        loss = loss_unlogged(self.trainer(), batch if is_on_device else super().batch_to_device(batch))
         if loss is None:
             raise RuntimeError(
                 f"training_step returned None on rank {self.global_rank} for a batch that it had given a loss for before, and that"

@@ -1,41 +1,76 @@
-"""Lightning's hooks of a micro-batch and of an optimizer step, handed over to ``Accumulation``."""
+"""A strategy of this package, as loops, callbacks and sessions see it: what an engine does otherwise than another, and Lightning's
+hooks of a micro-batch and of an optimizer step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, Protocol
 
+import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_accum import loops
-from lightning_accum.callback import GradientAccumulation
+from lightning_accum.accumulation import Accumulation
 from lightning_accum.listeners import HookTable, already_on_cpu
+from lightning_accum.loops import trainer_state
 from lightning_accum.loops.watch import Watch
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import ManualOptimization
 from lightning_accum.micro_batch import MicroBatch, Weighed
+from lightning_accum.policy import Policy
+from lightning_accum.ranks import Ranks
 from lightning_accum.session import Session
 from lightning_accum.splitting.packed import samples_of
-from lightning_accum.strategies.engine import Engine
+from lightning_accum.splitting.snapshot import Keeper
+from lightning_accum.sync import GradientSync
 from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 
 
-class WindowHooks(Engine):
-    """From the way of a batch to its device to the step of its window."""
+class WindowListener(Protocol):
+    """What is told of the windows of a training."""
 
+    def show_window(self) -> None:
+        """One has ended."""
+
+    def show_manual_window(self, trainer: pl.Trainer) -> None:
+        """One of a module that optimizes by itself has ended."""
+
+    def set_size(self, trainer: pl.Trainer) -> None:
+        """One is about to begin."""
+
+
+class Engine(Strategy):
+    """What all strategies of this package are; the methods that do nothing here are for engines with several ranks."""
+
+    accumulation: Accumulation | None = None
+    """The state of the running ``fit``; None outside of one, and in manual optimization."""
+    policy: Policy = Policy()
+    estimated_windows: int | None = None
+    """How many windows of tokens a training will have; None where it was not asked."""
+    listener: WindowListener | None = None
+    _keeper: Keeper | None = None
+    world_size: int
+    global_rank: int
+    ranks: Ranks | None = None
+    """Those of the training; None before there are any."""
+    sync: GradientSync = GradientSync()
+    """When gradients are reduced over the ranks."""
+    reduces_every_backward_by_itself = False
+    """Where the module optimizes by itself, the engine averages gradients over the ranks in every backward."""
     manual: ManualOptimization | None = None
     """The windows of a module that optimizes by itself; None for any other, and where a window is one micro-batch on one rank."""
     takes_gradient: bool = True
     """``backward`` takes the ``gradient`` argument."""
-    _callback: GradientAccumulation | None = None
     watch: Watch
     """Whether Lightning calls what stands in for its own; there in a fit."""
     row_wise: RowWise | None = None
@@ -47,6 +82,70 @@ class WindowHooks(Engine):
     session: Session
     """Runs loader batches; there with :attr:`accumulation`."""
     _watch: StepWatch
+
+    # --- ranks ------------------------------------------------------------------------------------------------------
+
+    def _ranks(self) -> Ranks:
+        """Those whose gradients are averaged."""
+        return Ranks(self.root_device, self.world_size, None, self.world_size, self.global_rank, getattr(self, "_timeout", None))
+
+    def ranks_of_micro_batch(self) -> dist.ProcessGroup | None:
+        """Those that run parts of the same micro-batch; None where each has its own."""
+        return None
+
+    def rank_in_group(self) -> int:
+        """Of this rank, among those whose gradients are averaged."""
+        return self.global_rank
+
+    def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step as the engine wants it."""
+        return step(*args, **kwargs)
+
+    def begin_manual_loader_batch(self) -> None:
+        """A loader batch of a module that optimizes by itself is about to run."""
+
+    def _make_sync(self) -> GradientSync:
+        """When gradients are reduced, in a fit that begins. May refuse what the engine cannot do."""
+        return GradientSync()
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def loss_scale(self) -> float:
+        """What a GradScaler multiplies losses by, and so their gradients."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """Those of :meth:`parameters`, by names that are the same in another run."""
+        assert self.lightning_module is not None
+        named = dict(self.lightning_module.named_parameters())
+        known = set(named.values())
+        left = [parameter for parameter in self.parameters() if parameter not in known]
+        return {**named, **{f"optimizer.{index}": parameter for index, parameter in enumerate(left)}}
+
+    def drop_gradients(self) -> None:
+        """Clear what was accumulated."""
+        self.sync.drop_accumulated()
+        assert self.lightning_module is not None
+        self.lightning_module.zero_grad()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the module and of the optimizers."""
+        assert self.lightning_module is not None
+        parameters = dict.fromkeys(self.lightning_module.parameters())
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                parameters.update(dict.fromkeys(group["params"]))
+        return list(parameters)
+
+    def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
+        """Clip the gradients of ``parameters`` to a norm. Returns the norm that they had."""
+        return torch.nn.utils.clip_grad_norm_(parameters, largest)
+
+    def trainer(self) -> pl.Trainer:
+        """The Trainer of the module."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     def running_row_wise(self, batch: Any) -> AbstractContextManager[None]:
         """In here, a step and its backward, the submodules that were named run in micro-batches."""
@@ -92,18 +191,38 @@ class WindowHooks(Engine):
     def _is_precision_lightnings(self) -> bool:
         return type(self.precision_plugin).__module__.startswith("lightning.")
 
+    def end_manual_window(self) -> None:
+        """A window of a module that optimizes by itself has ended."""
+        if self.listener is not None:
+            self.listener.show_manual_window(self.trainer())
+
+    def samples_of_loader(self) -> frozenset[int]:
+        """How many samples the loaders put into a batch; empty where one of them does not say so."""
+        return trainer_state.samples_of_loader(self.trainer())
+
+    @property
+    def keeper(self) -> Keeper:
+        """Keeps what a batch may change that is run for others only, or that may have to run again."""
+        assert self.accumulation is not None
+        if self.accumulation.splitting is not None:
+            return self.accumulation.splitting.keeper
+        if self._keeper is None:
+            assert self.lightning_module is not None
+            self._keeper = Keeper(self.lightning_module, self.root_device)
+        return self._keeper
+
     # --- what a session asks for ------------------------------------------------------------------------------------
 
     def loader_batches_seen(self) -> int:
         """Those that training has drawn so far, over all epochs."""
-        return loops.loader_batches_seen(self.trainer())
+        return trainer_state.loader_batches_seen(self.trainer())
 
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
         """Say in one line what was understood."""
         accumulation, trainer = self.accumulation, self.trainer()
         assert accumulation is not None
         batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
-        samples = samples_of(batch, loops.samples_of_loader(trainer))
+        samples = samples_of(batch, trainer_state.samples_of_loader(trainer))
         rank_zero_info(accumulation.describe(micro_batch, weighed, samples, trainer.accumulate_grad_batches))
         accumulation.warn_of_windows_never_full(micro_batch, weighed, batch, trainer.num_training_batches)
 
@@ -113,11 +232,11 @@ class WindowHooks(Engine):
 
     def end_window_inside_batch(self) -> None:
         """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
-        loops.end_window_inside_batch(self.trainer())
+        trainer_state.end_window_inside_batch(self.trainer())
 
     def stop(self) -> None:
         """All ranks end after the loader batch under way."""
-        loops.stop(self.trainer())
+        trainer_state.stop(self.trainer())
 
     # --- the optimizer step -----------------------------------------------------------------------------------------
 
@@ -171,9 +290,9 @@ class WindowHooks(Engine):
         self.accumulation.after_optimizer_step(is_counted)
         if is_counted and self.lr_scheduler_configs:
             self.watch.schedulers_due()
-        if self._callback is not None:
-            self._callback.show_window()
-            self._callback.set_size(self.trainer())
+        if self.listener is not None:
+            self.listener.show_window()
+            self.listener.set_size(self.trainer())
 
 
 class _EmptyWindowError(Exception):
