@@ -295,7 +295,7 @@ class Accumulation:
 
     def end_loader_batch(self, seen: int) -> None:
         """Loader batch number ``seen`` is done."""
-        self.position, self._micro_batches_done = self.boundary.position(seen), self.window.micro_batches
+        self.position, self._micro_batches_done = seen - self.boundary.closed_at, self.window.micro_batches
 
     @property
     def is_between_loader_batches(self) -> bool:

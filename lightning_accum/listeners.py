@@ -223,7 +223,8 @@ def _is_micro_batch_heard(trainer: pl.Trainer) -> bool:
         all(_is_inherited(callback, pl.Callback, hooks) for callback in callbacks_of(trainer))
         and _is_inherited(trainer.lightning_module, pl.LightningModule, (*hooks, "backward", "optimizer_zero_grad"))
         and _is_inherited(trainer.precision_plugin, Precision, ("pre_backward", "backward", "post_backward"))
-        and _is_inherited(strategy, Strategy, ("pre_backward", "post_backward", "post_training_step"))
+        # those of Lightning's DDPStrategy are for manual optimization
+        and all(_is_of_libraries(strategy, hook) for hook in ("pre_backward", "post_backward", "post_training_step"))
         and _is_of_this_package(strategy, "backward")
     )
 
@@ -278,6 +279,11 @@ def _names_in(code: CodeType | None) -> Iterator[str]:
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
                 yield from _names_in(inner)
+
+
+def _is_of_libraries(strategy: Strategy, name: str) -> bool:
+    """No strategy that was derived from one of this package's or Lightning's has the method itself."""
+    return name not in vars(strategy) and getattr(type(strategy), name).__module__.startswith(_LIBRARIES)
 
 
 def _is_of_this_package(strategy: Strategy, name: str) -> bool:

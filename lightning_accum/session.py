@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -54,7 +54,7 @@ class Step(Protocol):
     skips_backward: bool
     """Nothing is trained."""
 
-    def forward(self, batch: Any) -> tuple[Tensor | None, Mapping[str, Any]]:
+    def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """``training_step``: the loss of a micro-batch, and what else it returned."""
 
     def zero_grad(self) -> None:
@@ -76,11 +76,12 @@ class Outcome(NamedTuple):
     Attributes:
         loss: its loss, None where it had none.
         extra: what else ``training_step`` returned.
-        window_loss: the loss of the window that it ends; None inside of a window, and where the window had no weight.
+        window_loss: the loss of the window that it ends, which is its own where everything is left to Lightning; None inside of a
+            window, and where the window had no weight.
     """
 
     loss: Tensor | None
-    extra: Mapping[str, Any]
+    extra: dict[str, Any]
     window_loss: Tensor | None
 
 
@@ -154,8 +155,10 @@ class Session:
                 loss, extra = None, {}
             log.weigh([weighed.weight], [1])
             step.show_logs(log, self.guard.has_left_out)
-        window_loss = self.finish_window() if ends_window and not is_boundary else self._end_window() if is_boundary else None
-        return Outcome(loss, extra, window_loss)
+        if not ends_window:
+            return Outcome(loss, extra, None)
+        window_loss = self._end_window() if is_boundary else self.finish_window()
+        return Outcome(loss, extra, loss if accumulation.is_passthrough() else window_loss)
 
     def _run_in_micro_batches(self, step: Step, batch: Any, ends_window: bool) -> Outcome:
         accumulation, splitting = self._accumulation, self._accumulation.splitting
@@ -213,7 +216,7 @@ class Session:
 
     # --- one micro-batch ------------------------------------------------------------------------------------------
 
-    def _run_micro_batch(self, step: Step, micro_batch: MicroBatch) -> tuple[Tensor | None, Mapping[str, Any], Weighed]:
+    def _run_micro_batch(self, step: Step, micro_batch: MicroBatch) -> tuple[Tensor | None, dict[str, Any], Weighed]:
         """Forward, weight, backward. Returns the loss, what else was returned, and what the window got."""
         guard = self.guard
         if guard is not None:

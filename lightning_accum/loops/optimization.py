@@ -22,7 +22,7 @@ from lightning_accum.backward import backward
 from lightning_accum.engine import Engine
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
-from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
+from lightning_accum.loops.results import collecting_logs, show_logs
 from lightning_accum.splitting.batch_log import BatchLog
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.proofs import Verdict
@@ -190,16 +190,21 @@ class WindowClosure(AbstractClosure[ClosureResult]):
                 "The optimizer calls its closure more than once in a step, as LBFGS does. A window of several loader batches"
                 " cannot be run again: their data is gone. Use a window of 1, or another optimizer."
             )
-        is_passthrough = accumulation.is_passthrough()
-        with current_hook(self._module, "training_step"), torch.enable_grad():
-            outcome = self._strategy.session.run(self, self._batch, self.ends_window)
-        self._result = ClosureResult(None, extra=dict(outcome.extra))
+        attributes = vars(self._module)  # as `current_hook` does: a context would take longer than the rest
+        before = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = "training_step"
+        try:
+            with torch.enable_grad():
+                outcome = self._strategy.session.run(self, self._batch, self.ends_window)
+        finally:
+            attributes["_current_fx_name"] = before
+        self._result = ClosureResult(None, extra=outcome.extra)
         self._result.loss = None if outcome.loss is None else outcome.loss.detach().clone()
-        return self._result.loss if is_passthrough else outcome.window_loss
+        return outcome.window_loss
 
     # --- one micro-batch ------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Any) -> tuple[Tensor | None, Mapping[str, Any]]:
+    def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """``training_step``: the loss of a micro-batch, and what else it returned."""
         output: Any = self._training_step(batch, *self._others)
         if isinstance(output, Tensor):
