@@ -26,7 +26,7 @@ from lightning_accum.arguments import (
 from lightning_accum.boundary import Tail
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.engine import Engine
-from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
+from lightning_accum.hook_table import disable_unused_hooks, restore_unused_hooks
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
@@ -228,7 +228,7 @@ class GradientAccumulation(Callback):
         if self.policy.log and run is not None:
             is_same_epoch = run.resumed_state.get("epoch") == trainer.current_epoch
             self._metrics = WindowMetrics(trainer, pl_module, run.resumed_state.get("epoch_loss") if is_same_epoch else None)
-        leave_out_idle_hooks(self)
+        disable_unused_hooks(self)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -296,7 +296,7 @@ class GradientAccumulation(Callback):
         if self._metrics is not None:
             self._metrics.close()
         self._accumulation, self._manual, self._metrics, self._partial_window = None, None, None, None
-        put_back_idle_hooks(self)
+        restore_unused_hooks(self)
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
             self._trainers_own = None

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.listeners import HookTable, already_on_cpu
+from lightning_accum.hook_table import HookTable, already_on_cpu
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.watch import Watch
 from lightning_accum.lr_schedule import StepWatch

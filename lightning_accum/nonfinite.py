@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Keeper, Snapshot
-from lightning_accum.sync.base import GradientPlace
+from lightning_accum.sync.base import GradientSlot
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.denominator import Denominator
 
@@ -44,7 +44,7 @@ class Guard:
     def __init__(
         self,
         leaves_out: bool,
-        places: Callable[[], Sequence[GradientPlace]],
+        places: Callable[[], Sequence[GradientSlot]],
         where: Callable[[MicroBatch], str],
         keeper: Callable[[], Keeper],
         group: dist.ProcessGroup | None = None,
@@ -57,7 +57,7 @@ class Guard:
         self._keeper = keeper
         self._group = group
         self._looks_at_gradients = looks_at_gradients
-        self._places: Sequence[GradientPlace] | None = None
+        self._places: Sequence[GradientSlot] | None = None
         self._snapshot: Snapshot | None = None
         self._has_warned = False
         self.has_left_out = False
@@ -128,7 +128,7 @@ class Guard:
             snapshot.restore()
         return self.has_left_out
 
-    def _fault(self, loss: Tensor, weight: Denominator | None, places: Sequence[GradientPlace]) -> str | None:
+    def _fault(self, loss: Tensor, weight: Denominator | None, places: Sequence[GradientSlot]) -> str | None:
         """What is not finite, in words; None for nothing. Waits for the device, once."""
         found = {place.name: place.get() for place in places} if self._looks_at_gradients else {}
         names, largest = _largest_of({name: gradient for name, gradient in found.items() if gradient is not None})
@@ -176,13 +176,13 @@ def _on_host(numbers: Sequence[Tensor]) -> list[float]:
     return [value for _, value in sorted(zip(order, values, strict=True))]
 
 
-def _put_back(places: Sequence[GradientPlace], aside: Sequence[Tensor | None]) -> None:
+def _put_back(places: Sequence[GradientSlot], aside: Sequence[Tensor | None]) -> None:
     for place, gradient in zip(places, aside, strict=True):
         place.put_back(gradient)
 
 
 @torch.no_grad()
-def _add(places: Sequence[GradientPlace], aside: Sequence[Tensor | None]) -> None:
+def _add(places: Sequence[GradientSlot], aside: Sequence[Tensor | None]) -> None:
     """Add what is there to what was put aside, as autograd would have done."""
     sums: list[Tensor] = []
     added: list[Tensor] = []

@@ -60,7 +60,7 @@ class Step(Protocol):
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
 
-    def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
+    def backward(self, loss: Tensor, grad_output: Tensor | None, /) -> None:
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
 
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:
@@ -195,7 +195,8 @@ class Session:
             for index, batch in enumerate(plan):
                 is_boundary = has_boundary and index == rounds - 1
                 log.micro_batch = len(outputs.weights)
-                micro_batch = MicroBatch(batch, plan.rows, index, own, is_boundary, is_shadow_batch)
+                rows = plan.pieces[index].count if plan.is_read else None
+                micro_batch = MicroBatch(batch, rows, index, own, is_boundary, is_shadow_batch)
                 loss, extra, weighed = self._run_micro_batch(step, micro_batch)
                 log.note_loss(loss, log.micro_batch)
                 if is_boundary:

@@ -666,7 +666,7 @@ def test_what_cannot_be_looked_at_is_refused_before_training(make: type[OfBatche
 def guard_of(module: nn.Module) -> nonfinite.Guard:
     return nonfinite.Guard(
         True,
-        lambda: GradientSync().gradient_places(dict(module.named_parameters())),
+        lambda: GradientSync().gradient_slots(dict(module.named_parameters())),
         lambda micro_batch: "This one",
         lambda: Keeper(module, torch.device("cpu")),
     )

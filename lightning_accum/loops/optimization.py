@@ -171,8 +171,9 @@ class WindowClosure(AbstractClosure[ClosureResult]):
         module, hooks = optimization.trainer.lightning_module, strategy.hooks
         self._module = module
         self._training_step = module.training_step if hooks.is_step_bare else strategy.training_step
-        if hooks.has_backward:
-            self._training_step = self._training_step_with_hooks
+        self._has_hooks = hooks.has_backward
+        if not self._has_hooks:
+            self.backward = backward  # type: ignore[method-assign]
 
     @override
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
@@ -206,7 +207,8 @@ class WindowClosure(AbstractClosure[ClosureResult]):
 
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """``training_step``: the loss of a micro-batch, and what else it returned."""
-        output: Any = self._training_step(batch, *self._others)
+        step = self._training_step_with_hooks if self._has_hooks else self._training_step
+        output: Any = step(batch, *self._others)
         if isinstance(output, Tensor):
             return output, _NOTHING
         result = _result_of(output)
@@ -227,11 +229,7 @@ class WindowClosure(AbstractClosure[ClosureResult]):
 
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
-        strategy = self._strategy
-        if not strategy.hooks.has_backward:
-            backward(loss, grad_output)
-            return
-        kwargs = {}
+        strategy, kwargs = self._strategy, {}
         if grad_output is not None and not strategy.takes_gradient:
             loss, grad_output = loss * grad_output, None
         if grad_output is not None:

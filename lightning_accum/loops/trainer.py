@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_accum.boundary import count_windows
 from lightning_accum.engine import Engine
-from lightning_accum.listeners import callbacks_of
+from lightning_accum.hook_table import callbacks_of
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.weight import count_samples, expected_weight

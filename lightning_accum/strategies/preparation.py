@@ -15,7 +15,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
-from lightning_accum.sync import GradientPlace, SumPlace, SyncPolicy
+from lightning_accum.sync import GradientSlot, SumSlot, SyncPolicy
 from lightning_accum.whole.calls import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
@@ -85,12 +85,12 @@ def row_wise(policy: Policy, module: nn.Module, device: torch.device) -> RowWise
 def guard(strategy: Engine, accumulation: Accumulation) -> Guard:
     """What looks whether the micro-batches of a training are finite."""
 
-    def places() -> list[GradientPlace]:
+    def places() -> list[GradientSlot]:
         """Where the gradients of a micro-batch arrive."""
         named, sums = strategy.parameters_by_name(), accumulation.sums
         if sums is None:
-            return strategy.sync.gradient_places(named)
-        return [SumPlace(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
+            return strategy.sync.gradient_slots(named)
+        return [SumSlot(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
 
     def in_words(micro_batch: MicroBatch) -> str:
         trainer = strategy.trainer()

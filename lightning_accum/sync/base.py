@@ -14,7 +14,7 @@ from lightning_accum.micro_batch import MicroBatch
 SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
 
 
-class GradientPlace:
+class GradientSlot:
     """Where the gradient of a parameter is accumulated until it is reduced: its ``grad``.
 
     Args:
@@ -89,9 +89,9 @@ class GradientSync:
     def end_window(self) -> None:
         """The gradients of a window are reduced."""
 
-    def gradient_places(self, named: Mapping[str, nn.Parameter]) -> list[GradientPlace]:
+    def gradient_slots(self, named: Mapping[str, nn.Parameter]) -> list[GradientSlot]:
         """Where the gradients of the parameters of these names are accumulated before they are reduced."""
-        return [GradientPlace(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
+        return [GradientSlot(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
 
     def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
         """The gradients of ``share`` times a loss that is in no window. They are added to nothing.

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Snapshot
-from lightning_accum.sync.base import GradientPlace, GradientSync, SyncPolicy
+from lightning_accum.sync.base import GradientSlot, GradientSync, SyncPolicy
 from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.wide_sums import is_narrower
 
@@ -251,13 +251,13 @@ class FSDP2Sync(ShardedSync):
         return None
 
     @override
-    def gradient_places(self, named: Mapping[str, nn.Parameter]) -> list[GradientPlace]:
+    def gradient_slots(self, named: Mapping[str, nn.Parameter]) -> list[GradientSlot]:
         sharded = [parameter for unit in self.units for parameter in _sharded_of(unit)]
         by_parameter = {parameter.sharded_param: parameter for parameter in sharded}
         # between forward and backward a module has whole ones, and its optimizer shards
         by_parameter.update({whole: parameter for parameter in sharded if (whole := _whole(parameter)) is not None})
-        places: dict[Any, GradientPlace] = {}
-        for place in super().gradient_places(named):
+        places: dict[Any, GradientSlot] = {}
+        for place in super().gradient_slots(named):
             sharding = by_parameter.get(named[place.name])
             if sharding is None:
                 places[named[place.name]] = place
@@ -350,10 +350,10 @@ def _reduce_accumulated(roots: Iterable[nn.Module]) -> bool:
     return True
 
 
-class _Unsharded(GradientPlace):
+class _Unsharded(GradientSlot):
     """Of a sharded parameter: whole, in one of the two places where fully_shard may have it until it reduces it."""
 
-    def __init__(self, place: GradientPlace, sharded: Any) -> None:
+    def __init__(self, place: GradientSlot, sharded: Any) -> None:
         super().__init__(place.name, sharded.sharded_param)
         self._sharded = sharded
 

@@ -12,12 +12,12 @@ from typing_extensions import override
 
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync.base import GradientPlace
+from lightning_accum.sync.base import GradientSlot
 from lightning_accum.sync.ddp import DDPSync
 from lightning_accum.wide_sums import WideSums
 
 
-class SumPlace(GradientPlace):
+class SumSlot(GradientSlot):
     """Where the gradient of a parameter is accumulated in a wider type.
 
     Args:
