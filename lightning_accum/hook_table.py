@@ -1,4 +1,4 @@
-"""Which of Lightning's hooks somebody overrides. The others need not be called: a call of Lightning's takes longer than a small step."""
+"""Which of Lightning's hooks somebody overrides: only those are called, as a call of Lightning's takes longer than a small step."""
 
 from __future__ import annotations
 

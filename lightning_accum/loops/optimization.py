@@ -173,7 +173,7 @@ class WindowClosure(AbstractClosure[ClosureResult]):
         self._training_step = module.training_step if hooks.is_step_bare else strategy.training_step
         self._has_hooks = hooks.has_backward
         if not self._has_hooks:
-            self.backward = backward  # type: ignore[method-assign]
+            self.backward = backward  # type: ignore[method-assign, assignment]
 
     @override
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
