@@ -198,7 +198,7 @@ class Session:
                 rows = plan.pieces[index].count if plan.is_read else None
                 micro_batch = MicroBatch(batch, rows, index, own, is_boundary, is_shadow_batch)
                 loss, extra, weighed = self._run_micro_batch(step, micro_batch)
-                log.note_loss(loss, log.micro_batch)
+                log.note_loss(loss)
                 if is_boundary:
                     window_loss = self._end_window()
                 if guard is not None and guard.has_left_out:

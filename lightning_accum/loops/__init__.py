@@ -1,1 +1,1 @@
-"""Lightning's internals (underscored names), which no other folder touches. Each is a row of the table in ``seams.py``."""
+"""Lightning's internals (underscored names), which no other folder touches. Each is a row of the table of seams."""

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import lightning.pytorch as pl
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.backward import backward
+from lightning_accum.boundary import Boundary
 from lightning_accum.engine import Engine
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
@@ -30,10 +31,22 @@ from lightning_accum.splitting.trimming import difference_by_padding
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
-    from lightning_accum.loops.epochs import AccumulatingEpochLoop
 
 _NOTHING: dict[str, Any] = {}
 _NOTHING_AROUND = nullcontext()
+
+
+class EpochLoop(Protocol):
+    """What the loop of automatic optimization asks of the loop that it is a part of."""
+
+    batch_progress: Any
+    batch: Any
+
+    def begin_loader_batch(self, boundary: Boundary) -> bool:
+        """A loader batch begins. Returns whether its window ends with it."""
+
+    def end_full_window(self) -> None:
+        """A loader batch has ended: so does the window, if it has come to its tokens."""
 
 
 class WindowOptimization(_AutomaticOptimization):
@@ -62,7 +75,7 @@ class WindowOptimization(_AutomaticOptimization):
         if strategy.accumulation is not None:
             strategy.accumulation.end_loader_batch(self.visited)
             if isinstance(strategy.policy.window, Tokens):
-                cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop).end_full_window()
+                cast("EpochLoop", self.trainer.fit_loop.epoch_loop).end_full_window()
         return outputs
 
     def _closure_of(
@@ -70,7 +83,7 @@ class WindowOptimization(_AutomaticOptimization):
     ) -> WindowClosure:
         """What runs a loader batch that begins now."""
         strategy = self.strategy
-        epoch_loop = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop)
+        epoch_loop = cast("EpochLoop", self.trainer.fit_loop.epoch_loop)
         self.visited = epoch_loop.batch_progress.total.ready
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
             accumulation.window.discard()
