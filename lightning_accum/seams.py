@@ -15,6 +15,10 @@ from hashlib import sha256
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
+
+from lightning_accum import families
+
 
 class Seam(NamedTuple):
     """A method or function of Lightning's.
@@ -39,10 +43,10 @@ class Seam(NamedTuple):
     def holder(self) -> Any:
         """The class or module that has it; None where there is none of that name."""
         try:
-            return import_module(f"lightning.pytorch.{self.owner}")
+            return import_module(f"{pl.__name__}.{self.owner}")
         except ImportError:
             module, _, kind = self.owner.rpartition(".")
-            return getattr(import_module(f"lightning.pytorch.{module}"), kind, None)
+            return getattr(import_module(f"{pl.__name__}.{module}"), kind, None)
 
     def found(self) -> Any:
         """What is there now, as the class has it; None where there is nothing."""
@@ -76,7 +80,7 @@ def fingerprint(function: Any) -> str:
 @cache
 def _of_source(function: Any) -> str:
     try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        (tree,) = ast.parse(families.first(textwrap.dedent(inspect.getsource(function)))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return ""
     return of_tree(tree)
@@ -135,7 +139,7 @@ def in_words(differing: list[Seam]) -> str:
 
 
 def _lightning() -> str:
-    return f"Lightning {import_module('lightning.pytorch').__version__}"
+    return f"Lightning {pl.__version__}"
 
 
 def _seams(table: str) -> Iterator[Seam]:

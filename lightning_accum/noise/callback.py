@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import loops
+from lightning_accum import families, loops
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
 from lightning_accum.noise.report import LargestMicroBatch, report
@@ -139,6 +139,8 @@ class GradientNoiseScale(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        if families.adopt(self, trainer):
+            return self.setup(trainer, pl_module, stage)
         self._begin_fit()
         if not isinstance(trainer.strategy, Accumulates):
             raise MisconfigurationException(

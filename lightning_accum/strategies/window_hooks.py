@@ -115,7 +115,7 @@ class WindowHooks(Engine):
 
     @property
     def _is_precision_lightnings(self) -> bool:
-        return type(self.precision_plugin).__module__.startswith("lightning.")
+        return type(self.precision_plugin).__module__.startswith(("lightning.", "pytorch_lightning."))
 
     def _around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
         assert self.accumulation is not None
