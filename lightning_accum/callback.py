@@ -174,7 +174,8 @@ class GradientAccumulation(Callback):
         if stage != "fit":
             return
         if families.adopt(self, trainer):  # it came with the module, after the strategy looked; now it is as one of the Trainer's
-            trainer.callbacks = [callback for callback in callbacks_of(trainer) if callback is self or type(callback) is not type(self)]  # type: ignore[attr-defined]
+            others = [callback for callback in callbacks_of(trainer) if type(callback) is not type(self)]
+            trainer.callbacks = [self, *others]  # type: ignore[attr-defined]  # set by a connector
             return self.setup(trainer, pl_module, stage)
         self._accumulation, self._manual, self._state = None, None, {}  # of an earlier fit, or of a checkpoint that was validated
         if not isinstance(trainer.strategy, Accumulates):

@@ -7,7 +7,6 @@ the device a micro-batch. Where a bad one is an error, what was accumulated is g
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +21,6 @@ from lightning_accum.sync.base import GradientPlace
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.denominator import Denominator
 
-_log = logging.getLogger("lightning.pytorch.accumulation")
-
 
 class Guard:
     """Looks at each micro-batch of a training, and leaves out those that are not finite, or reports them.
@@ -37,6 +34,7 @@ class Guard:
         where: tells in words which micro-batch is in hand.
         leave_out: has the window forget it.
         keeper: gives what keeps the module.
+        inform: prints what was left out, after a warning about the first.
         group: ranks that run parts of the same micro-batch, and so have to find the same.
         looks_at_gradients: or at the loss alone, as where a GradScaler looks at the gradients.
     """
@@ -48,6 +46,7 @@ class Guard:
         where: Callable[[], str],
         leave_out: Callable[[], None],
         keeper: Callable[[], Keeper],
+        inform: Callable[[str], None],
         group: dist.ProcessGroup | None = None,
         looks_at_gradients: bool = True,
     ) -> None:
@@ -56,6 +55,7 @@ class Guard:
         self._where = where
         self._leave_out = leave_out
         self._keeper = keeper
+        self._inform = inform
         self._group = group
         self._looks_at_gradients = looks_at_gradients
         self._places: Sequence[GradientPlace] | None = None
@@ -113,7 +113,7 @@ class Guard:
                 ' GradientAccumulation(on_nonfinite="skip") trains on without such micro-batches.'
             )
         if self._has_warned:
-            _log.info(f"{self._where()} is left out: {fault}.")
+            self._inform(f"{self._where()} is left out: {fault}.")
             return
         self._has_warned = True
         told = f"{self._where()} is left out, as it is not finite: {fault}."

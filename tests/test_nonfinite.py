@@ -669,6 +669,7 @@ def guard_of(module: nn.Module, left_out: list[int], leaves_out: bool = True) ->
         lambda: "This one",
         lambda: left_out.append(1),
         lambda: Keeper(module, torch.device("cpu")),
+        lambda told: None,
     )
 
 

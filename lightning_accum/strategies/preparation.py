@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
+
+_log = logging.getLogger("lightning.pytorch.accumulation")
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], policy: Policy, is_window_long: bool) -> None:
@@ -107,6 +110,7 @@ def guard(strategy: AccumulationMixin, accumulation: Accumulation) -> Guard:
         in_words,
         accumulation.leave_out,
         lambda: strategy.keeper,
+        _log.info,
         strategy.ranks_of_micro_batch(),
         looks_at_gradients=getattr(strategy.precision_plugin, "scaler", None) is None,  # which looks at them by itself
     )
