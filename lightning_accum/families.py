@@ -43,9 +43,8 @@ def second(source: str) -> str:
     """The source of a module, for ``pytorch_lightning``. No line moves.
 
     Example:
-        >>> print(second("import lightning.pytorch as pl\\nfrom lightning_accum import Tokens"))
-        import pytorch_lightning as pl
-        from lightning_accum.pytorch_lightning import Tokens
+        >>> second("import lightning.pytorch as pl"), second("from lightning_accum import loops")
+        ('import pytorch_lightning as pl', 'from lightning_accum.pytorch_lightning import loops')
     """
     for name, other in _RENAMED:
         source = source.replace(name, other)
