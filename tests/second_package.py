@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_accum import families
 
 ROOT = Path(__file__).resolve().parent.parent
-_IN_A_STRING = re.compile(r"\"(lightning_accum\.(?!pytorch_lightning|user_warnings|__main__)|lightning\.)")
+_IN_A_STRING = re.compile(r'(?<=["=])(lightning_accum\.(?!pytorch_lightning|user_warnings|__main__)|lightning\.)')
 
 
 def copied(source: Path, target: Path) -> None:
@@ -37,13 +37,15 @@ def of_second(source: str) -> str:
         >>> of_second('assert type(loss).__module__.startswith("lightning.")')
         'assert type(loss).__module__.startswith("pytorch_lightning.")'
     """
-    others = {"lightning_accum.": '"lightning_accum.pytorch_lightning.', "lightning.": '"pytorch_lightning.'}
+    others = {"lightning_accum.": "lightning_accum.pytorch_lightning.", "lightning.": "pytorch_lightning."}
     return _IN_A_STRING.sub(lambda found: others[found[1]], families.second(source))
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Copy the tests to a directory, and run pytest there on the package as it is here."""
     copied(ROOT / "tests", directory / "tests")
+    with (directory / "tests" / "conftest.py").open("a") as conftest:
+        print("logging.getLogger('pytorch_lightning').addHandler(logging.StreamHandler())", file=conftest)  # as `lightning` does
     for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):
         (directory / name).write_text(families.second((ROOT / name).read_text(encoding="utf-8")), encoding="utf-8")
     for name in ("lightning_accum", "notebooks", ".ci"):  # where tests look for them
