@@ -104,10 +104,8 @@ class _Finder(MetaPathFinder):
 class _Second(SourceFileLoader):
     """Loads a module for ``pytorch_lightning``."""
 
-    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
-        source = second(decode_source(data)) if isinstance(data, bytes) else data
-        code: CodeType = compile(source, path, "exec", dont_inherit=True, optimize=_optimize)
-        return code
+    def source_to_code(self, data: Any, *args: Any, **kwargs: Any) -> CodeType:  # type: ignore[override]  # as the version has it
+        return super().source_to_code(second(decode_source(data)), *args, **kwargs)
 
     def get_data(self, path: str) -> bytes:
         return super().get_data(_kept_at(path))
@@ -225,7 +223,7 @@ def adopt(callback: object, trainer: object) -> bool:
         TypeError: its class is the user's, derived from one for another Trainer.
     """
     family, given = family_of(trainer), family_of(callback)
-    base = next((base for base in type(callback).__mro__ if base.__module__.startswith(f"{_FIRST}.")), None)
+    base = _own_class(callback)
     if base is None or family is None or family == given:
         return False
     if base is not type(callback):
@@ -235,6 +233,11 @@ def adopt(callback: object, trainer: object) -> bool:
         )
     callback.__class__ = counterpart(base, family)
     return True
+
+
+def _own_class(value: object) -> type | None:
+    """The class of this package that an object is of, or that its class is derived from."""
+    return next((base for base in type(value).__mro__ if base.__module__.startswith(f"{_FIRST}.")), None)
 
 
 def by_module(function: Callable[..., _T]) -> Callable[..., _T]:
@@ -263,6 +266,6 @@ def by_module(function: Callable[..., _T]) -> Callable[..., _T]:
 
 def in_words(strategy: object) -> str:
     """A strategy, and what to use with the other Trainer: Lightning shows it where it refuses an object that is none of its own."""
-    name, given = type(strategy).__name__, family_of(strategy)
-    others = [f"with `import {other}`: from {home} import {name}" for other, home in _HOMES.items() if other != given]
-    return f"<{name} for `import {given}`; {others[0]}>"
+    given, own = family_of(strategy), _own_class(strategy)
+    (other,) = (f"with `import {other}`: from {home} import" for other, home in _HOMES.items() if other != given)
+    return f"<{type(strategy).__name__} for `import {given}`; {other} {own.__name__ if own else ''}>"
