@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_accum import seams
+from lightning_accum import families, seams
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import (
     check_module,
@@ -26,7 +26,7 @@ from lightning_accum.arguments import (
 from lightning_accum.boundary import Tail
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.engine import Engine
-from lightning_accum.hook_table import disable_unused_hooks, restore_unused_hooks
+from lightning_accum.hook_table import callbacks_of, disable_unused_hooks, restore_unused_hooks
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
@@ -175,6 +175,10 @@ class GradientAccumulation(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        if families.adopt(self, trainer):  # it came with the module, after the strategy looked; now it is as one of the Trainer's
+            others = [callback for callback in callbacks_of(trainer) if type(callback) is not type(self)]
+            trainer.callbacks = [self, *others]  # type: ignore[attr-defined]  # set by a connector
+            return self.setup(trainer, pl_module, stage)
         self._accumulation, self._manual, self._state = None, None, {}  # of an earlier fit, or of a checkpoint that was validated
         if not isinstance(trainer.strategy, Engine):
             raise MisconfigurationException(

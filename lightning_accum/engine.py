@@ -189,7 +189,7 @@ class Engine(Strategy):
 
     @property
     def _is_precision_lightnings(self) -> bool:
-        return type(self.precision_plugin).__module__.startswith("lightning.")
+        return type(self.precision_plugin).__module__.startswith(("lightning.", "pytorch_lightning."))
 
     def end_manual_window(self) -> None:
         """A window of a module that optimizes by itself has ended."""

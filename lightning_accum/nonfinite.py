@@ -7,7 +7,6 @@ the device a micro-batch. Where a bad one is an error, what was accumulated is g
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,6 @@ from lightning_accum.sync.base import GradientSlot
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.denominator import Denominator
 
-_log = logging.getLogger("lightning.pytorch.accumulation")
-
 
 class Guard:
     """Looks at each micro-batch of a training, and leaves out those that are not finite, or reports them.
@@ -37,6 +34,7 @@ class Guard:
         places: gives where the gradients of a window are accumulated, in the order of the parameters.
         where: says in words which micro-batch it is.
         keeper: gives what keeps the module.
+        inform: prints what was left out, after a warning about the first.
         group: ranks that run parts of the same micro-batch, and so have to find the same.
         looks_at_gradients: or at the loss alone, as where a GradScaler looks at the gradients.
     """
@@ -47,6 +45,7 @@ class Guard:
         places: Callable[[], Sequence[GradientSlot]],
         where: Callable[[MicroBatch], str],
         keeper: Callable[[], Keeper],
+        inform: Callable[[str], None],
         group: dist.ProcessGroup | None = None,
         looks_at_gradients: bool = True,
     ) -> None:
@@ -55,6 +54,7 @@ class Guard:
         self._where = where
         self._micro_batch = MicroBatch(None)
         self._keeper = keeper
+        self._inform = inform
         self._group = group
         self._looks_at_gradients = looks_at_gradients
         self._places: Sequence[GradientSlot] | None = None
@@ -111,7 +111,7 @@ class Guard:
                 ' GradientAccumulation(on_nonfinite="skip") trains on without such micro-batches.'
             )
         if self._has_warned:
-            _log.info(f"{self._where(self._micro_batch)} is left out: {fault}.")
+            self._inform(f"{self._where(self._micro_batch)} is left out: {fault}.")
             return
         self._has_warned = True
         told = f"{self._where(self._micro_batch)} is left out, as it is not finite: {fault}."

@@ -669,6 +669,7 @@ def guard_of(module: nn.Module) -> nonfinite.Guard:
         lambda: GradientSync().gradient_slots(dict(module.named_parameters())),
         lambda micro_batch: "This one",
         lambda: Keeper(module, torch.device("cpu")),
+        lambda told: None,
     )
 
 

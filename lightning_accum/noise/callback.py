@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accum import families
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.engine import Engine
 from lightning_accum.hook_table import disable_unused_hooks, restore_unused_hooks
@@ -119,6 +120,8 @@ class GradientNoiseScale(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        if families.adopt(self, trainer):
+            return self.setup(trainer, pl_module, stage)
         self._begin_fit()
         if not isinstance(trainer.strategy, Engine):
             raise MisconfigurationException(

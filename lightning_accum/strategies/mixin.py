@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_accum import seams
+from lightning_accum import families, seams
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.callback import GradientAccumulation
@@ -58,6 +58,9 @@ class AccumulationMixin(Engine):
         seams.check_nothing_is_missing()
         super().__init__(*args, **kwargs)
 
+    def __repr__(self) -> str:
+        return families.in_words(self)
+
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
@@ -65,6 +68,8 @@ class AccumulationMixin(Engine):
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         self._end_fit()  # one that could not be torn down
+        for callback in callbacks_of(trainer):
+            families.adopt(callback, trainer)
         before, self._fit, self.watch = set(vars(self)), ExitStack(), Watch(model)
         self._fit.callback(self._forget_fit, before)
         self._fit.enter_context(installed(trainer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 import lightning.pytorch as pl
@@ -20,6 +21,8 @@ from lightning_accum.sync import GradientSlot, SumSlot, SyncPolicy
 from lightning_accum.whole.calls import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
+
+_log = logging.getLogger("lightning.pytorch.accumulation")
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], policy: Policy, is_window_long: bool) -> None:
@@ -110,6 +113,7 @@ def guard(strategy: Engine, accumulation: Accumulation) -> Guard:
         places,
         in_words,
         lambda: strategy.keeper,
+        _log.info,
         strategy.ranks_of_micro_batch(),
         looks_at_gradients=getattr(strategy.precision_plugin, "scaler", None) is None,  # which looks at them by itself
     )
