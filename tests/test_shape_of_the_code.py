@@ -137,7 +137,10 @@ BELOW_THE_LINE = (
     "loops",
     "manual",
     "metrics",
+    "names",  # the public ones
     "noise",
+    "pytorch_lightning",
+    "seams",  # of either package
     "strategies",
     "verification",
     "__main__",
