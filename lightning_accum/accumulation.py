@@ -227,9 +227,11 @@ class Accumulation:
         return self.plan is None and self.world_size == 1 and self.boundary.size == 1
 
     def count_ahead(self, batch: Any) -> None:
-        """A loader batch is about to run, whole or in micro-batches: what its terms are divided by is counted in all of it."""
-        if isinstance(self.window.terms, TermsCountedAhead) and not self.is_stand_in:
-            self.window.terms.count(batch)
+        """A loader batch is about to run that is a window: what its terms are divided by is counted in all of it."""
+        terms = self.window.terms
+        if isinstance(terms, TermsCountedAhead) and self.boundary.size == 1 and not self.is_stand_in and not self.is_plain():
+            terms.discard()
+            terms.add(batch if self.plan is None else self.plan.batch)
 
     def begin_micro_batch(self, batch: Any) -> None:
         """Enter training_step."""
@@ -356,10 +358,14 @@ class Accumulation:
         Raises:
             ValueError: the loss is a sum, which has no weight.
         """
+        return self.comes_to_tokens(self.window.weight_so_far())
+
+    def comes_to_tokens(self, weight: float) -> bool:
+        """Whether ``weight``, summed over the ranks, is that of a window of tokens. Called on all of them."""
         assert isinstance(self.policy.window, Tokens)
         if self.window_tokens is None:
             self.window_tokens = self.policy.window.at(float(self.total_weight))
-        return self.ranks.sum(self.window.weight_so_far()) >= self.window_tokens
+        return self.ranks.sum(weight) >= self.window_tokens
 
     @property
     def _is_proven(self) -> bool:
@@ -509,7 +515,7 @@ class Accumulation:
 
     def _unit(self) -> str:
         """What the weight of the micro-batch in hand counts, in words."""
-        weight = self.policy.weight
+        weight = self.policy.main_weight
         if weight == "auto":
             if self.weight is not None and float(self.weight) == count_samples(self.batch):
                 return "samples (the loss has no tokens)"

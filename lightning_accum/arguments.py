@@ -35,7 +35,7 @@ def checked(policy: Policy) -> Policy:
         _check_nothing_is_split(policy)
     _check_window(policy.window)
     _check_micro_batch(policy.micro_batch, policy.trim_padding, policy.split)
-    weight = _checked_weight(policy.weight, policy.window, policy.micro_batch)
+    weight = _checked_weight(policy.weight)
     _check_is_one_of("tail", policy.tail, "step", "drop", "carry")
     _check_is_one_of("scheduler_counts", policy.scheduler_counts, "optimizer_steps", "micro_batches")
     dtype: Any = policy.accumulate_dtype
@@ -127,7 +127,7 @@ def _check_window(window: Any) -> None:
         )
 
 
-def _checked_weight(weight: Any, window: Any, micro_batch: Any) -> Any:
+def _checked_weight(weight: Any) -> Any:
     if isinstance(weight, (list, tuple)) and len(weight) == 1:
         weight = weight[0]
     if not isinstance(weight, (list, tuple)):
@@ -140,18 +140,7 @@ def _checked_weight(weight: Any, window: Any, micro_batch: Any) -> Any:
         raise MisconfigurationException(
             f"weight={weight!r}: expected a callable of the batch for each term of the loss, such as [TokenCount(), SampleCount()]"
         )
-    if micro_batch is None or not (window in (None, 1) or isinstance(window, Mapping)):
-        raise MisconfigurationException(needs_one_batch(weight, window))
     return tuple(weight)
-
-
-def needs_one_batch(weight: Any, window: Any) -> str:
-    """Why a weight for each term cannot be had in windows of several loader batches."""
-    return (
-        f"weight={weight!r} weighs each term of the loss by itself, for which a whole window has to be counted before it runs: it"
-        f" has to be one loader batch that is split (micro_batch=). Here window={window!r}. Let the loader yield the batch that is"
-        " wanted, and set only micro_batch=."
-    )
 
 
 def _is_natural(number: Any, least: int) -> bool:

@@ -18,7 +18,6 @@ from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.arguments import (
     check_module,
     checked,
-    needs_one_batch,
     row_wise_policy,
     what_to_use_instead_of,
     why_unexpected,
@@ -181,10 +180,6 @@ class GradientAccumulation(Callback):
             )
         if self.policy.micro_batch is not None:
             check_module(self.policy, pl_module)
-        if isinstance(self.policy.weight, tuple) and self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
-            raise MisconfigurationException(
-                needs_one_batch(self.policy.weight, self.policy.window or trainer.accumulate_grad_batches)
-            )
         if self.policy.on_nonfinite != "propagate" and not pl_module.automatic_optimization:
             raise MisconfigurationException(
                 f"GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) looks at the loss and the gradient of each micro-"

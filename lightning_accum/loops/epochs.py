@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
+from lightning_accum.loops.ahead import AheadFetcher
 from lightning_accum.loops.first_batch import check_first_batch
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.results import current_hook
@@ -59,8 +60,17 @@ class AccumulatingFitLoop(_FitLoop):
         before, strategy = self._data_fetcher, cast("AccumulationMixin", self.trainer.strategy)
         strategy.watch.has_data = True
         super().setup_data()
-        fetcher = self._data_fetcher
-        if fetcher is before or strategy.ranks is None or strategy.ranks.world_size == 1:
+        if (fetcher := self._data_fetcher) is before:
+            return
+        self._end_together(fetcher, strategy)
+        if strategy.policy.counts_ahead and strategy.accumulation is not None:
+            size = cast("AccumulatingEpochLoop", self.epoch_loop).window_size
+            own = {"strategy": strategy, "window_size": size, "drawn": deque(), "loader_states": []}
+            self.seams.enter_context(specialised(fetcher, AheadFetcher, **own))
+
+    def _end_together(self, fetcher: _DataFetcher | None, strategy: AccumulationMixin) -> None:
+        """An epoch ends on all ranks with that of the rank that has the most."""
+        if strategy.ranks is None or strategy.ranks.world_size == 1:
             return
         if not self.trainer.lightning_module.automatic_optimization:
             return
@@ -90,6 +100,13 @@ class AccumulatingFitLoop(_FitLoop):
             trainer.val_check_batch = batches
         else:
             trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state, fetcher = super().on_save_checkpoint(), self._data_fetcher
+        if isinstance(fetcher, AheadFetcher) and fetcher.loader_states:
+            state["combined_loader"] = fetcher.loader_states
+        return state
 
     @override
     def on_run_end(self) -> None:
@@ -186,30 +203,30 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         accumulation = self.strategy.accumulation
         if self.strategy.manual is not None:
             boundary, seen = self.strategy.manual.windows.boundary, self.batch_progress.total.ready
-            return not (boundary.is_reached(seen, self._window_size()) or self._is_cut_by_the_end(boundary))
+            return not (boundary.is_reached(seen, self.window_size()) or self._is_cut_by_the_end(boundary))
         if accumulation is None:
             return super()._should_accumulate()
         if accumulation.is_inside_batch:
             return False
         boundary = accumulation.boundary
-        if boundary.is_reached(self.batch_progress.total.ready, self._window_size()):
+        if boundary.is_reached(self.batch_progress.total.ready, self.window_size()):
             return False
         return self._counts_tokens_of_parts() or not self._is_cut_by_the_end(boundary)
 
-    def _window_size(self) -> float:
+    def window_size(self) -> float:
         """Loader batches in a window that begins now; inf for tokens, which are counted after a micro-batch."""
         return math.inf if isinstance(self.strategy.policy.window, Tokens) else self.trainer.accumulate_grad_batches
 
     def begin_loader_batch(self, boundary: Boundary) -> bool:
         """A loader batch begins, and a window with it, unless one is under way. Returns whether the window ends with it."""
-        boundary.begin(self._window_size())
+        boundary.begin(self.window_size())
         return not self._should_accumulate()
 
     def _counts_tokens_of_parts(self) -> bool:
         """Several windows may end in one loader batch, so none of them may be the one that its step is wrapped around."""
         accumulation = self.strategy.accumulation
         assert accumulation is not None
-        return isinstance(accumulation.policy.window, Tokens) and accumulation.splitting is not None
+        return accumulation.policy.ends_by_tokens and accumulation.splitting is not None
 
     def _is_cut_by_the_end(self, boundary: Boundary) -> bool:
         return self._num_ready_batches_reached() and boundary.is_cut_by_the_end(self._is_last_epoch())
@@ -244,7 +261,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     def end_full_window(self) -> None:
         """A loader batch has ended: so does the window, if it has come to its tokens."""
         accumulation, seen = self.strategy.accumulation, self.batch_progress.total.ready
-        if accumulation is None or not isinstance(accumulation.policy.window, Tokens) or accumulation.boundary.position(seen) <= 0:
+        if accumulation is None or not accumulation.policy.ends_by_tokens or accumulation.boundary.position(seen) <= 0:
             return
         if self.global_step == self.max_steps:  # reached inside of the loader batch
             accumulation.discard(seen)

@@ -212,6 +212,7 @@ class WindowClosure(Closure):
     def _run(self, *args: Any, **kwargs: Any) -> Tensor | None:
         accumulation = self._strategy.accumulation
         assert accumulation is not None
+        accumulation.count_ahead(next(iter(self._kwargs.values())))
         if accumulation.plan is not None:
             return self._run_micro_batches()
         if self._strategy.guard is not None:
@@ -253,7 +254,6 @@ class WindowClosure(Closure):
         accumulation = strategy.accumulation
         assert accumulation is not None
         ends_window, accumulation.is_boundary = accumulation.is_boundary, False
-        accumulation.count_ahead(next(iter(self._kwargs.values())))
         with collecting_logs(trainer) if accumulation.policy.on_nonfinite == "skip" else nullcontext() as log:
             if guard is not None:
                 guard.begin_micro_batch()

@@ -54,7 +54,6 @@ class BatchRun:
         splitting = accumulation.splitting
         assert splitting is not None
         assert accumulation.plan is not None
-        accumulation.count_ahead(accumulation.plan.batch)
         begun, is_zero_grad_due = accumulation.window.micro_batches, accumulation.is_zero_grad_due
         left_out, sums = accumulation.window.left_out, accumulation.sums if splitting.is_retried else None
         kept = {} if sums is None else sums.copies()

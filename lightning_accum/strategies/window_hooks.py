@@ -21,7 +21,6 @@ from lightning_accum.loops.watch import Watch
 from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import ManualOptimization
 from lightning_accum.nonfinite import Guard
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.strategies.engine import Engine
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
@@ -236,7 +235,7 @@ class WindowHooks(Engine):
         With its last, where an attempt at a batch may fail, which cannot take a step back.
         """
         splitting = None if self.accumulation is None else self.accumulation.splitting
-        return isinstance(self.policy.window, Tokens) and splitting is not None and not splitting.is_retried
+        return self.policy.ends_by_tokens and splitting is not None and not splitting.is_retried
 
     def rounds(self, own: int) -> int:
         """The micro-batches of a loader batch, after each of which this rank may have to wait for others. Called on all ranks.

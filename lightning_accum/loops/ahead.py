@@ -1,0 +1,101 @@
+"""The loader batches of a window are drawn before the first of them runs, so that the terms of a loss are counted in all of it.
+
+Asked for by a weight for each term. The host holds one window of batches; on a device they are one by one, as ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from typing_extensions import override
+
+from lightning_accum.weighing.terms import TermsCountedAhead
+
+if TYPE_CHECKING:
+    from lightning_accum.accumulation import Accumulation
+    from lightning_accum.strategies.mixin import AccumulationMixin
+
+
+class Drawn(NamedTuple):
+    """A loader batch, and how things stood when it had been drawn.
+
+    Attributes:
+        item: what the fetcher yields.
+        done: it is the last of the epoch.
+        fetched: batches of the epoch until then.
+        is_stand_in: this rank had none, and it stands in for it.
+        loader_states: of the loaders that have one.
+    """
+
+    item: Any
+    done: bool
+    fetched: int
+    is_stand_in: bool
+    loader_states: list[dict[str, Any]]
+
+
+class AheadFetcher(_PrefetchDataFetcher):
+    """Draws a window of loader batches when the first of them is asked for, and counts in each what the terms are divided by.
+
+    All that is seen of it (``done``, ``fetched``, a checkpoint of the loaders) is as if each had been drawn when it is yielded.
+    """
+
+    strategy: AccumulationMixin
+    window_size: Callable[[], float]
+    """Loader batches in a window that begins now; inf where it ends by its tokens."""
+    drawn: deque[Drawn]
+    """Those that have not been yielded."""
+    loader_states: list[dict[str, Any]]
+    """What a checkpoint is to hold of the loaders; empty where that is what they say themselves."""
+
+    @override
+    def __iter__(self) -> AheadFetcher:
+        self.drawn.clear()
+        self.loader_states = []
+        super().__iter__()
+        return self
+
+    @override
+    def __next__(self) -> Any:
+        accumulation = self.strategy.accumulation
+        assert accumulation is not None
+        if not self.drawn:
+            self._draw_window(accumulation)
+        item, self.done, self.fetched, accumulation.is_stand_in, loader_states = self.drawn.popleft()
+        self.loader_states = loader_states if self.drawn else []
+        return item
+
+    def _draw_window(self, accumulation: Accumulation) -> None:
+        """Draw what the window has, or what is left of it: as many on every rank.
+
+        Raises:
+            StopIteration: there is nothing left.
+        """
+        seen, boundary = self.strategy.trainer().fit_loop.epoch_loop.batch_progress.total.ready, accumulation.boundary
+        position, left, terms = boundary.position(seen), boundary.left(seen, self.window_size()), accumulation.window.terms
+        assert isinstance(terms, TermsCountedAhead)
+        # one that is alone in its window is counted when it runs, as the hooks around its transfer have left it;
+        # those of an unfinished window were, before its checkpoint
+        is_counted, own = terms.is_agreed or (position == 0 and left == 1), 0.0
+        while len(self.drawn) < left and not (self.drawn and self.done):
+            try:
+                self._draw(accumulation)
+            except StopIteration:
+                if not self.drawn:
+                    raise
+                break
+            last = self.drawn[-1]
+            if not is_counted and not last.is_stand_in and last.item[0] is not None:
+                own = float(terms.add(last.item[0])[0])
+            if left == math.inf and accumulation.comes_to_tokens(own):
+                boundary.begin(position + len(self.drawn))
+                break
+
+    def _draw(self, accumulation: Accumulation) -> None:
+        item, states = super().__next__(), deepcopy(self.combined_loader._state_dicts())
+        self.drawn.append(Drawn(item, self.done, self.fetched, accumulation.is_stand_in, states))
