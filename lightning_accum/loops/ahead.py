@@ -77,7 +77,7 @@ class AheadFetcher(_PrefetchDataFetcher):
             StopIteration: there is nothing left.
         """
         seen, boundary = self.strategy.trainer().fit_loop.epoch_loop.batch_progress.total.ready, accumulation.boundary
-        position, left, terms = boundary.position(seen), boundary.left(seen, self.window_size()), accumulation.window.terms
+        position, left, terms = boundary.position(seen), boundary.left(seen, self.window_size), accumulation.window.terms
         assert isinstance(terms, TermsCountedAhead)
         # one that is alone in its window is counted when it runs, as the hooks around its transfer have left it;
         # those of an unfinished window were, before its checkpoint

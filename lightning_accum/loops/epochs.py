@@ -65,7 +65,7 @@ class AccumulatingFitLoop(_FitLoop):
         self._end_together(fetcher, strategy)
         if strategy.policy.counts_ahead and strategy.accumulation is not None:
             size = cast("AccumulatingEpochLoop", self.epoch_loop).window_size
-            own = {"strategy": strategy, "window_size": size, "drawn": deque(), "loader_states": []}
+            own: dict[str, Any] = {"strategy": strategy, "window_size": size, "drawn": deque(), "loader_states": []}
             self.seams.enter_context(specialised(fetcher, AheadFetcher, **own))
 
     def _end_together(self, fetcher: _DataFetcher | None, strategy: AccumulationMixin) -> None:
@@ -203,13 +203,13 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         accumulation = self.strategy.accumulation
         if self.strategy.manual is not None:
             boundary, seen = self.strategy.manual.windows.boundary, self.batch_progress.total.ready
-            return not (boundary.is_reached(seen, self.window_size()) or self._is_cut_by_the_end(boundary))
+            return not (boundary.is_reached(seen, self.window_size) or self._is_cut_by_the_end(boundary))
         if accumulation is None:
             return super()._should_accumulate()
         if accumulation.is_inside_batch:
             return False
         boundary = accumulation.boundary
-        if boundary.is_reached(self.batch_progress.total.ready, self.window_size()):
+        if boundary.is_reached(self.batch_progress.total.ready, self.window_size):
             return False
         return self._counts_tokens_of_parts() or not self._is_cut_by_the_end(boundary)
 

@@ -160,11 +160,13 @@ class TermsCountedAhead:
 
     def numbers(self, contributions: Sequence[Counts]) -> list[Denominator]:
         """What this rank adds to the sums of the window: by how much its micro-batches miss its share of what was counted."""
-        counted = [[c.weight, *c.others] if c.others else [0.0] * len(self._weights) for c in contributions]
-        totals = [0.0] * len(self._weights) if self._totals is None else self._totals
-        return [
-            sum((counts[place] for counts in counted), start=0.0) - total / self._world_size for place, total in enumerate(totals)
-        ]
+        missed: list[Denominator] = [0.0] * len(self._weights)
+        if self._totals is not None:
+            missed = [-total / self._world_size for total in self._totals]
+        for c in contributions:
+            if c.others:
+                missed = [so_far + d for so_far, d in zip(missed, (0.0 if c.weight is None else c.weight, *c.others), strict=True)]
+        return missed
 
     def factors(
         self, contribution: Counts, reference: float, total: Denominator, sums: Sequence[float] | Tensor
