@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import (
@@ -19,6 +17,8 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 
+from lightning_accum.asked import Asked
+from lightning_accum.exclusions import refuse
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import Tokens
 
@@ -27,12 +27,10 @@ def checked(policy: Policy) -> Policy:
     """The policy, with a list of weights as a tuple.
 
     Raises:
-        MisconfigurationException: an argument is out of its range.
+        MisconfigurationException: an argument is out of its range, or two exclude each other.
     """
     for argument, example in (("window", "Tokens(8_192)"), ("micro_batch", "Tokens(8_192)"), ("weight", "TokenCount()")):
         _check_is_no_class(argument, getattr(policy, argument), example)
-    if policy.offload:
-        _check_nothing_is_split(policy)
     _check_window(policy.window)
     _check_micro_batch(policy.micro_batch, policy.trim_padding, policy.split)
     weight = _checked_weight(policy.weight)
@@ -47,7 +45,9 @@ def checked(policy: Policy) -> Policy:
     for name, value in (("log", policy.log), ("check", policy.check)):
         if not isinstance(value, bool):
             raise MisconfigurationException(f"{name}={value!r}: expected True or False")
-    return replace(policy, weight=weight)
+    policy = replace(policy, weight=weight)
+    refuse(Asked(policy))
+    return policy
 
 
 def row_wise_policy(row_wise: Any, micro_batch: Any) -> dict[str, Any]:
@@ -158,30 +158,5 @@ def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
         raise MisconfigurationException(
             f"trim_padding={trim_padding!r}: expected True, False, or the key of a mask or of lengths in the batch"
         )
-    if isinstance(trim_padding, str) and micro_batch is None:
-        raise MisconfigurationException(
-            f"trim_padding={trim_padding!r} is the key of a mask or of lengths, by which the micro-batches of a split batch are"
-            " trimmed, but no batch is split: set micro_batch= too"
-        )
     if split is not None and not callable(split):
         raise MisconfigurationException(f"split={split!r}: expected a function of a batch and a size")
-    if split is not None and micro_batch is None:
-        raise MisconfigurationException("split= cuts a batch into micro-batches, but says not how large: set micro_batch= too")
-
-
-def _check_nothing_is_split(policy: Policy) -> None:
-    given = "split=" if policy.split is not None else "trim_padding=" if isinstance(policy.trim_padding, str) else None
-    if given is not None:
-        raise MisconfigurationException(
-            f'GradientAccumulation(micro_batch="offload") runs each loader batch as it is: leave out {given}, which is for those'
-            " that are split"
-        )
-
-
-def check_module(policy: Policy, module: pl.LightningModule) -> None:
-    """Refuse modules that draw their batches by themselves, where batches are to be split."""
-    name, setting = type(module).__name__, f"GradientAccumulation(micro_batch={policy.micro_batch!r})"
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise MisconfigurationException(
-            f"{setting} splits the batches of the loader, but the training_step of {name} draws them by itself (`dataloader_iter`)."
-        )

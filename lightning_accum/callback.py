@@ -16,7 +16,6 @@ from typing_extensions import override
 from lightning_accum import seams
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.arguments import (
-    check_module,
     checked,
     row_wise_policy,
     what_to_use_instead_of,
@@ -177,14 +176,6 @@ class GradientAccumulation(Callback):
             raise MisconfigurationException(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 f" {what_to_use_instead_of(trainer.strategy)}"
-            )
-        if self.policy.micro_batch is not None:
-            check_module(self.policy, pl_module)
-        if self.policy.on_nonfinite != "propagate" and not pl_module.automatic_optimization:
-            raise MisconfigurationException(
-                f"GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) looks at the loss and the gradient of each micro-"
-                f"batch, but {type(pl_module).__name__} has automatic_optimization=False and runs its backwards by itself. Look in"
-                ' training_step, or leave on_nonfinite at "propagate".'
             )
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
         if size is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,10 +10,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from support import OPTIMIZERS, ddp, loader, train_by_hand, trainer
-from test_resume import ROWS, StatefulLoader, assert_goes_on
 from test_resume import Module as Resumed
+from test_resume import assert_goes_on
 from test_resume import train as train_in_processes
-from test_terms import EACH, Rated, error_of_updates
+from test_terms import EACH, error_of_updates
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -243,7 +242,11 @@ def test_tokens_of_all_ranks_end_a_window() -> None:
 
 @pytest.mark.parametrize(
     ("window", "sizes"),
-    [({0: 2, 1: 3}, (2, 2, 2, 1, 3, 3, 1)), ({0: 1, 1: 4}, (1,) * 7 + (4, 3)), (lambda step: 1 + step % 3, (1, 2, 3, 1, 2, 3, 1, 1))],
+    [
+        ({0: 2, 1: 3}, (2, 2, 2, 1, 3, 3, 1)),
+        ({0: 1, 1: 4}, (1,) * 7 + (4, 3)),
+        (lambda step: 1 + step % 3, (1, 2, 3, 1, 2, 3, 1, 1)),
+    ],
 )
 def test_windows_whose_size_changes(window: Any, sizes: Sequence[int]) -> None:
     batches, module, at, full = Answers.batches(7), Answers("adamw"), 0, []
@@ -310,7 +313,9 @@ def test_an_endless_stream_is_drawn_as_far_as_the_window() -> None:
 def test_without_a_weight_for_each_term_nothing_is_drawn_ahead() -> None:
     stream = Endless(MaskedLanguage.batches(5))
     seen = Seen(stream)
-    run = trainer(callbacks=[GradientAccumulation(4, weight=TokenCount(shift=False), check=False), seen], max_steps=2, max_epochs=-1)
+    run = trainer(
+        callbacks=[GradientAccumulation(4, weight=TokenCount(shift=False), check=False), seen], max_steps=2, max_epochs=-1
+    )
     run.fit(MaskedLanguage(), DataLoader(stream, batch_size=None))
     assert set(seen.ahead) == {1}
 

@@ -64,12 +64,15 @@ class Engine(Accumulates, Strategy):
     def begin_manual_loader_batch(self) -> None:
         """A loader batch of a module that optimizes by itself is about to run."""
 
+    def _engine(self) -> dict[str, Any]:
+        """What is peculiar to the engine, as fields of :class:`lightning_accum.asked.Asked`."""
+        return {}
+
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def _wide_sums(self, dtype: torch.dtype) -> WideSums | None:
         """Where gradients are added up; None where that is done in ``dtype`` without."""
-        assert self.lightning_module is not None
-        return wide_sums(dtype, self.lightning_module, self.parameters)
+        return wide_sums(dtype, self.parameters)
 
     def loss_scale(self) -> float:
         """What a GradScaler multiplies losses by, and so their gradients."""

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_accum.gradient_norm import clip_sharded_by_norm
 from lightning_accum.ranks import Ranks
-from lightning_accum.strategies.preparation import check_reduces_once_a_window, checked
+from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
 from lightning_accum.sync import FSDP2Sync, SyncPolicy
 from lightning_accum.wide_sums import is_narrower
@@ -67,10 +67,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         return clip_sharded_by_norm(parameters, largest)
 
-    @override
-    def _check_accumulate_dtype(self, dtype: torch.dtype) -> None:
-        sync = self._sharded_sync
-        assert isinstance(sync, FSDP2Sync)
+    def _check_accumulate_dtype(self, sync: FSDP2Sync, dtype: torch.dtype) -> None:
+        """Whether ``fully_shard`` adds up gradients in ``dtype``; else an error that says how to have it."""
         sharded = sync.parameters()
         narrow = [parameter for parameter in self.parameters() if is_narrower(parameter.dtype, dtype)]
         found = sync.sums_narrower_than(dtype) or next((p.dtype for p in narrow if p not in sharded), None)
@@ -80,17 +78,14 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
                 f" and it does so in {found}. Apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype}), in"
                 f" {type(self.lightning_module).__name__}.configure_model."
             )
-        if self._sync_policy == "micro_batch" and narrow:
-            raise MisconfigurationException(
-                f'ModelParallelAccumulationStrategy(sync="micro_batch") adds up shards of gradients in {narrow[0].dtype}, the type'
-                f' of the parameters. For GradientAccumulation(accumulate_dtype={dtype}) use sync="window".'
-            )
+
+    @override
+    def _engine(self) -> dict[str, Any]:
+        return {"engine": "fsdp2", "sync": self._sync_policy}
 
     @override
     def _make_sync(self) -> FSDP2Sync:
         assert self.lightning_module is not None
-        if self.policy.on_nonfinite != "propagate":
-            check_reduces_once_a_window(self, self._sync_policy)
         if missing := FSDP2Sync.missing_internal(self.lightning_module):
             raise MisconfigurationException(
                 f"{type(self).__name__} reads what fully_shard accumulates, which torch {torch.__version__} keeps elsewhere than"
@@ -110,6 +105,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
                 f"Gradients are divided by {factors.pop():g} (set_gradient_divide_factor), where the average over {size}"
                 " data-parallel ranks is expected. Leave it out: the weights of the window normalise them."
             )
+        if self.policy.accumulate_dtype is not None:
+            self._check_accumulate_dtype(sync, self.policy.accumulate_dtype)
         return sync
 
 

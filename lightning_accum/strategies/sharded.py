@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
@@ -48,30 +47,13 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
         super()._begin(trainer, callback)
         if self.accumulation is None:
             return
-        if self.policy.micro_batch == "auto":
-            raise MisconfigurationException(
-                f'GradientAccumulation(micro_batch="auto") runs a batch again on the rank that ran out of memory, but with'
-                f" {type(self).__name__} the other ranks wait for it in every forward. Give a number of samples, or Tokens(...)."
-            )
-        if self.row_wise is not None:
-            raise MisconfigurationException(
-                f"GradientAccumulation(row_wise={list(self.policy.row_wise)}) runs submodules again after the backward of the loss,"
-                f" but {type(self).__name__} gathers and frees their parameters for one forward and backward. Use"
-                ' Trainer(strategy="accum_ddp").'
-            )
         self.sync = self._sharded_sync = self._make_sync()
         assert self._fit is not None
         self._fit.callback(self.sync.close)
-        if self.policy.accumulate_dtype is not None:
-            self._check_accumulate_dtype(self.policy.accumulate_dtype)
 
     @override
     def _wide_sums(self, dtype: torch.dtype) -> None:
         return None  # whole gradients are the engine's, and so is their sum
-
-    @abstractmethod
-    def _check_accumulate_dtype(self, dtype: torch.dtype) -> None:
-        """Whether the engine adds up gradients in ``dtype``; else an error that says how to have it."""
 
     @abstractmethod
     def _make_sync(self) -> ShardedSync:
