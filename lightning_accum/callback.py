@@ -75,8 +75,8 @@ class GradientAccumulation(Callback):
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by counts which do not
-            go together, a list with one of those for each, in their order, where a window is one loader batch that is split:
-            ``[TokenCount(), SampleCount()]``. What is logged goes by the first.
+            go together, a list with one of those for each, in their order: ``[TokenCount(), SampleCount()]``. The loader batches of
+            a window are then drawn before the first of them runs, and counted on the host. What is logged goes by the first.
         tail: what the end of an epoch, or an early stop, does to an unfinished window. ``"step"``: an optimizer step on what is
             there, exactly. ``"drop"``: its gradients are dropped. ``"carry"``: the window goes on in the next epoch; the last one
             of the training steps.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from typing_extensions import override
 
+from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.terms import TermsCountedAhead
 
 if TYPE_CHECKING:
@@ -51,12 +52,11 @@ class AheadFetcher(_PrefetchDataFetcher):
     drawn: deque[Drawn]
     """Those that have not been yielded."""
     loader_states: list[dict[str, Any]]
-    """What a checkpoint is to hold of the loaders; empty where that is what they say themselves."""
+    """What a checkpoint is to hold of the loaders while there are any: that of the last that was yielded."""
 
     @override
     def __iter__(self) -> AheadFetcher:
         self.drawn.clear()
-        self.loader_states = []
         super().__iter__()
         return self
 
@@ -66,8 +66,7 @@ class AheadFetcher(_PrefetchDataFetcher):
         assert accumulation is not None
         if not self.drawn:
             self._draw_window(accumulation)
-        item, self.done, self.fetched, accumulation.is_stand_in, loader_states = self.drawn.popleft()
-        self.loader_states = loader_states if self.drawn else []
+        item, self.done, self.fetched, accumulation.is_stand_in, self.loader_states = self.drawn.popleft()
         return item
 
     def _draw_window(self, accumulation: Accumulation) -> None:
@@ -81,7 +80,9 @@ class AheadFetcher(_PrefetchDataFetcher):
         assert isinstance(terms, TermsCountedAhead)
         # one that is alone in its window is counted when it runs, as the hooks around its transfer have left it;
         # those of an unfinished window were, before its checkpoint
-        is_counted, own = terms.is_agreed or (position == 0 and left == 1), 0.0
+        is_counted = terms.is_agreed or (position == 0 and left == 1)
+        own: Denominator = 0.0
+        self.loader_states = self._states()
         while len(self.drawn) < left and not (self.drawn and self.done):
             try:
                 self._draw(accumulation)
@@ -91,11 +92,14 @@ class AheadFetcher(_PrefetchDataFetcher):
                 break
             last = self.drawn[-1]
             if not is_counted and not last.is_stand_in and last.item[0] is not None:
-                own = float(terms.add(last.item[0])[0])
-            if left == math.inf and accumulation.comes_to_tokens(own):
+                own = terms.add(last.item[0])[0]
+            if left == math.inf and accumulation.comes_to_tokens(float(own)):
                 boundary.begin(position + len(self.drawn))
                 break
 
     def _draw(self, accumulation: Accumulation) -> None:
-        item, states = super().__next__(), deepcopy(self.combined_loader._state_dicts())
-        self.drawn.append(Drawn(item, self.done, self.fetched, accumulation.is_stand_in, states))
+        item = super().__next__()
+        self.drawn.append(Drawn(item, self.done, self.fetched, accumulation.is_stand_in, self._states()))
+
+    def _states(self) -> list[dict[str, Any]]:
+        return deepcopy(self.combined_loader._state_dicts())

@@ -104,7 +104,7 @@ class AccumulatingFitLoop(_FitLoop):
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
         state, fetcher = super().on_save_checkpoint(), self._data_fetcher
-        if isinstance(fetcher, AheadFetcher) and fetcher.loader_states:
+        if isinstance(fetcher, AheadFetcher) and fetcher.drawn and "combined_loader" in state:
             state["combined_loader"] = fetcher.loader_states
         return state
 
