@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import (
 )
 
 from lightning_accum.asked import Asked
-from lightning_accum.exclusions import refuse
+from lightning_accum.exclusions import why_refused
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import Tokens
 
@@ -48,6 +48,16 @@ def checked(policy: Policy) -> Policy:
     policy = replace(policy, weight=weight)
     refuse(Asked(policy))
     return policy
+
+
+def refuse(asked: Asked) -> None:
+    """Refuse what cannot be had together.
+
+    Raises:
+        MisconfigurationException: a row of the table applies.
+    """
+    if (reason := why_refused(asked)) is not None:
+        raise MisconfigurationException(reason)
 
 
 def row_wise_policy(row_wise: Any, micro_batch: Any) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
 from lightning_accum.asked import Asked
 from lightning_accum.splitting.micro_batch import Tokens
 
@@ -33,15 +31,9 @@ class Exclusion(NamedTuple):
     message: str
 
 
-def refuse(asked: Asked) -> None:
-    """Refuse what cannot be had together.
-
-    Raises:
-        MisconfigurationException: a row of the table applies; its message.
-    """
-    for row in EXCLUSIONS:
-        if row.applies(asked):
-            raise MisconfigurationException(row.message.format(a=asked))
+def why_refused(asked: Asked) -> str | None:
+    """The message of the first row of the table that applies; None where none does."""
+    return next((row.message.format(a=asked) for row in EXCLUSIONS if row.applies(asked)), None)
 
 
 EXCLUSIONS = (

@@ -8,18 +8,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from typing_extensions import override
 
+from lightning_accum.loops.specialised import specialised
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.terms import TermsCountedAhead
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 class Drawn(NamedTuple):
@@ -46,7 +47,9 @@ class AheadFetcher(_PrefetchDataFetcher):
     All that is seen of it (``done``, ``fetched``, a checkpoint of the loaders) is as if each had been drawn when it is yielded.
     """
 
-    strategy: AccumulationMixin
+    accumulation: Accumulation
+    progress: Any
+    """Of the loader batches."""
     window_size: Callable[[], float]
     """Loader batches in a window that begins now; inf where it ends by its tokens."""
     drawn: deque[Drawn]
@@ -62,21 +65,19 @@ class AheadFetcher(_PrefetchDataFetcher):
 
     @override
     def __next__(self) -> Any:
-        accumulation = self.strategy.accumulation
-        assert accumulation is not None
         if not self.drawn:
-            self._draw_window(accumulation)
-        item, self.done, self.fetched, accumulation.is_stand_in, self.loader_states = self.drawn.popleft()
+            self._draw_window()
+        item, self.done, self.fetched, self.accumulation.is_stand_in, self.loader_states = self.drawn.popleft()
         return item
 
-    def _draw_window(self, accumulation: Accumulation) -> None:
+    def _draw_window(self) -> None:
         """Draw what the window has, or what is left of it: as many on every rank.
 
         Raises:
             StopIteration: there is nothing left.
         """
-        seen, boundary = self.strategy.trainer().fit_loop.epoch_loop.batch_progress.total.ready, accumulation.boundary
-        position, left, terms = boundary.position(seen), boundary.left(seen, self.window_size), accumulation.window.terms
+        seen, boundary, terms = self.progress.total.ready, self.accumulation.boundary, self.accumulation.window.terms
+        position, left = boundary.position(seen), boundary.left(seen, self.window_size)
         assert isinstance(terms, TermsCountedAhead)
         # one that is alone in its window is counted when it runs, as the hooks around its transfer have left it;
         # those of an unfinished window were, before its checkpoint
@@ -85,7 +86,7 @@ class AheadFetcher(_PrefetchDataFetcher):
         self.loader_states = self._states()
         while len(self.drawn) < left and not (self.drawn and self.done):
             try:
-                self._draw(accumulation)
+                self._draw()
             except StopIteration:
                 if not self.drawn:
                     raise
@@ -93,13 +94,21 @@ class AheadFetcher(_PrefetchDataFetcher):
             last = self.drawn[-1]
             if not is_counted and not last.is_stand_in and last.item[0] is not None:
                 own = terms.add(last.item[0])[0]
-            if left == math.inf and accumulation.comes_to_tokens(float(own)):
+            if left == math.inf and self.accumulation.comes_to_tokens(float(own)):
                 boundary.begin(position + len(self.drawn))
                 break
 
-    def _draw(self, accumulation: Accumulation) -> None:
+    def _draw(self) -> None:
         item = super().__next__()
-        self.drawn.append(Drawn(item, self.done, self.fetched, accumulation.is_stand_in, self._states()))
+        self.drawn.append(Drawn(item, self.done, self.fetched, self.accumulation.is_stand_in, self._states()))
 
     def _states(self) -> list[dict[str, Any]]:
         return deepcopy(self.combined_loader._state_dicts())
+
+
+def drawing_ahead(
+    fetcher: Any, accumulation: Accumulation, progress: Any, window_size: Callable[[], float]
+) -> AbstractContextManager[None]:
+    """Have a fetcher of Lightning's draw windows, each when its first loader batch is asked for."""
+    own: dict[str, Any] = {"progress": progress, "window_size": window_size, "drawn": deque(), "loader_states": []}
+    return specialised(fetcher, AheadFetcher, accumulation=accumulation, **own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
-from lightning_accum.loops.ahead import AheadFetcher
+from lightning_accum.loops.ahead import AheadFetcher, drawing_ahead
 from lightning_accum.loops.first_batch import check_first_batch
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.results import current_hook
@@ -64,9 +64,9 @@ class AccumulatingFitLoop(_FitLoop):
             return
         self._end_together(fetcher, strategy)
         if strategy.policy.counts_ahead and strategy.accumulation is not None:
-            size = cast("AccumulatingEpochLoop", self.epoch_loop).window_size
-            own: dict[str, Any] = {"strategy": strategy, "window_size": size, "drawn": deque(), "loader_states": []}
-            self.seams.enter_context(specialised(fetcher, AheadFetcher, **own))
+            epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
+            progress, size = epoch_loop.batch_progress, epoch_loop.window_size
+            self.seams.enter_context(drawing_ahead(fetcher, strategy.accumulation, progress, size))
 
     def _end_together(self, fetcher: _DataFetcher | None, strategy: AccumulationMixin) -> None:
         """An epoch ends on all ranks with that of the rank that has the most."""

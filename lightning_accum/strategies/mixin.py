@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from lightning_accum import loops, seams
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.arguments import refuse
 from lightning_accum.asked import Asked
 from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
-from lightning_accum.exclusions import refuse
 from lightning_accum.listeners import Audience, callbacks_of
 from lightning_accum.loops.first_batch import MOST_BATCHES
 from lightning_accum.loops.specialised import drop_own_attributes
