@@ -30,14 +30,14 @@ class Drawn(NamedTuple):
         item: what the fetcher yields.
         done: it is the last of the epoch.
         fetched: batches of the epoch until then.
-        is_stand_in: this rank had none, and it stands in for it.
+        is_shadow_batch: this rank had none, and it stands in for it.
         loader_states: of the loaders that have one.
     """
 
     item: Any
     done: bool
     fetched: int
-    is_stand_in: bool
+    is_shadow_batch: bool
     loader_states: list[dict[str, Any]]
 
 
@@ -67,7 +67,7 @@ class AheadFetcher(_PrefetchDataFetcher):
     def __next__(self) -> Any:
         if not self.drawn:
             self._draw_window()
-        item, self.done, self.fetched, self.accumulation.is_stand_in, self.loader_states = self.drawn.popleft()
+        item, self.done, self.fetched, self.accumulation.is_shadow_batch, self.loader_states = self.drawn.popleft()
         return item
 
     def _draw_window(self) -> None:
@@ -92,7 +92,7 @@ class AheadFetcher(_PrefetchDataFetcher):
                     raise
                 break
             last = self.drawn[-1]
-            if not is_counted and not last.is_stand_in and last.item[0] is not None:
+            if not is_counted and not last.is_shadow_batch and last.item[0] is not None:
                 own = terms.add(last.item[0])[0]
             if left == math.inf and self.accumulation.comes_to_tokens(float(own)):
                 boundary.begin(position + len(self.drawn))
@@ -100,7 +100,7 @@ class AheadFetcher(_PrefetchDataFetcher):
 
     def _draw(self) -> None:
         item = super().__next__()
-        self.drawn.append(Drawn(item, self.done, self.fetched, self.accumulation.is_stand_in, self._states()))
+        self.drawn.append(Drawn(item, self.done, self.fetched, self.accumulation.is_shadow_batch, self._states()))
 
     def _states(self) -> list[dict[str, Any]]:
         return deepcopy(self.combined_loader._state_dicts())

@@ -49,9 +49,9 @@ class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
         return {"engine": "fsdp1", "sync": self._sync_policy}
 
     @override
-    def _make_sync(self) -> FSDP1Sync:
+    def _sync_of_units(self) -> FSDP1Sync:
         assert self.model is not None
-        return FSDP1Sync(self.model, self._sync_policy)
+        return FSDP1Sync(self.model, self._sync_policy, self)
 
     @override
     def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

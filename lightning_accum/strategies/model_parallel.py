@@ -85,10 +85,10 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         return {"engine": "fsdp2", "sync": self._sync_policy}
 
     @override
-    def _make_sync(self) -> FSDP2Sync:
+    def _sync_of_units(self) -> FSDP2Sync:
         assert self.lightning_module is not None
         seams.check_nothing_is_missing(seams.FSDP2)
-        sync = FSDP2Sync(self.lightning_module, self._sync_policy)
+        sync = FSDP2Sync(self.lightning_module, self._sync_policy, self)
         size = self.device_mesh["data_parallel"].size()
         sharded = sync.parameters()
         left = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in sharded]
