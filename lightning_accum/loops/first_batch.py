@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -140,6 +140,11 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
             _message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows), policy.row_wise)
         )
     accumulation.verdict = verdict
+    is_cut = accumulation.splitting is not None or policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
+    if is_cut and not accumulation.checks_left and largest(float(verdict.deviation is None)) == 0:
+        with suppress(CannotCheckError):
+            if changed := check.changed_buffers(rows[0].whole):
+                rank_zero_warn(_of_buffers(changed))
 
 
 def choose_row_wise(trainer: pl.Trainer, strategy: Engine, row_wise: RowWise, kwargs: OrderedDict[str, Any]) -> None:
@@ -176,6 +181,16 @@ _OF_SEVERAL_BATCHES = (
     "The loss gathers the rows of all ranks, so it is one of all rows of its batch, and that of a window of several loader batches"
     " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as fits."
 )
+
+
+def _of_buffers(changed: Mapping[str, float]) -> str:
+    names, size = " and ".join(map(repr, changed)), max(changed.values())
+    return (
+        f"training_step changes the buffer{'s' * (len(changed) > 1)} {names}, and its loss depends on that (the loss of the same"
+        f" rows is {size:.1g} of its size off afterwards): micro-batches of a window see others than its full batch would."
+        " Change it once a window: in the module's optimizer_step, after super().optimizer_step(...); or have training_step see the"
+        ' full batch: micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
+    )
 
 
 def _sizes(verdict: Verdict) -> str:

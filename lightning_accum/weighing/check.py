@@ -239,6 +239,44 @@ class Check:
         with self._held():
             return [self._together(partial(self._loss_of, batch)) for batch in batches]
 
+    def changed_buffers(self, batch: Callable[[], Any]) -> dict[str, float]:
+        """The buffers that a step changes and its loss depends on. Called on all ranks.
+
+        Returns:
+            How far the loss of the same rows is from what it was, as part of its size, where only that buffer has changed.
+
+        Raises:
+            CannotCheckError: the batch has no loss, or another one each time. On all ranks.
+        """
+
+        def loss(changed: Mapping[str, Tensor]) -> float:
+            self._restore()
+            buffers = dict(self._module.named_buffers())
+            for name, value in changed.items():
+                buffers[name].data.copy_(value)
+            loss = self._step(batch())
+            self._gradients(loss, 0.0)  # sharded modules have a backward for each forward
+            return float(loss.detach())
+
+        found: dict[str, float] = {}
+        with self._held():
+            before = self._together(partial(loss, {}))
+            after = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
+            self._restore()
+            restored = {name: buffer for name, buffer in self._module.named_buffers() if name in after}
+            changed = [name for name, old in restored.items() if old.shape == after[name].shape and not old.equal(after[name])]
+            number = min(int(self._largest(len(changed))), MOST_ROWS)
+            again = self._together(partial(loss, {})) if number else before
+            if self._largest(abs(again - before)) > 0:
+                raise CannotCheckError("training_step gives the same rows another loss each time")
+            for index in range(number):  # as many steps on every rank
+                names = changed[index : index + 1]
+                now = self._together(partial(loss, {name: after[name] for name in names}))
+                difference = abs(now - before) / (max(abs(now), abs(before)) or 1.0)
+                if names and difference > self.tolerance:
+                    found[names[0]] = difference
+        return found
+
     def _loss_of(self, batch: Callable[[], Any]) -> float:
         self._restore()
         return float(self._step(batch()).detach())
