@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_accum import seams
-from lightning_accum.accumulation import Accumulates, Accumulation
+from lightning_accum import families, seams
+from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import (
     check_module,
     checked,
@@ -25,7 +25,8 @@ from lightning_accum.arguments import (
 )
 from lightning_accum.boundary import Tail
 from lightning_accum.checkpointing.resume import PartialWindow
-from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
+from lightning_accum.engine import Engine
+from lightning_accum.hook_table import callbacks_of, disable_unused_hooks, restore_unused_hooks
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
@@ -67,13 +68,14 @@ class GradientAccumulation(Callback):
             waits in the memory of the host. Nothing is split, so it is exact for any module (BatchNorm, manual optimization) and
             any loss; a step takes as much longer as the copies do that computing does not hide. A CPU has no other memory.
         row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), several, or ``"auto"``. Then
-            ``training_step`` runs once, on the loader's batch, and their calls run in micro-batches of ``micro_batch`` rows, or
-            :class:`Tokens`: first without a graph, and again with one after the backward of the loss. The loss sees the outputs of
-            the whole batch, so any loss is exact: contrastive ones, those of pairs or of batch statistics. What a submodule does
-            with one row must not depend on the others, which is tried out on two rows. ``"auto"`` names the largest for which that
-            is so. Over ranks a loss is of all rows where ``training_step`` gathers them itself, ``self.all_gather(...,
-            sync_grads=True)``. Not for sharded modules, nor for steps that differentiate through a call themselves (gradient
-            penalties).
+            ``training_step`` runs once, on the loader's batch, and their calls run in micro-batches of ``micro_batch`` rows,
+            :class:`Tokens`, or what memory has room for (``"auto"``, on one rank): first without a graph, and again with one after
+            the backward of the loss. Longest rows first, trimmed, where a mask among the arguments tells their lengths. The loss
+            sees the outputs of the whole batch, so any loss is exact: contrastive ones, those of pairs or of batch statistics. What
+            a submodule does with one row must not depend on the others, which is tried out on two rows. ``"auto"`` names the
+            largest for which that is so. Over ranks a loss is of all rows where ``training_step`` gathers them itself,
+            ``self.all_gather(..., sync_grads=True)``. Not for sharded modules, nor for steps that differentiate through a call
+            themselves (gradient penalties).
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by counts which do not
@@ -173,8 +175,12 @@ class GradientAccumulation(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        if families.adopt(self, trainer):  # it came with the module, after the strategy looked; now it is as one of the Trainer's
+            others = [callback for callback in callbacks_of(trainer) if type(callback) is not type(self)]
+            trainer.callbacks = [self, *others]  # type: ignore[attr-defined]  # set by a connector
+            return self.setup(trainer, pl_module, stage)
         self._accumulation, self._manual, self._state = None, None, {}  # of an earlier fit, or of a checkpoint that was validated
-        if not isinstance(trainer.strategy, Accumulates):
+        if not isinstance(trainer.strategy, Engine):
             raise MisconfigurationException(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 f" {what_to_use_instead_of(trainer.strategy)}"
@@ -227,7 +233,7 @@ class GradientAccumulation(Callback):
         if self.policy.log and run is not None:
             is_same_epoch = run.resumed_state.get("epoch") == trainer.current_epoch
             self._metrics = WindowMetrics(trainer, pl_module, run.resumed_state.get("epoch_loss") if is_same_epoch else None)
-        leave_out_idle_hooks(self)
+        disable_unused_hooks(self)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -295,7 +301,7 @@ class GradientAccumulation(Callback):
         if self._metrics is not None:
             self._metrics.close()
         self._accumulation, self._manual, self._metrics, self._partial_window = None, None, None, None
-        put_back_idle_hooks(self)
+        restore_unused_hooks(self)
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
             self._trainers_own = None
