@@ -216,9 +216,11 @@ class Accumulation:
         return self.world_size == 1 and self.boundary.size == 1 and self.plan is None
 
     def count_ahead(self, batch: Any) -> None:
-        """A loader batch is about to run, whole or in micro-batches: what its terms are divided by is counted in all of it."""
-        if isinstance(self.window.terms, TermsCountedAhead) and not self.is_shadow_batch:
-            self.window.terms.count(batch)
+        """A loader batch is about to run that is a window: what its terms are divided by is counted in all of it."""
+        terms = self.window.terms
+        if isinstance(terms, TermsCountedAhead) and self.boundary.size == 1 and not (self.is_shadow_batch or self.is_passthrough()):
+            terms.discard()
+            terms.add(batch)
 
     def add(self, loss: Tensor, micro_batch: MicroBatch) -> Weighed:
         """Take in the loss of a micro-batch, the module's own."""
@@ -316,10 +318,14 @@ class Accumulation:
         Raises:
             ValueError: the loss is a sum, which has no weight.
         """
+        return self.comes_to_tokens(self.window.weight_so_far())
+
+    def comes_to_tokens(self, weight: float) -> bool:
+        """Whether ``weight``, summed over the ranks, is that of a window of tokens. Called on all of them."""
         assert isinstance(self.policy.window, Tokens)
         if self.window_tokens is None:
             self.window_tokens = self.policy.window.at(float(self.total_weight))
-        return self.ranks.sum(self.window.weight_so_far()) >= self.window_tokens
+        return self.ranks.sum(weight) >= self.window_tokens
 
     @property
     def _is_proven(self) -> bool:
@@ -475,7 +481,7 @@ class Accumulation:
 
     def _unit(self, micro_batch: MicroBatch, weighed: Weighed) -> str:
         """What the weight of a micro-batch counts, in words."""
-        weight = self.policy.weight
+        weight = self.policy.main_weight
         if weight == "auto":
             if weighed.weight is not None and float(weighed.weight) == count_samples(micro_batch.batch):
                 return "samples (the loss has no tokens)"

@@ -58,6 +58,21 @@ class Policy:
     offload: bool = False
     """``micro_batch="offload"``: nothing is split."""
 
+    @property
+    def counts_ahead(self) -> bool:
+        """Each term of the loss has its weight, by which a window is counted before it runs."""
+        return isinstance(self.weight, tuple)
+
+    @property
+    def ends_by_tokens(self) -> bool:
+        """A window ends when the weights of its micro-batches come to its tokens: nobody knows before."""
+        return isinstance(self.window, Tokens) and not self.counts_ahead
+
+    @property
+    def main_weight(self) -> Literal["auto", "equal"] | Weight:
+        """What windows and logs go by."""
+        return self.weight[0] if isinstance(self.weight, tuple) else self.weight
+
     def size_at(self, epoch: int, step: int) -> int | None:
         """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say.
 

@@ -82,7 +82,7 @@ class Verdict:
         tolerance: what rounding makes of it.
         seen: what deviates by that much, or why nothing could be found out.
         rows: how many rows were looked at, and the sizes of the parts.
-        has_terms: the loss has several terms, which share one weight.
+        has_terms: the loss has terms that are divided by something else than the main one, and share its weight.
         may_try_again: another batch may show more.
     """
 
@@ -269,7 +269,8 @@ class Check:
             whole = self._measure(rows.whole, weight, rows=total)
             parts = [self._measure(part, weight, whole, size) for part, size in zip(rows.parts, sizes, strict=True)]
             deviation, seen = _deviation(whole, parts)
-            verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
+            has_terms = any(one.has_terms for one in (whole, *parts)) and not whole.counts
+            verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), has_terms)
         except CannotCheckError as reason:
             verdict = Verdict.unknown(reason)
         if self._largest(float(not verdict.adds_up)) == 0:
@@ -318,7 +319,7 @@ class Check:
             gradient = self._together(lambda: self._gradients(loss, share if whole is None else share * slope))
         finally:
             self._has_drawn |= drawn_before != _random_state()
-        has_terms = bool(contribution.others or weigher.unweighed_terms)
+        has_terms = bool(weigher.unweighed_terms) or any(float(other) != n for other in contribution.others)
         measured = _Measured(
             share * float(loss.detach()) if share else 0.0, n, gradient, counts, has_terms, is_read=read is not None
         )

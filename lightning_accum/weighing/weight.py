@@ -352,7 +352,7 @@ def _count(weight: Weight, batch: Any, rows: int | None) -> Any:
     return rows if rows is not None and weight == SampleCount() else weight(batch)
 
 
-def expected_weight(batch: Any, weight: Weight | str | tuple[Weight, ...]) -> float:
+def expected_weight(batch: Any, weight: Weight | str) -> float:
     """What a batch will about weigh, before there is a loss to tell: its labels that are not ignored, else its samples.
 
     Example:
