@@ -121,8 +121,9 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
             if accumulation.boundary.size != 1:
                 raise MisconfigurationException(_OF_SEVERAL_BATCHES)
             return
-    verdict, was_late = check(rows), accumulation.verdict is not None
-    accumulation.weigher.takes_functions = check.takes_functions
+    was_late, check.shares = accumulation.verdict is not None, accumulation.weigher.shares
+    verdict = check(rows, may_measure=not was_late)  # later, a window has weights that were read
+    accumulation.weigher.takes_functions, accumulation.weigher.shares = check.takes_functions, check.shares
     if not largest(float(verdict.may_try_again)):
         accumulation.checks_left = 0
     if largest(float(not verdict.adds_up)) == 0:

@@ -210,7 +210,7 @@ def _walk(root: Node, output_index: int, rows: Rows) -> Iterator[Term]:
             descend(inputs_of(node), way)
         elif kind in ("Mul", "Div"):
             inputs = inputs_of(node)
-            losses = inputs if len(inputs) == 1 else [pair for pair in inputs if not is_of_parameters_only(pair[0])]
+            losses = _without_parameters(node)
             if len(losses) != 1 or (kind == "Div" and losses[0] != node.next_functions[0]):
                 words = "product" if kind == "Mul" else "quotient"
                 term = Term(f"{node.name()} (a {words} of losses)", node, None, is_readable=False)
@@ -221,10 +221,12 @@ def _walk(root: Node, output_index: int, rows: Rows) -> Iterator[Term]:
             else:
                 descend(inputs, way, operation("over", node._saved_other, node))
         elif kind in ("Mean", *SUMS, *SELECTIONS):
-            if scalars := _stacked_scalars(node):
+            scalars, beside = _stacked_scalars(node)
+            if scalars is not None:
                 is_mean = kind == "Mean" and len(inputs_of(scalars)) > 1
                 steps = [operation("mean of losses", len(inputs_of(scalars)), node)] if is_mean else []
-                descend_into_summands(scalars, way, *steps)
+                descend_into_summands(scalars, way._replace(is_learned=way.is_learned or bool(beside)), *steps)
+                yield from (Term(other.name(), other, None, is_shared=True) for other in beside)
                 continue
             try:
                 inner, below, elements = _reduction_below(node, rows)
@@ -240,7 +242,7 @@ def _walk(root: Node, output_index: int, rows: Rows) -> Iterator[Term]:
                     is_mean = kind == "Mean" and not any(step.kind == "mean of columns" for step in below)
                     outer = (operation("count", reduced_numel(node), node),) if is_mean else ()
                     descend([(inner, 0)], way, *outer, *below)
-        elif kind in CONTRACTIONS and not any(_hides_a_reduction(child, rows) for child, _ in inputs_of(node)):
+        elif kind in CONTRACTIONS and not any(hides_a_reduction(child, rows) for child, _ in inputs_of(node)):
             term = criterion_of(node, "Dot", way.scale, math.inf)  # the loss is one number, and so is this product
         else:
             term = criterion_of(node, kind, way.scale)
@@ -248,27 +250,37 @@ def _walk(root: Node, output_index: int, rows: Rows) -> Iterator[Term]:
             yield term._replace(edge=way.edge, is_shared=way.is_shared)
 
 
-def _stacked_scalars(node: Node) -> Node | None:
-    """What puts the losses of ``torch.stack([loss_1, loss_2]).sum()`` or ``.mean()`` together; of one loss, what is above it."""
+def _stacked_scalars(node: Node) -> tuple[Node | None, list[Node]]:
+    """What puts the losses of ``torch.stack([loss_1, loss_2]).sum()`` or ``.mean()`` together; of one loss, what is above it.
+
+    And what of parameters multiplies them, or is added to them, on the way.
+    """
     above, below = node, node.next_functions[0][0]
-    if below is None or kind_of(node) in SELECTIONS:
-        return None
-    sizes = (len(below.next_functions),) if kind_of(node) == "Dot" else getattr(node, "_saved_self_sym_sizes", None)
-    if sizes is None:
-        return None
-    if kind_of(below) == "Mul" and len(inputs_of(below)) == 1:
-        above, below = below, inputs_of(below)[0][0]
+    sizes = (len(below.next_functions),) if kind_of(node) == "Dot" and below else getattr(node, "_saved_self_sym_sizes", None)
+    beside: list[Node] = []
+    if below is None or kind_of(node) in SELECTIONS or sizes is None:
+        return None, beside
+    while kind_of(below) in _LINEAR and len(losses := _without_parameters(below)) == 1:
+        beside += [child for child, _ in inputs_of(below) if child is not losses[0][0]]
+        above, below = below, losses[0][0]
     if kind_of(below) in ("Stack", "Cat") and len(sizes) == 1 and len(below.next_functions) == sizes[0]:
-        return below if all(is_whole_loss(loss) for loss, _ in inputs_of(below)) else None
-    return above if math.prod(sizes) == 1 and is_whole_loss(below) else None
+        return (below if all(is_whole_loss(loss) for loss, _ in inputs_of(below)) else None), beside
+    return (above if math.prod(sizes) == 1 and is_whole_loss(below) else None), beside
+
+
+_LINEAR = ("Add", "Mul", "Rsub", "Sub")  # in each of its operands
+
+
+def _without_parameters(node: Node) -> list[tuple[Node, int]]:
+    """The operands, without those that depend on parameters only; all, where there is one."""
+    inputs = inputs_of(node)
+    return inputs if len(inputs) == 1 else [pair for pair in inputs if not is_of_parameters_only(pair[0])]
 
 
 def is_whole_loss(node: Node) -> bool:
     """Whether ``node`` is a loss already, reduced over all its dimensions, and not the loss of a single sample."""
     while (kind := kind_of(node)) in THROUGH or kind in ("Mul", "Div"):
-        inputs = inputs_of(node)
-        if len(inputs) > 1:
-            inputs = [pair for pair in inputs if not is_of_parameters_only(pair[0])]
+        inputs = _without_parameters(node)
         if len(inputs) != 1:
             break
         node = inputs[0][0]
@@ -305,13 +317,14 @@ def _reduction_below(outer: Node, rows: Rows) -> tuple[Node | None, list[Operati
     scale: list[Operation] = []
     shape = sizes_of(outer)
     elements = math.inf if kind_of(outer) == "Dot" else math.prod(shape)
-    is_linear, node = True, outer.next_functions[0][0]
+    is_linear, has_offset, node = True, False, outer.next_functions[0][0]
     for _ in range(40):
         kind = "" if node is None else kind_of(node)
-        inputs = [] if node is None else inputs_of(node)
+        inputs = [] if node is None else _without_parameters(node) if kind in _LINEAR else inputs_of(node)
+        has_offset |= kind in ("Add", "Rsub", "Sub") and len(inputs) < len(inputs_of(node))
         if kind in ("Mean", *SUMS):
             if 0 in reduced_dims(node):
-                flaw = _flaw_between(outer, node, scale, is_linear)
+                flaw = _flaw_between(outer, node, scale, is_linear and not (has_offset and kind in SUMS))
                 if flaw is None:
                     return node, scale, elements
                 if not _is_of_rows_beside(node, sizes_of(node), rows):
@@ -331,12 +344,12 @@ def _reduction_below(outer: Node, rows: Rows) -> tuple[Node | None, list[Operati
         elif kind in ("Stack", "Cat"):
             if any(is_whole_loss(child) for child, _ in inputs):
                 raise UnreadableLossError(f"{outer.name()} of losses that were put together by {node.name()}")
-            if _hides_a_reduction(node, rows):
+            if hides_a_reduction(node, rows):
                 raise UnreadableLossError(f"{outer.name()} of what is combined with a reduction over the batch by {node.name()}")
             break
         elif len(inputs) > 1 and kind in _OF_SEVERAL:
             elements = max(elements, *(math.prod(sizes_of(child)) for child, _ in inputs if kind_of(child) in SELECTIONS), 0)
-            if any(_hides_a_reduction(child, rows) for child, _ in inputs):
+            if any(hides_a_reduction(child, rows) for child, _ in inputs):
                 raise UnreadableLossError(f"{outer.name()} of what is combined with a reduction over the batch by {node.name()}")
         elif len(inputs) == 1 and (kind == "Mul" or (kind == "Div" and node.next_functions[0][0] is not None)):
             step = operation("times" if kind == "Mul" else "over", constant_operand(node), node)
@@ -399,7 +412,7 @@ def _mixes_rows(node: Node, like: tuple[int, ...], rows: Rows) -> bool:
     return sizes is None or not _is_of_rows_beside(node, sizes, rows)
 
 
-def _hides_a_reduction(root: Node, rows: Rows) -> bool:
+def hides_a_reduction(root: Node, rows: Rows) -> bool:
     """Whether a loss, losses put together, or a reduction over the batch is found elementwise operations down."""
     stack = [(root, False)]
     for _ in range(40):

@@ -23,6 +23,7 @@ from lightning_accum.weighing.functions import FunctionOfMean, OfMean, function_
 from lightning_accum.weighing.graph import Reading, Rows, read_terms, terms_of
 from lightning_accum.weighing.nodes import Node, kind_of, sizes_of
 from lightning_accum.weighing.safeguards import guard_against_zero
+from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import Proportion, TermLister, TermNode, TermReader
 
 Weight: TypeAlias = Callable[[Any], Any]
@@ -188,6 +189,8 @@ class Weigher:
         """What the weight was found to be, in words; None before the first micro-batch."""
         self.takes_functions = True
         """A loss that is a function of a mean is one over the window, whatever explicit weight it has."""
+        self.shares: ShareWeight | None = None
+        """Measures the weight, where it cannot be read and the check has found that so it adds up."""
         self.unweighed_terms: tuple[str, ...] = ()
         """Terms of the loss that take the main term's weight although they are no mean over the same count."""
 
@@ -205,6 +208,14 @@ class Weigher:
         """
         if loss.grad_fn is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
             return Contribution(0.0 if loss.requires_grad else 1.0)
+        count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
+        if self.shares is not None:
+            self.criterion = self.shares.in_words
+            try:
+                measured, factor = self.shares(loss, count_rows)
+            except UnreadableLossError as unreadable:
+                raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
+            return Contribution(measured, factors=factor)
         if self._plain is not None and type(loss.grad_fn) is self._plain[0]:
             plain = plain_mean(loss.grad_fn, self._plain[1])
             if plain is not None:
@@ -213,7 +224,6 @@ class Weigher:
         takes_functions = self._weight != "equal" and self.takes_functions
         found = function_of_mean(loss.grad_fn, loss.output_nr) if takes_functions else None
         below = None if found is None else found.mean
-        count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
         if self._weight == "auto":
             terms: list[Term] = []
             try:
@@ -230,7 +240,7 @@ class Weigher:
             guard_against_zero(terms)
             kind = self._kind(reading, terms, count_rows)
             factors = _number_for(terms)
-            is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in terms)
+            is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in reading.others)
             if not reading.others or (is_one_sum and self._reader is None):  # chunks of a sum over one count
                 of_mean = None if found is None else found.of_mean(loss)
                 weight = _zero_where_empty(_on_host(reading.weight), loss if of_mean is None else of_mean.mean, terms[0])
