@@ -47,6 +47,8 @@ EXPECTED = {
     "test_config_validator.test_trainer_manual_optimization_config": "accumulation with manual optimization is no error",
     "test_trainer.test_train_loop_system": "a window's last closure runs before the step, not in it",
     "test_manual_optimization.test_step_with_optimizer_closure": _WRAPS_ITSELF,
+    "test_stochastic_weight_avg.test_swa_callback": _WRAPS_ITSELF,
+    "test_stochastic_weight_avg.test_swa_resume_training": _WRAPS_ITSELF,
 }
 """Tests that fail only with this package, and why they should, by a part of their names."""
 
@@ -117,7 +119,7 @@ def main() -> int:
     parser.add_argument("what", nargs="*", default=list(DIRECTORIES), help="directories or files of its tests/tests_pytorch")
     parser.add_argument("--environment", type=Path, metavar="DIR", help="make it there and keep it, or use the one that is there")
     parser.add_argument("--python", default=sys.executable, help="make the environment with this Python")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     checkout = options.checkout.resolve()
     version = (checkout / "src" / "version.info").read_text(encoding="utf-8").strip()
     with tempfile.TemporaryDirectory() as temporary:
