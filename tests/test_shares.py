@@ -116,7 +116,7 @@ def test_ranks_measure_alike(tmp_path: Any, monkeypatch: Any) -> None:
         def on_train_end(self) -> None:
             torch.save(self.state_dict(), f"{self.global_rank}.pt")
 
-    data = batches(MASK, [1.0, 0.0], [0.0, 1.0], [1.0])  # batch 0 and 2 on rank 0
+    data = batches(MASK, [1.0, 0.0], [0.0, 1.0], [0.0, 1.0, 1.0])
     trainer(ddp(), callbacks=[GradientAccumulation(2)], devices=2, use_distributed_sampler=True).fit(
         SavedByRank(MASKED), loader(data)
     )

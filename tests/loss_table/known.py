@@ -25,4 +25,9 @@ OPEN: Known = {
     ("false alarm", "a penalty on parameters is taken for a term of the batch"): ("multi-task: a penalty on orthogonality",),
 }
 
-OPEN_ON_RANKS: Known = {}
+OPEN_ON_RANKS: Known = {
+    ("refused", "the first loader batch of a rank has one row, and is weighed before the check"): (
+        "idioms: masked cross entropy, sum times one over a clamped count",
+        "idioms: a sum over columns and a constant",
+    ),
+}
