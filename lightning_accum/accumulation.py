@@ -21,12 +21,13 @@ from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.check import Verdict
+from lightning_accum.weighing.counts import SampleCount, TokenCount, count_samples
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.functions import OfMean, leave_out_function
 from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
-from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
+from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums

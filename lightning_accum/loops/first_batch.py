@@ -23,8 +23,8 @@ from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Verdict
+from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
-from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.row_wise import RowWise
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.strategies.engine import Engine
+from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
-from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 

@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
+from lightning_accum.weighing.counts import SampleCount, TokenCount
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.functions import FunctionOfMean, leave_out_function
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.shares import ShareWeight, candidates, together
 from lightning_accum.weighing.term_nodes import scale_terms
-from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher
+from lightning_accum.weighing.weight import Contribution, Weigher
 
 _T = TypeVar("_T")
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_accum.weighing.denominator import CRITERIA, UnreadableLossError, criterion_of
-from lightning_accum.weighing.graph import Rows, hides_a_reduction
 from lightning_accum.weighing.nodes import CONTRACTIONS, SELECTIONS, SUMS, THROUGH, Node, is_of_parameters_only, kind_of
+from lightning_accum.weighing.reductions import Rows, hides_a_reduction
 
 # What is linear in each of its operands, or only moves and selects.
 _LINEAR = {
