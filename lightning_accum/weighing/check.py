@@ -191,7 +191,7 @@ class Check:
         self.takes_functions = True
         """See :class:`~lightning_accum.weighing.weight.Weigher`: False where only so the parts were found to add up."""
         self.shares: ShareWeight | None = None
-        """As there: not None where only so the parts were found to add up."""
+        """As there: not None where only so the parts were found to add up. Other batches may show it more."""
 
     def __call__(self, batches: Sequence[Rows], may_measure: bool = False) -> Verdict:
         """Look at some rows. Called on all ranks, with equally many parts.
@@ -203,7 +203,11 @@ class Check:
         Returns:
             The worst that was found on this rank.
         """
+        if (shares := self.shares) is not None:
+            shares.is_tried = True
         verdict = self._worst(batches)
+        if shares is not None:
+            shares.is_tried, shares.has_seen_empty = False, self._largest(float(shares.has_seen_empty)) > 0
         if callable(self._weight) and not self._do_all_add_up(verdict):
             self.takes_functions = False
             as_it_is = self._worst(batches)

@@ -2,7 +2,8 @@
 
 A loss ``(l_1 + ... + l_k) / n`` has the gradient ``1 / n`` by each ``l_i``, however it was computed. So the backward runs from the
 loss through what is linear, and no further, and what arrives there is ``1 / n``, or 0 for what a mask leaves out. Whether that is a
-weight is found out by the check, without which nothing is measured; see :mod:`lightning_accum.weighing.check`.
+weight is found out by the check, without which nothing is measured; see :mod:`lightning_accum.weighing.check`. On a device it costs
+one copy to the host in each micro-batch, which weights that are read do not.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ OPEN: Known = {
         "metric learning: center loss with the batch's own centers",
         "language: losses above their own mean",
         "forecasting: Cox by risk sets",
-        "idioms: a mean over the number of labels that occur",
         "idioms: losses below their own median",
     ),
     ("refused", "a node that is not looked through"): ("multi-task: torch.addcmul", "multi-task: torch.lerp"),
