@@ -103,7 +103,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         strategy.sync,
         accumulation.weighs_terms,
         policy.micro_batch is None and not policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
-        accumulation.splitting is not None,
+        policy.micro_batch is not None,
         largest,
     )
     if strategy.row_wise is not None and ranks.world_size > 1:
