@@ -140,7 +140,7 @@ BELOW_THE_LINE = (
     "names",  # the public ones
     "noise",
     "pytorch_lightning",
-    "seams",  # of either package
+    "seams",  # one table for each of Lightning's packages, whose name and version it asks
     "strategies",
     "verification",
     "__main__",

@@ -24,8 +24,8 @@ from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Verdict
+from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
-from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.row_wise import RowWise
 
 MOST_BATCHES = 8
@@ -119,8 +119,9 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
             if accumulation.boundary.size != 1:
                 raise MisconfigurationException(_OF_SEVERAL_BATCHES)
             return
-    verdict, was_late = check(rows), accumulation.verdict is not None
-    accumulation.weigher.takes_functions = check.takes_functions
+    was_late, check.shares = accumulation.verdict is not None, accumulation.weigher.shares
+    verdict = check(rows, may_measure=not was_late)  # later, a window has weights that were read
+    accumulation.weigher.takes_functions, accumulation.weigher.shares = check.takes_functions, check.shares
     if not largest(float(verdict.may_try_again)):
         accumulation.checks_left = 0
     if largest(float(not verdict.adds_up)) == 0:
