@@ -59,6 +59,10 @@ torch._C._functions.MmBackward0
     _saved_mat2 _saved_self | - | a mask that is multiplied and summed | -
 torch._C._functions.BmmBackward0
     _saved_mat2 _saved_self | - | a mask that is multiplied and summed | -
+torch._C._functions.NormBackward0
+    _saved_p | - | whether a norm is a sum | -
+torch._C._functions.LinalgVectorNormBackward0
+    _saved_ord | - | whether a norm is a sum | -
 torch._C._functions.MaskedFillBackward0
     _saved_mask | - | which elements count | -
 torch._C._functions.WhereBackward0
