@@ -1073,4 +1073,20 @@ def test_verify_compares_a_row_wise_step_with_the_whole_batch(names: str) -> Non
     report = verify(TwoViews(clip), batches(1)[0], micro_batch=4, row_wise=names)
     assert report
     assert report.gradient < 1e-12
-    assert 'row_wise="auto"' in str(verify(TwoViews(clip), batches(1)[0], micro_batch=4)).replace("\n    ", " ")
+
+
+@pytest.mark.parametrize("name", ["clip", "barlow twins", "vicreg", "mined triplets", "cox", "koleo", "experts balance"])
+def test_verify_proposes_the_submodules_with_which_it_found_the_step_to_be_that_of_the_full_batch(name: str) -> None:
+    report = verify(TwoViews(LOSSES[name]), batches(1)[0], micro_batch=4)
+    assert not report
+    assert "row_wise=['encoder']" in str(report).replace("\n    ", " ")
+
+
+def test_verify_proposes_offload_where_no_submodules_would_be_chosen() -> None:
+    class WithoutSubmodules(TwoViews):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, classes = batch
+            z = F.linear(x, self.encoder[0].weight)[:, :6]
+            return self.loss(z, z.flip(1).tanh(), classes, self.scale)
+
+    assert 'micro_batch="offload"' in str(verify(WithoutSubmodules(clip), batches(1)[0], micro_batch=4))

@@ -10,10 +10,15 @@ from lightning_accum.verification.report import Break
 from lightning_accum.weighing.denominator import UnreadableLossError
 
 
-def unreadable_weight(error: UnreadableLossError) -> Break:
-    """The weight cannot be read, and training would stop."""
+def unreadable_weight(error: UnreadableLossError, row_wise: Sequence[str]) -> Break:
+    """The weight cannot be read, and training would stop.
+
+    Args:
+        error: that it would stop with.
+        row_wise: submodules with which the step was found to be that of the full batch.
+    """
     found, _, mend = str(error).partition(" Say what")
-    return Break("weight", found, math.nan, None, f"Say what{mend}")
+    return Break("weight", found, math.nan, None, f"Say what{mend}{_or_row_wise(row_wise)}")
 
 
 def non_deterministic(difference: float) -> Break:
@@ -73,16 +78,18 @@ def padding(how: str, difference: float, without: float) -> Break:
     return Break("padding", found, difference, without, mend)
 
 
-def contrastive(difference: float) -> Break:
-    """Every sample is compared with all others."""
+def contrastive(difference: float, row_wise: Sequence[str]) -> Break:
+    """Every sample is compared with all others.
+
+    Args:
+        difference: of the gradients.
+        row_wise: submodules with which the step was found to be that of the full batch.
+    """
     found = (
         "It is a cross entropy over logits that are square in the batch, with labels 0..B-1: every sample is a negative of all"
         " others, and a micro-batch has fewer of them."
     )
-    mend = (
-        'GradientAccumulation(micro_batch=..., row_wise="auto"), or the names of the submodules: the loss sees the embeddings of'
-        " the whole batch, which they compute in micro-batches."
-    )
+    mend = _row_wise(row_wise) or 'GradientAccumulation(micro_batch="offload"), which runs the batch as it is.'
     return Break("contrastive loss", found, difference, None, mend)
 
 
@@ -148,23 +155,34 @@ def weight_of_term(warning: str, difference: float) -> Break:
     return Break("weight of a term", warning, difference, None, mend)
 
 
-def terms(warning: str, difference: float) -> Break:
-    """No one weight is right for all terms."""
-    return Break("terms of the loss", warning, difference, None, "Return one mean, or terms that are means over the same count.")
+def terms(warning: str, difference: float, row_wise: Sequence[str]) -> Break:
+    """No one weight is right for all terms.
+
+    Args:
+        warning: that named them.
+        difference: of the gradients.
+        row_wise: submodules with which the step was found to be that of the full batch.
+    """
+    mend = f"Return one mean, or terms that are means over the same count.{_or_row_wise(row_wise)}"
+    return Break("terms of the loss", warning, difference, None, mend)
 
 
-def coupled_rows(nearest: float, order: float | None, difference: float) -> Break:
-    """No weights at all are right."""
+def coupled_rows(nearest: float, order: float | None, difference: float, row_wise: Sequence[str]) -> Break:
+    """No weights at all are right.
+
+    Args:
+        nearest: how near any weights come.
+        order: how far the full batch is from itself in another order; None where it is not.
+        difference: of the gradients.
+        row_wise: submodules with which the step was found to be that of the full batch.
+    """
     found = (
         f"No weights of the micro-batches give the gradient of the full batch; the nearest leave {nearest:.1e} of it. The module"
         " computes something over the whole batch that its parts do not add up to."
     )
     if order is not None:
         found += " It depends on the order of the rows, too."
-    mend = (
-        'GradientAccumulation(micro_batch=..., row_wise="auto") where it is the loss that compares rows: it sees the whole batch,'
-        ' which submodules run in micro-batches; micro_batch="offload" where it is a layer.'
-    )
+    mend = _row_wise(row_wise) or 'GradientAccumulation(micro_batch="offload"), which runs the batch as it is.'
     return Break("rows that depend on each other", found, difference, None, mend)
 
 
@@ -184,6 +202,19 @@ def buffers(names: Sequence[str], apart: float, difference: float) -> Break:
     found = f"After the step {listed(names)} {are} {apart:.1e} from what the full batch leaves: each forward updates it once."
     mend = "No argument does. Update it once a step, in on_train_batch_start or on_before_zero_grad."
     return Break("buffers", found, difference, None, mend)
+
+
+def _row_wise(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return (
+        f"GradientAccumulation(micro_batch=..., row_wise={list(names)}) and a window of 1: so the step was the full batch's. The"
+        " loss sees the outputs of all rows, which these submodules compute in micro-batches."
+    )
+
+
+def _or_row_wise(names: Sequence[str]) -> str:
+    return f" Or, for a loss of pairs or of statistics of the batch: {_row_wise(names)}" if names else ""
 
 
 def listed(names: Sequence[str], what: str = "") -> str:

@@ -50,7 +50,7 @@ class Examination:
         try:
             self.window = bench.accumulated(trial.batches, self._change)
         except UnreadableLossError as error:
-            self.breaks.append(breaks.unreadable_weight(error))
+            self.breaks.append(breaks.unreadable_weight(error, self._names_that_mend(self.full)))
             return
         self.gradient = Difference.between(self.window.gradients, self.full.gradients)
         ways = minus(self.window.after, self.window.before), minus(self.full.after, self.full.before)
@@ -151,7 +151,7 @@ class Examination:
         if not crooked <= self.tolerance:
             return breaks.backward(full.gradient_hooks, crooked)
         if full.is_contrastive or any("contrastive" in warning for warning in warnings):
-            return breaks.contrastive(left)
+            return breaks.contrastive(left, self._names_that_mend(full))
         carried = self._state_carried(full)
         if not carried <= self.tolerance:
             return breaks.state(carried)
@@ -171,8 +171,18 @@ class Examination:
             return breaks.weight_of_term(about_counts[-1], left)
         about_terms = [warning for warning in warnings if "terms" in warning]
         if about_terms:
-            return breaks.terms(about_terms[-1], left)
-        return breaks.coupled_rows(fit.left, self._order, left)
+            return breaks.terms(about_terms[-1], left, self._names_that_mend(full))
+        return breaks.coupled_rows(fit.left, self._order, left, self._names_that_mend(full))
+
+    def _names_that_mend(self, full: Step) -> list[str]:
+        """The submodules that ``row_wise="auto"`` chooses, if it takes the step of the full batch with them; else none."""
+        asked_for = self._bench.policy.get("micro_batch")
+        size = asked_for if isinstance(asked_for, int) else max(1, (self._trial.rows or 2) // 2)
+        try:
+            step = self._bench.row_wise(self._trial.full, size, self._change)
+        except Exception:  # whatever a submodule does on other rows
+            return []
+        return step.row_wise if _apart(step, full) <= self.tolerance else []
 
     def _nonlinearity(self, full: Step) -> float:
         """How far the gradient of a multiple of the loss is from that multiple of its gradient."""

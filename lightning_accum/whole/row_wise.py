@@ -81,12 +81,17 @@ class RowWise:
         """Decide which submodules it will be, see :func:`choose_names`."""
         self._layers, self.is_undecided = _layers(self._module, choose_names(self._module, step, rows)), False
 
+    @property
+    def names(self) -> list[str]:
+        """Of the submodules."""
+        return [layer.name for layer in self._layers]
+
     def describe(self) -> str:
         """What runs in micro-batches, in words."""
         size = self._micro_batch
         rows = f"of up to {size.count} tokens" if isinstance(size, Tokens) else f"of {size}"
         rows = "as large as memory allows" if size == "auto" else rows
-        return f"{', '.join(layer.name for layer in self._layers) or 'nothing'} in micro-batches {rows}, the loss sees all rows"
+        return f"{', '.join(self.names) or 'nothing'} in micro-batches {rows}, the loss sees all rows"
 
     @contextmanager
     def step(self, rows: int | None = None) -> Iterator[None]:
