@@ -16,7 +16,7 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.sync import GradientPlace, SumPlace, SyncPolicy
-from lightning_accum.whole.calls import RowWiseError
+from lightning_accum.whole.layers import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
 

@@ -13,7 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import Snapshot
-from lightning_accum.whole.calls import INSTEAD, Form, Layer, RowWiseError, check_others, is_close, without_fast_path
+from lightning_accum.whole.call_state import without_fast_path
+from lightning_accum.whole.calls import Form
+from lightning_accum.whole.layers import INSTEAD, Layer, RowWiseError, check_others, is_close
 from lightning_accum.whole.trees import UnknownObjectError, is_list_of_numbers, leaves, others, replaced
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]

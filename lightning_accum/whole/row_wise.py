@@ -22,7 +22,8 @@ from lightning_accum.splitting.plan import MicroBatchSize, Piece, Planner
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.weighing.nodes import inputs_of
 from lightning_accum.whole.auto_names import choose_names
-from lightning_accum.whole.calls import Call, Form, Layer, RowWiseError, call_of, taken, twice_differentiated
+from lightning_accum.whole.calls import Call, Form, call_of, taken, twice_differentiated
+from lightning_accum.whole.layers import Layer, RowWiseError
 from lightning_accum.whole.row_proof import RowProof, difference_by_padding, number_of_rows
 from lightning_accum.whole.trees import leaves, paths
 
