@@ -187,7 +187,7 @@ class Examination:
             step = self._bench.row_wise(self._trial.full, size, self._change)
         except Exception:  # whatever a submodule does on other rows
             return []
-        return step.row_wise if _apart(step, full) <= self.tolerance else []
+        return step.row_wise if Difference.between(step.gradients, full.gradients).largest <= self.tolerance else []
 
     def _nonlinearity(self, full: Step) -> float:
         """How far the gradient of a multiple of the loss is from that multiple of its gradient."""
