@@ -133,7 +133,8 @@ class AccumulationMixin(WindowHooks):
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
         assert module is not None
-        self.row_wise = row_wise(self.policy, module, self.root_device, self.world_size)
+        assert self.ranks is not None
+        self.row_wise = row_wise(self.policy, module, self.root_device, self.ranks, self.is_waited_for_in_forward)
         self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)

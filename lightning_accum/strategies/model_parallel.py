@@ -69,6 +69,18 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         return clip_sharded_by_norm(parameters, largest)
 
     @override
+    def _why_not_row_wise(self) -> str | None:
+        if torch.__version__ < "2.9":
+            return f"with torch {torch.__version__}, which reduces what was accumulated in another forward and backward alone"
+        if self._sync_policy == "micro_batch":
+            return 'with sync="micro_batch"'
+        if self.device_mesh["tensor_parallel"].size() > 1:
+            return "beside tensor parallelism"
+        if self.policy.on_nonfinite != "propagate":
+            return f"leave out what on_nonfinite={self.policy.on_nonfinite!r} finds on one of them"
+        return None if self.lightning_module is None or self.lightning_module.automatic_optimization else "with manual optimization"
+
+    @override
     def _check_accumulate_dtype(self, dtype: torch.dtype) -> None:
         sync = self._sharded_sync
         assert isinstance(sync, FSDP2Sync)

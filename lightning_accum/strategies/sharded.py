@@ -53,17 +53,21 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
                 f'GradientAccumulation(micro_batch="auto") runs a batch again on the rank that ran out of memory, but with'
                 f" {type(self).__name__} the other ranks wait for it in every forward. Give a number of samples, or Tokens(...)."
             )
-        if self.row_wise is not None:
+        if self.row_wise is not None and (reason := self._why_not_row_wise()) is not None:
             raise MisconfigurationException(
                 f"GradientAccumulation(row_wise={list(self.policy.row_wise)}) runs submodules again after the backward of the loss,"
-                f" but {type(self).__name__} gathers and frees their parameters for one forward and backward. Use"
-                ' Trainer(strategy="accum_ddp").'
+                f' on all ranks together, and cannot {reason}. Use Trainer(strategy="accum_ddp").'
             )
         self.sync = self._sharded_sync = self._make_sync()
+        self.sync.keeps_outputs = self.row_wise is None
         assert self._fit is not None
         self._fit.callback(self.sync.close)
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(self.policy.accumulate_dtype)
+
+    def _why_not_row_wise(self) -> str | None:
+        """Why sharded submodules cannot run in micro-batches; None where they can."""
+        return f"with {type(self).__name__}"
 
     @override
     def _wide_sums(self, dtype: torch.dtype) -> None:
@@ -144,6 +148,12 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
 
     def _loss_without_batch(self) -> Tensor:
         """A loss that depends on all that the other ranks' losses do."""
+        if self.row_wise is not None:
+            raise RuntimeError(
+                f"Rank {self.global_rank} has a loader batch without a loss, or fewer of them than others: with"
+                f" row_wise={list(self.policy.row_wise)} and {type(self).__name__} it cannot take part in what they run. Have each"
+                ' loader batch of each rank give a loss, or use Trainer(strategy="accum_ddp").'
+            )
         loss = self._sharded_sync.loss_of_outputs()
         if loss is not None:
             return loss

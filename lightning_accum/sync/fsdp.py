@@ -38,12 +38,14 @@ class ShardedSync(Sync):
         below = {child for unit in units for child in unit.modules() if child is not unit}
         self._roots = [unit for unit in units if unit not in below]
         self._unused_roots = set(self._roots)
+        self.keeps_outputs = True
+        """For :meth:`loss_of_outputs`."""
         self._outputs: list[Tensor] = []
         self._handles = [unit.register_forward_hook(self._note_output) for unit in units]
 
     def _note_output(self, unit: nn.Module, arguments: Any, output: Any) -> None:
         self._unused_roots.discard(unit)
-        if torch.is_grad_enabled():
+        if self.keeps_outputs and torch.is_grad_enabled():
             tensors = [output] if isinstance(output, Tensor) else torch.utils._pytree.tree_leaves(output)
             self._outputs += [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
 

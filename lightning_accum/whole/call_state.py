@@ -18,9 +18,9 @@ class CallState:
     def __init__(self, layer: Layer, inputs: list[Any]) -> None:
         module = layer.module
         self._modes = [inner.training for inner in module.modules()]
-        parameters = list(module.parameters())
-        self._are_trained = [parameter.requires_grad for parameter in parameters]
-        self._tensors = [*parameters, *(leaf for leaf in inputs if isinstance(leaf, Tensor))]
+        self._parameters = [] if layer.is_sharded else list(module.parameters())
+        self._are_trained = [parameter.requires_grad for parameter in self._parameters]
+        self._tensors = [*self._parameters, *(leaf for leaf in inputs if isinstance(leaf, Tensor))]
         self._versions = _versions(self._tensors)
         self._buffers = list(module.buffers())
         self._versions_of_buffers = _versions(self._buffers)
@@ -45,7 +45,7 @@ class CallState:
 
     def check_same(self, layer: Layer) -> None:
         """Raise where what the call depends on is not what it was."""
-        parameters = list(layer.module.parameters())
+        parameters = [] if layer.is_sharded else list(layer.module.parameters())
         is_same = all(now is before for now, before in zip(parameters, self._tensors, strict=False))
         if not is_same or _versions(self._tensors) != self._versions:
             raise RowWiseError(
@@ -59,7 +59,7 @@ class CallState:
         """In here training and evaluation mode, and which parameters are trained, are those of the call."""
         modules = list(module.modules())
         modes = [(inner, inner.training) for inner, mode in zip(modules, self._modes, strict=True) if inner.training != mode]
-        trained = zip(module.parameters(), self._are_trained, strict=True)
+        trained = zip(self._parameters, self._are_trained, strict=True)
         toggled = [parameter for parameter, is_trained in trained if parameter.requires_grad != is_trained]
         for inner, mode in modes:
             inner.training = not mode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from lightning_accum.whole.layers import (
     sharing_memory,
 )
 from lightning_accum.whole.trees import leaves, others, replaced
+
+Backward: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
+"""Of some tensors, with these gradients; the last argument is whether the graph is kept."""
 
 
 class Form(NamedTuple):
@@ -110,6 +113,7 @@ class Call:
         needs_gradient: those of them that need one.
         gradients: of those outputs that need one.
         is_recomputed: it is made within a backward, by a checkpoint.
+        shadows: micro-batches that other ranks have more: this one takes part in them with its last, which counts for nothing.
     """
 
     layer: Layer
@@ -118,6 +122,7 @@ class Call:
     pieces: list[Piece]
     order: list[int] | None = None
     is_recomputed: bool = False
+    shadows: int = 0
     current: int = 0
     gradients: list[Tensor | None] = field(default_factory=list)
 
@@ -158,6 +163,7 @@ class Call:
         Returns:
             The outputs, joined, and without a graph.
         """
+        self._device = device
         state = state_outside_torch()
         output, parts = self._run_all(device)
         if not self.layer.draws_outside_torch and len(parts) > 1 and state_outside_torch() != state:
@@ -193,8 +199,22 @@ class Call:
                 is_known = all(place in trained or not _may_need_gradient(leaf) for place, leaf in enumerate(found))
                 parts.append([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found])
                 del output, found, args, kwargs
+            self._run_shadows()
         self._trained, self._sharing = sorted(trained), sharing
         return first, parts
+
+    def _run_shadows(self, backward: Backward | None = None) -> None:
+        """Take part in the micro-batches that other ranks have more."""
+        now = Snapshot(self.layer.module)
+        now.keep_random_state(self._device)
+        for _ in range(self.shadows):
+            with torch.set_grad_enabled(backward is not None):
+                _, (args, kwargs) = self._detached(self.pieces[-1].cut)
+                found = leaves(self.layer.run(*args, **kwargs))
+            if backward is not None:
+                roots = [found[place] for place in self._trained if found[place].requires_grad]
+                backward(roots, [torch.zeros_like(root) for root in roots], False)
+        now.restore()
 
     def _check_outputs(self, output: Any, found: list[Any], first: Any, parts: list[list[Any]]) -> None:
         if len(found) != len(self.form.dims) or (parts and len(found) != len(parts[0])):
@@ -247,7 +267,7 @@ class Call:
 
     # --- with a graph, and its gradients ------------------------------------------------------------------------------
 
-    def run_again(self, backward: Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]) -> None:
+    def run_again(self, backward: Backward) -> None:
         """Run it again with a graph, and give the gradients of its outputs to its parameters and its inputs.
 
         Args:
@@ -274,6 +294,8 @@ class Call:
                     if before is not None:
                         is_same += differences(found[place], before[index])
                     seed = None if of_parts is None else of_parts[index]
+                    if seed is None and self.layer.is_sharded:
+                        seed = torch.zeros_like(found[place])  # other ranks may have one, and wait
                     if seed is not None and found[place].requires_grad:
                         roots.append(found[place])
                         seeds.append(seed)
@@ -286,6 +308,8 @@ class Call:
                     elif leaf.grad is not None:
                         piece.cut.shared(total).add_(leaf.grad)
                 del roots, seeds, detached
+            with self._state.autocast_again():
+                self._run_shadows(backward)
         if is_same and not bool(torch.stack([flag.to(is_same[0].device) for flag in is_same]).all()):
             raise RowWiseError(
                 f"row_wise={self.layer.name!r}: run again for its backward, a call of {self.layer.name!r} has other outputs than"

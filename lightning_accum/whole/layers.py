@@ -26,12 +26,14 @@ class Layer:
         name: in the module.
         module: the submodule.
         run: what its calls ran before they were replaced, hooks included.
+        is_sharded: ranks wait for each other in each of its forwards and backwards, and its parameters are others in between.
         draws_outside_torch: it was seen to use random numbers of Python or numpy.
     """
 
     name: str
     module: nn.Module
     run: Callable[..., Any]
+    is_sharded: bool = False
     draws_outside_torch: bool = False
 
 
