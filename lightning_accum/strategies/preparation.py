@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import torch
@@ -13,16 +13,17 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.engine import Engine
+from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync import GradientPlace, SumPlace, SyncPolicy
+from lightning_accum.sync import GradientSlot, SumSlot, SyncPolicy
 from lightning_accum.whole.layers import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
 
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
+_log = logging.getLogger("lightning.pytorch.accumulation")
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], policy: Policy, is_window_long: bool) -> None:
@@ -71,7 +72,7 @@ def wide_sums(dtype: torch.dtype, module: nn.Module, parameters: Callable[[], li
     return WideSums(dtype, parameters)
 
 
-def row_wise(policy: Policy, module: pl.LightningModule, device: torch.device, ranks: Ranks, is_waited_for: bool) -> RowWise | None:
+def row_wise(policy: Policy, module: pl.LightningModule, device: torch.device, ranks: Ranks, is_sharded: bool) -> RowWise | None:
     """What runs submodules in micro-batches; None where none was named.
 
     Args:
@@ -79,7 +80,7 @@ def row_wise(policy: Policy, module: pl.LightningModule, device: torch.device, r
         module: that is trained.
         device: where.
         ranks: that train.
-        is_waited_for: they wait for each other in each forward.
+        is_sharded: its modules are, so that ranks wait for each other in each forward.
 
     Raises:
         MisconfigurationException: a name is no submodule, or is inside of another; or a step cannot run again.
@@ -94,27 +95,31 @@ def row_wise(policy: Policy, module: pl.LightningModule, device: torch.device, r
             f'GradientAccumulation(row_wise={list(policy.row_wise)}, micro_batch="auto") runs a step again where memory ran out,'
             f" and cannot {where}. Give a number of samples, or Tokens(...)."
         )
+    if is_sharded and not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"GradientAccumulation(row_wise={list(policy.row_wise)}) runs sharded submodules again on all ranks together, and cannot"
+            ' with automatic_optimization=False. Use Trainer(strategy="accum_ddp").'
+        )
     try:
-        largest = ranks.largest if is_waited_for else None
+        largest = ranks.largest if is_sharded else None
         return RowWise(module, policy.row_wise, policy.row_wise_size, device, policy.trim_padding is not False, largest)
     except RowWiseError as error:
         raise MisconfigurationException(str(error)) from error
 
 
-def guard(strategy: AccumulationMixin, accumulation: Accumulation) -> Guard:
+def guard(strategy: Engine, accumulation: Accumulation) -> Guard:
     """What looks whether the micro-batches of a training are finite."""
 
-    def places() -> list[GradientPlace]:
+    def places() -> list[GradientSlot]:
         """Where the gradients of a micro-batch arrive."""
         named, sums = strategy.parameters_by_name(), accumulation.sums
         if sums is None:
-            return strategy.sync.gradient_places(named)
-        return [SumPlace(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
+            return strategy.sync.gradient_slots(named)
+        return [SumSlot(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
 
-    def in_words() -> str:
-        """The micro-batch in hand."""
-        trainer, plan = strategy.trainer(), accumulation.plan
-        part = f" (micro-batch {plan.current} of {len(plan.pieces)})" if plan is not None and len(plan.pieces) > 1 else ""
+    def in_words(micro_batch: MicroBatch) -> str:
+        trainer = strategy.trainer()
+        part = f" (micro-batch {micro_batch.position} of {micro_batch.number})" if micro_batch.number > 1 else ""
         batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
         return f"Batch {batch}{part} of epoch {epoch} on rank {strategy.global_rank}"
 
@@ -122,8 +127,8 @@ def guard(strategy: AccumulationMixin, accumulation: Accumulation) -> Guard:
         accumulation.policy.on_nonfinite == "skip",
         places,
         in_words,
-        accumulation.leave_out,
         lambda: strategy.keeper,
+        _log.info,
         strategy.ranks_of_micro_batch(),
         looks_at_gradients=getattr(strategy.precision_plugin, "scaler", None) is None,  # which looks at them by itself
     )
@@ -146,7 +151,7 @@ def check_row_wise_reduction(is_static: bool, sync: SyncPolicy) -> None:
         )
 
 
-def check_reduces_once_a_window(strategy: AccumulationMixin, sync: SyncPolicy) -> None:
+def check_reduces_once_a_window(strategy: Engine, sync: SyncPolicy) -> None:
     """Refuse to look at gradients that are reduced before."""
     if sync == "micro_batch":
         raise MisconfigurationException(
