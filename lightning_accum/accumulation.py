@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -22,11 +22,13 @@ from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.check import Verdict
+from lightning_accum.weighing.counts import SampleCount, TokenCount, count_samples
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.functions import leave_out_function
+from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
-from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
+from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums
@@ -135,7 +137,7 @@ class Accumulation:
         """
         if state:
             check_format(state)
-            check_keys(state, _STATE, ("micro_batch_sizes", "padding", "epoch_loss", "window"), "GradientAccumulation")
+            check_keys(state, _STATE, ("micro_batch_sizes", "padding", "epoch_loss", "window", "shares"), "GradientAccumulation")
         self.resumed_state = state
 
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
@@ -176,6 +178,8 @@ class Accumulation:
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
         self.weigher.takes_functions = bool(state.get("takes_functions", True))
         self._was_checked = state.get("checked_weight") == self.policy.weight_in_words
+        if self._was_checked and "shares" in state:
+            self.weigher.shares = ShareWeight(**state["shares"])
         if self._was_checked and self.checks_left:
             self.checks_left, self.verdict = 0, Verdict(None, seen="the checkpoint is of a training that was")
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
@@ -529,6 +533,8 @@ class Accumulation:
             "checked_weight": self.policy.weight_in_words if is_checked else "",
             "takes_functions": self.weigher.takes_functions,
         }
+        if self.weigher.shares is not None:
+            state["shares"] = asdict(self.weigher.shares)
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()
         if self.splitting is not None:

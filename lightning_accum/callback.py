@@ -30,7 +30,7 @@ from lightning_accum.metrics import WindowMetrics
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
-from lightning_accum.weighing.weight import Weight
+from lightning_accum.weighing.counts import Weight
 
 if TYPE_CHECKING:
     from lightning_accum.manual.optimization import ManualOptimization

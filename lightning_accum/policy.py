@@ -12,7 +12,7 @@ from lightning_accum.boundary import Tail
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
-from lightning_accum.weighing.weight import Weight
+from lightning_accum.weighing.counts import Weight
 
 WindowSize: TypeAlias = int | Tokens | Mapping[int, int] | Callable[[int], int] | None
 """Of a window: loader batches; tokens; ``{epoch: loader batches}``; loader batches by optimizer step; None: the Trainer says."""

@@ -18,8 +18,8 @@ from lightning_accum.splitting.outputs import Outputs
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.sync import GradientSync
+from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
-from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.row_wise import RowWise
 
 _NOTHING_AROUND = nullcontext()

@@ -68,6 +68,7 @@ ADD_UP: dict[str, Loss] = {
     "mean squared error": lambda o, t: F.mse_loss(o, F.one_hot(t, 4).to(o)),
     "binary cross entropy": lambda o, t: F.binary_cross_entropy_with_logits(o, F.one_hot(t, 4).to(o)),
     "a sum": lambda o, t: F.cross_entropy(o, t, reduction="sum"),
+    "a sum over a constant in a tensor": lambda o, t: F.cross_entropy(o, t, reduction="sum") / torch.tensor(100.0),
     "a sum over its rows": lambda o, t: F.cross_entropy(o, t, reduction="sum") / len(t),
     "a masked mean": lambda o, t: (F.cross_entropy(o, t, reduction="none") * (t > 0)).sum() / (t > 0).sum(),
     "a constant factor": lambda o, t: 0.5 * F.cross_entropy(o, t) + 0.1 * F.cross_entropy(o, 3 - t),
@@ -82,7 +83,7 @@ DO_NOT: dict[str, Loss] = {
     "pairs": _pairs,
     "batch norm by function": lambda o, t: (F.batch_norm(o, None, None, training=True) * F.one_hot(t, 4)).sum(1).mean(),
     "normalised in the step": lambda o, t: (_normalised(o) * F.one_hot(t, 4)).sum(1).mean(),
-    "a constant divisor in a tensor": lambda o, t: F.cross_entropy(o, t, reduction="sum") / torch.tensor(100.0),
+    "the root of the rows in a tensor": lambda o, t: F.cross_entropy(o, t, reduction="sum") / torch.tensor(float(len(t))).sqrt(),
     "a loss times itself": lambda o, t: (c := F.cross_entropy(o, t)) * c.detach(),
     "softmax over the batch": lambda o, t: (o.softmax(0) * F.one_hot(t, 4)).sum(1).mean(),
     "Dice of the batch": lambda o, t: 1 - 2 * ((p := o.softmax(1)) * (y := F.one_hot(t, 4))).sum() / (p.sum() + y.sum() + 1),
@@ -122,14 +123,14 @@ def test_the_error_names_the_weight_that_adds_up() -> None:
 
 
 def test_the_error_says_by_how_much() -> None:
-    # parts of 1, 2 and 5 rows are each taken for a mean over 100: a third of the loss
-    with pytest.raises(DoesNotAddUpError, match=r"8 rows .* parts of 1, 2 and 5 .* is 0\.67 of its size off"):
-        _fit(Classifier(DO_NOT["a constant divisor in a tensor"]), GradientAccumulation(2))
+    # parts of 1, 2 and 5 rows weigh their roots, 4.65 together, and all 8 rows 2.83
+    with pytest.raises(DoesNotAddUpError, match=r"8 rows .* parts of 1, 2 and 5 .* is 0\.39 of its size off"):
+        _fit(Classifier(DO_NOT["the root of the rows in a tensor"]), GradientAccumulation(2))
 
 
 @pytest.mark.parametrize("policy", [{"weight": "equal"}, {"check": False}])
 def test_the_mean_of_means_and_no_check_can_be_had(policy: dict[str, Any]) -> None:
-    _fit(module := Classifier(DO_NOT["a constant divisor in a tensor"]), GradientAccumulation(2, **policy))
+    _fit(module := Classifier(DO_NOT["the root of the rows in a tensor"]), GradientAccumulation(2, **policy))
     assert module.steps == 2
 
 
@@ -176,7 +177,7 @@ def test_a_fit_that_goes_on_from_one_that_was_not_checked_is(before: dict[str, A
     second = trainer(callbacks=[GradientAccumulation(2)], max_epochs=2)
     with pytest.raises(DoesNotAddUpError):
         second.fit(
-            Classifier(DO_NOT["a constant divisor in a tensor"]),
+            Classifier(DO_NOT["the root of the rows in a tensor"]),
             loader(batches()),
             ckpt_path=tmp_path / "one.ckpt",
         )
@@ -257,7 +258,7 @@ def test_a_part_without_any_label_weighs_nothing_though_its_count_is_clamped(cla
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_batch_without_two_rows_is_passed_over(rows: int) -> None:
-    module = Classifier(DO_NOT["a constant divisor in a tensor"])
+    module = Classifier(DO_NOT["the root of the rows in a tensor"])
     first = [[value[:1] for value in batches()[0]]] if rows else [None]
     with pytest.raises(DoesNotAddUpError):
         trainer(callbacks=[GradientAccumulation(3)]).fit(module, loader([*first, *batches()]))
@@ -287,7 +288,7 @@ def test_a_batch_that_weighs_nothing_is_passed_over() -> None:
 def test_ranks_stop_together_where_one_finds_that_losses_do_not_add_up() -> None:
     class OnOneRank(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.loss = DO_NOT["a constant divisor in a tensor"] if self.global_rank == 1 else F.cross_entropy
+            self.loss = DO_NOT["the root of the rows in a tensor"] if self.global_rank == 1 else F.cross_entropy
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(Exception, match="do not add up"):

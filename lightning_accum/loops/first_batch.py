@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -24,8 +24,8 @@ from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Verdict
+from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
-from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.row_wise import RowWise
 
 MOST_BATCHES = 8
@@ -119,8 +119,9 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
             if accumulation.boundary.size != 1:
                 raise MisconfigurationException(_OF_SEVERAL_BATCHES)
             return
-    verdict, was_late = check(rows), accumulation.verdict is not None
-    accumulation.weigher.takes_functions = check.takes_functions
+    was_late, check.shares = accumulation.verdict is not None, accumulation.weigher.shares
+    verdict = check(rows, may_measure=not was_late)  # later, a window has weights that were read
+    accumulation.weigher.takes_functions, accumulation.weigher.shares = check.takes_functions, check.shares
     if not largest(float(verdict.may_try_again)):
         accumulation.checks_left = 0
     if largest(float(not verdict.adds_up)) == 0:
@@ -140,6 +141,11 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
             _message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows), policy.row_wise)
         )
     accumulation.verdict = verdict
+    is_cut = accumulation.splitting is not None or policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
+    if is_cut and not accumulation.checks_left and largest(float(verdict.deviation is None)) == 0:
+        with suppress(CannotCheckError):
+            if changed := check.changed_buffers(rows[0].whole):
+                rank_zero_warn(_of_buffers(changed))
 
 
 def choose_row_wise(trainer: pl.Trainer, strategy: Engine, row_wise: RowWise, kwargs: OrderedDict[str, Any]) -> None:
@@ -176,6 +182,16 @@ _OF_SEVERAL_BATCHES = (
     "The loss gathers the rows of all ranks, so it is one of all rows of its batch, and that of a window of several loader batches"
     " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as fits."
 )
+
+
+def _of_buffers(changed: Mapping[str, float]) -> str:
+    names, size = " and ".join(map(repr, changed)), max(changed.values())
+    return (
+        f"training_step changes the buffer{'s' * (len(changed) > 1)} {names}, and its loss depends on that (the loss of the same"
+        f" rows is {size:.1g} of its size off afterwards): micro-batches of a window see others than its full batch would."
+        " Change it once a window: in the module's optimizer_step, after super().optimizer_step(...); or have training_step see the"
+        ' full batch: micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
+    )
 
 
 def _sizes(verdict: Verdict) -> str:

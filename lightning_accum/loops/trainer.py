@@ -22,7 +22,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.hook_table import callbacks_of
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.weight import count_samples, expected_weight
+from lightning_accum.weighing.counts import count_samples, expected_weight
 
 if TYPE_CHECKING:
     from lightning_accum.splitting.plan import MicroBatchSize

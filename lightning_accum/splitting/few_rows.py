@@ -57,6 +57,8 @@ class FewRows:
         found = [_cut(layout, rows, sizes)]
         if sum(sizes) > 3:
             found.append(_cut(layout, rows, [2, len(rows) - 2]))
+        elif micro_batch != 1:  # few rows show little: some of them twice
+            found.append(_cut(layout, (2 * rows)[:4], [1, 3]))
         labels = [path for path, tensor in layout.tensors.items() if _has_ignored(tensor)]
         if labels and sum(sizes) > 2:
             emptied = Layout.read(layout.take(rows), layout.kinds)

@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
+from lightning_accum.weighing.counts import SampleCount, TokenCount
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.functions import FunctionOfMean, leave_out_function
 from lightning_accum.weighing.safeguards import freeze_batch_norm
+from lightning_accum.weighing.shares import ShareWeight, candidates, together
 from lightning_accum.weighing.term_nodes import scale_terms
-from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher
+from lightning_accum.weighing.weight import Contribution, Weigher
 
 _T = TypeVar("_T")
 
@@ -61,6 +63,10 @@ class CannotCheckError(Exception):
     """What keeps the check from an answer."""
 
 
+class NoDenominatorError(CannotCheckError):
+    """The graph of the loss shows none."""
+
+
 class UnsuitableRowsError(CannotCheckError):
     """These rows show nothing; others may."""
 
@@ -84,6 +90,7 @@ class Verdict:
         rows: how many rows were looked at, and the sizes of the parts.
         has_terms: the loss has terms that are divided by something else than the main one, and share its weight.
         may_try_again: another batch may show more.
+        is_unread: the graph of the loss of all rows shows no denominator.
     """
 
     deviation: float | None
@@ -92,11 +99,13 @@ class Verdict:
     rows: tuple[int, ...] = ()
     has_terms: bool = False
     may_try_again: bool = False
+    is_unread: bool = False
 
     @classmethod
     def unknown(cls, reason: CannotCheckError) -> Verdict:
         """That of what could not be found out."""
-        return cls(None, seen=str(reason), may_try_again=isinstance(reason, UnsuitableRowsError))
+        is_unread = isinstance(reason, NoDenominatorError)
+        return cls(None, seen=str(reason), may_try_again=isinstance(reason, UnsuitableRowsError), is_unread=is_unread)
 
     @property
     def in_words(self) -> str:
@@ -181,24 +190,47 @@ class Check:
         self._has_drawn = False
         self.takes_functions = True
         """See :class:`~lightning_accum.weighing.weight.Weigher`: False where only so the parts were found to add up."""
+        self.shares: ShareWeight | None = None
+        """As there: not None where only so the parts were found to add up. Other batches may show it more."""
 
-    def __call__(self, batches: Sequence[Rows]) -> Verdict:
+    def __call__(self, batches: Sequence[Rows], may_measure: bool = False) -> Verdict:
         """Look at some rows. Called on all ranks, with equally many parts.
 
         Args:
             batches: some rows, in several ways. A way that a module cannot take, such as a part of one row, is passed over.
+            may_measure: where parts do not add up by the weight that is read, or none is, try to measure it.
 
         Returns:
             The worst that was found on this rank.
         """
+        if (shares := self.shares) is not None:
+            shares.is_tried = True
         verdict = self._worst(batches)
+        if shares is not None:
+            shares.is_tried, shares.has_seen_empty = False, self._largest(float(shares.has_seen_empty)) > 0
         if callable(self._weight) and not self._do_all_add_up(verdict):
             self.takes_functions = False
             as_it_is = self._worst(batches)
             if self._do_all_add_up(as_it_is):
                 return as_it_is
             self.takes_functions = True
+        if self._weight == "auto" and may_measure and self._largest(float(verdict.is_unread or not verdict.adds_up)):
+            return self._measured_by_shares(batches) or verdict
         return verdict
+
+    def _measured_by_shares(self, batches: Sequence[Rows]) -> Verdict | None:
+        """Find out whether a measured weight adds up; None where none does."""
+        found: list[tuple[ShareWeight, Verdict]] = []
+        for self.shares in candidates():
+            verdict = self._worst(batches)
+            if self._do_all_add_up(verdict):
+                found.append((self.shares, verdict))
+        self.shares = None
+        if not found:
+            return None
+        has_seen_empty = self._largest(float(any(shares.has_seen_empty for shares, _ in found))) > 0
+        self.shares = together([shares for shares, _ in found], has_seen_empty)
+        return max((verdict for _, verdict in found), key=lambda verdict: verdict.deviation or 0.0)
 
     def _do_all_add_up(self, verdict: Verdict) -> bool:
         return self._largest(float(verdict.deviation is None or not verdict.adds_up)) == 0
@@ -206,6 +238,8 @@ class Check:
     def _worst(self, batches: Sequence[Rows]) -> Verdict:
         with self._held():
             found = [self._look(rows, self._weight) for rows in batches]
+        if self.shares is not None and (unread := [verdict for verdict in found if verdict.is_unread]):
+            return unread[0]  # what is measured is so in every part
         seen = [verdict for verdict in found if verdict.deviation is not None]
         return max(seen, key=lambda verdict: verdict.deviation or 0.0) if seen else found[0]
 
@@ -239,6 +273,44 @@ class Check:
         with self._held():
             return [self._together(partial(self._loss_of, batch)) for batch in batches]
 
+    def changed_buffers(self, batch: Callable[[], Any]) -> dict[str, float]:
+        """The buffers that a step changes and its loss depends on. Called on all ranks.
+
+        Returns:
+            How far the loss of the same rows is from what it was, as part of its size, where only that buffer has changed.
+
+        Raises:
+            CannotCheckError: the batch has no loss, or another one each time. On all ranks.
+        """
+
+        def loss(changed: Mapping[str, Tensor]) -> float:
+            self._restore()
+            buffers = dict(self._module.named_buffers())
+            for name, value in changed.items():
+                buffers[name].data.copy_(value)
+            loss = self._step(batch())
+            self._gradients(loss, 0.0)  # sharded modules have a backward for each forward
+            return float(loss.detach())
+
+        found: dict[str, float] = {}
+        with self._held():
+            before = self._together(partial(loss, {}))
+            after = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
+            self._restore()
+            restored = {name: buffer for name, buffer in self._module.named_buffers() if name in after}
+            changed = [name for name, old in restored.items() if old.shape == after[name].shape and not old.equal(after[name])]
+            number = min(int(self._largest(len(changed))), MOST_ROWS)
+            again = self._together(partial(loss, {})) if number else before
+            if self._largest(abs(again - before)) > 0:
+                raise CannotCheckError("training_step gives the same rows another loss each time")
+            for index in range(number):  # as many steps on every rank
+                names = changed[index : index + 1]
+                now = self._together(partial(loss, {name: after[name] for name in names}))
+                difference = abs(now - before) / (max(abs(now), abs(before)) or 1.0)
+                if names and difference > self.tolerance:
+                    found[names[0]] = difference
+        return found
+
     def _loss_of(self, batch: Callable[[], Any]) -> float:
         self._restore()
         return float(self._step(batch()).detach())
@@ -270,7 +342,7 @@ class Check:
             parts = [self._measure(part, weight, whole, size) for part, size in zip(rows.parts, sizes, strict=True)]
             deviation, seen = _deviation(whole, parts)
             has_terms = any(one.has_terms for one in (whole, *parts)) and not whole.counts
-            verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), has_terms)
+            verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), has_terms, is_unread=not whole.is_read)
         except CannotCheckError as reason:
             verdict = Verdict.unknown(reason)
         if self._largest(float(not verdict.adds_up)) == 0:
@@ -293,7 +365,7 @@ class Check:
         self._restore()
         drawn_before = _random_state()
         weigher = Weigher(weight, lambda message: None, hands_out_terms=self._weighs_terms and weight == "auto")
-        weigher.takes_functions = self.takes_functions
+        weigher.takes_functions, weigher.shares = self.takes_functions, self.shares
         try:
             try:
                 loss, read = self._together(lambda: self._run(batch(), weigher, rows, is_part=whole is not None))
@@ -336,7 +408,7 @@ class Check:
         try:
             contribution = weigher(loss, batch, rows)
         except UnreadableLossError:
-            if is_part:
+            if is_part or self.shares is not None:
                 raise
             return loss, None
         is_empty = contribution.weight is not None and float(contribution.weight) == 0 and not contribution.others
@@ -367,7 +439,7 @@ class Check:
         except CannotCheckError as error:
             problem = error
         except UnreadableLossError:
-            problem = CannotCheckError("the graph of the loss shows no denominator")  # the first micro-batch says more
+            problem = NoDenominatorError("the graph of the loss shows no denominator")  # the first micro-batch says more
         except Exception as error:
             problem = CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}")
         if self._largest(float(problem is not None)):
