@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -33,6 +34,7 @@ class Asked:
         is_static_graph: DistributedDataParallel records the first backward.
         has_comm_hook: DistributedDataParallel reduces in the user's way.
         ranks: that have batches of their own.
+        tensor_parallel: ranks that share one.
     """
 
     policy: Policy
@@ -47,6 +49,7 @@ class Asked:
     is_static_graph: bool = False
     has_comm_hook: bool = False
     ranks: int = 1
+    tensor_parallel: int = 1
 
     @property
     def is_window_long(self) -> bool:
@@ -106,6 +109,19 @@ class Asked:
     def one_backward(self) -> str:
         """What has a micro-batch reduce its gradients in its one backward; empty where nothing does."""
         return 'sync="micro_batch"' if self.sync == "micro_batch" else "static_graph=True" if self.is_static_graph else ""
+
+    @property
+    def not_row_wise_sharded(self) -> str:
+        """Beside what ``fully_shard`` cannot run submodules again after a backward; empty where it can."""
+        if torch.__version__ < "2.9":
+            return f"torch {torch.__version__}, which reduces what was accumulated in another forward and backward alone"
+        if self.sync == "micro_batch":
+            return 'sync="micro_batch"'
+        if self.tensor_parallel > 1:
+            return "tensor parallelism"
+        if self.is_manual:
+            return "automatic_optimization=False"
+        return f"on_nonfinite={self.policy.on_nonfinite!r}" if self.looks_at_micro_batches else ""
 
     @property
     def runs_whole(self) -> str:

@@ -72,8 +72,8 @@ class GradientAccumulation(Callback):
             sees the outputs of the whole batch, so any loss is exact: contrastive ones, those of pairs or of batch statistics. What
             a submodule does with one row must not depend on the others, which is tried out on two rows. ``"auto"`` names the
             largest for which that is so. Over ranks a loss is of all rows where ``training_step`` gathers them itself,
-            ``self.all_gather(..., sync_grads=True)``. Not for sharded modules, nor for steps that differentiate through a call
-            themselves (gradient penalties).
+            ``self.all_gather(..., sync_grads=True)``. Submodules may be sharded with ``fully_shard``, not with FSDP1. Not for steps
+            that differentiate through a call themselves (gradient penalties).
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by counts which do not

@@ -215,11 +215,38 @@ EXCLUSIONS = (
     ),
     Exclusion(
         "`row_wise=`",
-        "sharded modules",
-        '`strategy="accum_ddp"`',
-        lambda a: bool(a.policy.row_wise) and a.is_sharded,
+        '`strategy="accum_fsdp"`',
+        '`strategy="accum_model_parallel"` or `"accum_ddp"`',
+        lambda a: bool(a.policy.row_wise) and a.engine == "fsdp1",
         "GradientAccumulation(row_wise={a.row_wise}) runs submodules again after the backward of the loss, but"
-        " {a.strategy} gathers and frees their parameters for one forward and backward. Use Trainer(strategy='accum_ddp').",
+        " {a.strategy} gathers and frees their parameters for one forward and backward. Use"
+        ' Trainer(strategy="accum_model_parallel") (FSDP2, fully_shard) or "accum_ddp".',
+    ),
+    Exclusion(
+        "`row_wise=`",
+        '`strategy="accum_model_parallel"` with `sync="micro_batch"`, `on_nonfinite=`, tensor parallelism, manual'
+        " optimization or torch before 2.9",
+        'leave it out, or `strategy="accum_ddp"`',
+        lambda a: bool(a.policy.row_wise) and a.engine == "fsdp2" and bool(a.not_row_wise_sharded),
+        "GradientAccumulation(row_wise={a.row_wise}) runs submodules again after the backward of the loss, on all ranks"
+        " together, which {a.strategy} cannot beside {a.not_row_wise_sharded}. Leave that out, or use"
+        ' Trainer(strategy="accum_ddp").',
+    ),
+    Exclusion(
+        '`row_wise=` with `micro_batch="auto"`',
+        "several ranks",
+        "a number of samples, or `Tokens(...)`",
+        lambda a: a.policy.row_wise_size == "auto" and a.ranks > 1,
+        'GradientAccumulation(row_wise={a.row_wise}, micro_batch="auto") runs a step again where memory ran out, and cannot on'
+        " {a.ranks} ranks, which may wait for each other in it. Give a number of samples, or Tokens(...).",
+    ),
+    Exclusion(
+        '`row_wise=` with `micro_batch="auto"`',
+        "manual optimization",
+        "a number of samples, or `Tokens(...)`",
+        lambda a: a.policy.row_wise_size == "auto" and a.is_manual,
+        'GradientAccumulation(row_wise={a.row_wise}, micro_batch="auto") runs a step again where memory ran out, and cannot with'
+        " automatic_optimization=False. Give a number of samples, or Tokens(...).",
     ),
     Exclusion(
         "`window=Tokens(...)`",

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from sharded import fsdp2, needs_sharding_on_cpu, shard
 from support import OPTIMIZERS, ddp, loader, relative_error, train_by_hand, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from whole_batch_losses import LOSSES, Loss, barlow_twins, clip, siglip
 
 from lightning_accum import GradientAccumulation, Tokens, verify
-from lightning_accum.whole.calls import RowWiseError
+from lightning_accum.whole.layers import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 
 ROWS, MICRO_BATCH = 10, 4
@@ -1023,6 +1024,79 @@ def test_ranks_with_unequally_many_batches_take_the_step_of_all_rows(find_unused
     assert relative_error(module.parameters(), expected.parameters()) < 1e-12
 
 
+# --- sharded modules ----------------------------------------------------------------------------------------------------
+
+
+class Sharded(TwoViews):
+    """An encoder and a head that are sharded, and a loss of the rows of all ranks."""
+
+    sizes: tuple[int, ...] = (16,)
+    resharding: dict[str, Any] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        del self.scale
+        self.head = nn.Linear(6, 6, bias=False).double()
+
+    def configure_model(self) -> None:
+        if len(self.sizes) > 1:
+            shard(self, [self.encoder[0], self.encoder[4], self.encoder, self.head], **self.resharding)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, classes = batch
+        hidden = self.encoder(x)
+        views = [self.head(hidden), self.head(hidden + self.encoder(x.flip(1) + 0.1))]
+        if self.loss is F.cross_entropy:
+            return F.cross_entropy(views[0] + views[1], classes)
+        if len(self.sizes) > 1:
+            views = [torch.cat(torch.distributed.nn.all_gather(view)) for view in views]
+        return self.loss(*views, classes, torch.tensor(0.5).to(x))
+
+    def train_dataloader(self) -> Any:
+        rank = self.trainer.global_rank
+        return loader([[part.split(self.sizes)[rank] for part in batch] for batch in batches(4, 16)])
+
+
+def fit_sharded(module: Sharded, sizes: tuple[int, int], names: Any, sync: Any = "window", **policy: Any) -> list[Tensor]:
+    module.sizes = sizes
+    run = trainer(fsdp2(sync=sync), devices=2, callbacks=[GradientAccumulation(row_wise=names, **policy)])
+    run.fit(module)
+    return [run.whole[name] for name, _ in module.named_parameters()]
+
+
+@needs_sharding_on_cpu
+@pytest.mark.some_cases(5)
+@pytest.mark.parametrize("names", [["encoder"], ["encoder", "head"]], ids=str)
+@pytest.mark.parametrize("resharding", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("loss", [clip, barlow_twins])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_sharded_submodules_take_the_step_of_the_global_batch(names: Any, resharding: Any, loss: Loss, optimizer: str) -> None:
+    expected = train_by_hand(Sharded(loss, optimizer), batches(4, 16), 1)
+    module = Sharded(loss, optimizer)
+    module.resharding = resharding
+    found = fit_sharded(module, (8, 8), names, micro_batch=3, weight="equal")
+    assert relative_error(found, expected.parameters()) < 1e-12
+
+
+@needs_sharding_on_cpu
+@pytest.mark.parametrize("micro_batch", [3, Tokens(20)])
+def test_sharded_submodules_in_windows_of_ranks_with_unequally_many_rows(micro_batch: Any) -> None:
+    together = [[torch.cat(part) for part in zip(*batches(4, 16)[start : start + 2], strict=True)] for start in (0, 2)]
+    expected = train_by_hand(Sharded(F.cross_entropy), together, 1)
+    found = fit_sharded(Sharded(F.cross_entropy), (11, 5), "encoder", window=2, micro_batch=micro_batch)
+    assert relative_error(found, expected.parameters()) < 1e-12
+
+
+@needs_sharding_on_cpu
+def test_what_sharded_submodules_cannot_do_row_wise_is_refused() -> None:
+    with pytest.raises(Exception, match="called with one row on a rank"):
+        fit_sharded(Sharded(F.cross_entropy), (15, 1), "encoder", micro_batch=3, check=False)
+    with pytest.raises(Exception, match='beside sync="micro_batch"'):
+        fit_sharded(Sharded(F.cross_entropy), (8, 8), "encoder", "micro_batch", micro_batch=3)
+    with pytest.raises(Exception, match="on_nonfinite='skip'"):
+        fit_sharded(Sharded(F.cross_entropy), (8, 8), "encoder", micro_batch=3, on_nonfinite="skip")
+
+
 # --- names that are found -----------------------------------------------------------------------------------------------
 
 
@@ -1071,4 +1145,20 @@ def test_verify_compares_a_row_wise_step_with_the_whole_batch(names: str) -> Non
     report = verify(TwoViews(clip), batches(1)[0], micro_batch=4, row_wise=names)
     assert report
     assert report.gradient < 1e-12
-    assert 'row_wise="auto"' in str(verify(TwoViews(clip), batches(1)[0], micro_batch=4)).replace("\n    ", " ")
+
+
+@pytest.mark.parametrize("name", ["clip", "barlow twins", "vicreg", "mined triplets", "cox", "koleo", "experts balance"])
+def test_verify_proposes_the_submodules_with_which_it_found_the_step_to_be_that_of_the_full_batch(name: str) -> None:
+    report = verify(TwoViews(LOSSES[name]), batches(1)[0], micro_batch=4)
+    assert not report
+    assert "row_wise=['encoder']" in str(report).replace("\n    ", " ")
+
+
+def test_verify_proposes_offload_where_no_submodules_would_be_chosen() -> None:
+    class WithoutSubmodules(TwoViews):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, classes = batch
+            z = F.linear(x, self.encoder[0].weight)[:, :6]
+            return self.loss(z, z.flip(1).tanh(), classes, self.scale)
+
+    assert 'micro_batch="offload"' in str(verify(WithoutSubmodules(clip), batches(1)[0], micro_batch=4))

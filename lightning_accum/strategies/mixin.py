@@ -142,14 +142,14 @@ class AccumulationMixin(Engine):
         module = self.lightning_module
         assert module is not None
         refuse(self._asked(trainer))
-        self.row_wise = row_wise(self.policy, module, self.root_device, self.world_size)
+        assert self.ranks is not None
+        self.row_wise = row_wise(self.policy, module, self.root_device, self.ranks, self.reduces_every_backward_by_itself)
         self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)
             return
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         warn_of_batch_norm(module, self.policy.micro_batch is not None, is_long, rank_zero_warn)
-        assert self.ranks is not None
         sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
         self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(module))
         self.accumulation.row_wise = self.row_wise

@@ -82,7 +82,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
 
     @override
     def _engine(self) -> dict[str, Any]:
-        return {"engine": "fsdp2", "sync": self._sync_policy}
+        return {"engine": "fsdp2", "sync": self._sync_policy, "tensor_parallel": self.device_mesh["tensor_parallel"].size()}
 
     @override
     def _sync_of_units(self) -> FSDP2Sync:

@@ -16,8 +16,9 @@ from lightning_accum.engine import Engine
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
+from lightning_accum.ranks import Ranks
 from lightning_accum.sync import GradientSlot, SumSlot, SyncPolicy
-from lightning_accum.whole.calls import RowWiseError
+from lightning_accum.whole.layers import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums, is_narrower
 
@@ -37,23 +38,25 @@ def wide_sums(dtype: torch.dtype, parameters: Callable[[], list[nn.Parameter]]) 
     return WideSums(dtype, parameters)
 
 
-def row_wise(policy: Policy, module: pl.LightningModule, device: torch.device, ranks: int) -> RowWise | None:
+def row_wise(policy: Policy, module: pl.LightningModule, device: torch.device, ranks: Ranks, is_sharded: bool) -> RowWise | None:
     """What runs submodules in micro-batches; None where none was named.
 
+    Args:
+        policy: what was asked for.
+        module: that is trained.
+        device: where.
+        ranks: that train.
+        is_sharded: its modules are, so that ranks wait for each other in each forward.
+
     Raises:
-        MisconfigurationException: a name is no submodule, or is inside of another; or a step cannot run again.
+        MisconfigurationException: a name is no submodule, or is inside of another.
     """
     if not policy.row_wise:
         return None
     assert policy.row_wise_size is not None
-    if policy.row_wise_size == "auto" and (ranks > 1 or not module.automatic_optimization):
-        where = f"on {ranks} ranks, which may wait for each other in it" if ranks > 1 else "with automatic_optimization=False"
-        raise MisconfigurationException(
-            f'GradientAccumulation(row_wise={list(policy.row_wise)}, micro_batch="auto") runs a step again where memory ran out,'
-            f" and cannot {where}. Give a number of samples, or Tokens(...)."
-        )
     try:
-        return RowWise(module, policy.row_wise, policy.row_wise_size, device, policy.trim_padding is not False)
+        largest = ranks.largest if is_sharded else None
+        return RowWise(module, policy.row_wise, policy.row_wise_size, device, policy.trim_padding is not False, largest)
     except RowWiseError as error:
         raise MisconfigurationException(str(error)) from error
 

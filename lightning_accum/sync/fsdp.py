@@ -69,12 +69,14 @@ class ShardedSync(GradientSync):
         below = {child for unit in units for child in unit.modules() if child is not unit}
         self._roots = [unit for unit in units if unit not in below]
         self._unused_roots = set(self._roots)
+        self.may_lack_loss = True
+        """Where this rank has no loss, it can take part all the same."""
         self._outputs: list[Tensor] = []
         self._handles = [unit.register_forward_hook(self._note_output) for unit in units]
 
     def _note_output(self, unit: nn.Module, arguments: Any, output: Any) -> None:
         self._unused_roots.discard(unit)
-        if torch.is_grad_enabled():
+        if self.may_lack_loss and torch.is_grad_enabled():
             tensors = [output] if isinstance(output, Tensor) else torch.utils._pytree.tree_leaves(output)
             self._outputs += [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
 
@@ -96,6 +98,12 @@ class ShardedSync(GradientSync):
 
     def _loss_without_batch(self) -> Tensor:
         """A loss that depends on all that the other ranks' losses do."""
+        if not self.may_lack_loss:
+            raise RuntimeError(
+                f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer of them than others, and cannot take part in"
+                f" what row-wise submodules run there, with {type(self._engine).__name__}. Have each loader batch of each rank give"
+                ' a loss, or use Trainer(strategy="accum_ddp").'
+            )
         outputs, self._outputs = self._outputs, []
         if outputs:
             return torch.stack([output.flatten()[:1].sum().float() for output in outputs]).sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_accum.verification.report import Break
@@ -42,8 +43,7 @@ _WORDS = {
     "contrastive loss": (
         "It is a cross entropy over logits that are square in the batch, with labels 0..B-1: every sample is a negative of all"
         " others, and a micro-batch has fewer of them.",
-        'GradientAccumulation(micro_batch=..., row_wise="auto"), or the names of the submodules: the loss sees the embeddings of'
-        " the whole batch, which they compute in micro-batches.",
+        'GradientAccumulation(micro_batch="offload"), which runs the batch as it is.',
     ),
     "backward that is not linear": (
         "A multiple of the loss does not give that multiple of its gradient: something in the backward clips, rounds, adds or"
@@ -64,8 +64,7 @@ _WORDS = {
     "rows that depend on each other": (
         "No weights of the micro-batches give the gradient of the full batch; the nearest leave {:.1e} of it. The module"
         " computes something over the whole batch that its parts do not add up to.{}",
-        'GradientAccumulation(micro_batch=..., row_wise="auto") where it is the loss that compares rows: it sees the whole batch,'
-        ' which submodules run in micro-batches; micro_batch="offload" where it is a layer.',
+        'GradientAccumulation(micro_batch="offload"), which runs the batch as it is.',
     ),
     "optimizer step": (
         "The gradients are equal, but the same gradient moves the parameters elsewhere: the learning rate, the optimizer or a hook"
@@ -128,6 +127,24 @@ def scale(fits: Sequence[float], difference: float) -> Break:
             f" (times {factors}, which add up to {sum(fits):.6g})." if factors else "."
         )
     return named("scale of the loss", difference, found)
+
+
+def mended_by_row_wise(found: Break, names: Sequence[str]) -> Break:
+    """A break with another mend.
+
+    Args:
+        found: the break.
+        names: of the submodules with which the step was found to be that of the full batch; empty for none.
+    """
+    if not names:
+        return found
+    mend = (
+        f"GradientAccumulation(micro_batch=..., row_wise={list(names)}) and a window of 1: so the step was the full batch's. The"
+        " loss sees the outputs of all rows, which these submodules compute in micro-batches."
+    )
+    if found.name in ("weight", "terms of the loss"):
+        mend = f"{found.mend} Or, for a loss of pairs or of statistics of the batch: {mend}"
+    return replace(found, mend=mend)
 
 
 def listed(names: Sequence[str], what: str = "") -> str:

@@ -51,7 +51,7 @@ class Diagnosis:
         try:
             self.window = runner.accumulated(comparison.batches, self._change)
         except UnreadableLossError as error:
-            self.breaks.append(breaks.unreadable_weight(error))
+            self.breaks.append(breaks.mended_by_row_wise(breaks.unreadable_weight(error), self._names_that_mend(self.full)))
             return
         self.gradient = Difference.between(self.window.gradients, self.full.gradients)
         ways = minus(self.window.after, self.window.before), minus(self.full.after, self.full.before)
@@ -144,7 +144,10 @@ class Diagnosis:
                 self.breaks.append(breaks.named("padding", left, self._comparison.padding, without=without))
                 batches, window, left = padded, even, without
         if not left <= self.tolerance:
-            self.breaks.append(self._look_into_the_rest(full, batches, left, window.warnings))
+            found = self._look_into_the_rest(full, batches, left, window.warnings)
+            if found.name in ("contrastive loss", "terms of the loss", "rows that depend on each other"):
+                found = breaks.mended_by_row_wise(found, self._names_that_mend(full))
+            self.breaks.append(found)
 
     def _look_into_the_rest(self, full: Step, batches: Sequence[Any], left: float, warnings: Sequence[str]) -> Break:
         """What cannot be taken out."""
@@ -176,6 +179,16 @@ class Diagnosis:
             return breaks.named("terms of the loss", left, about_terms[-1])
         of_order = "" if self._order is None else " It depends on the order of the rows, too."
         return breaks.named("rows that depend on each other", left, fit.left, of_order)
+
+    def _names_that_mend(self, full: Step) -> list[str]:
+        """The submodules that ``row_wise="auto"`` chooses, if it takes the step of the full batch with them; else none."""
+        asked_for = self._runner.policy.get("micro_batch")
+        size = asked_for if isinstance(asked_for, int) else max(1, (self._comparison.rows or 2) // 2)
+        try:
+            step = self._runner.row_wise(self._comparison.full, size, self._change)
+        except Exception:  # whatever a submodule does on other rows
+            return []
+        return step.row_wise if Difference.between(step.gradients, full.gradients).largest <= self.tolerance else []
 
     def _nonlinearity(self, full: Step) -> float:
         """How far the gradient of a multiple of the loss is from that multiple of its gradient."""

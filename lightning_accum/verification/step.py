@@ -108,6 +108,17 @@ class StepRunner:
         callbacks = [GradientAccumulation(**policy)]
         return self._run(batches, change, recorder, callbacks, strategy="accum", **self.trainer)
 
+    def row_wise(self, batch: Any, size: int, change: Change = Change()) -> Step:
+        """The step of this package on one batch, with the submodules row-wise that ``row_wise="auto"`` chooses.
+
+        Args:
+            batch: the batch.
+            size: of a micro-batch.
+            change: what is taken out of the module.
+        """
+        policy = GradientAccumulation(1, micro_batch=size, row_wise="auto", weight="equal", check=False, log=False)
+        return self._run([batch], change, StepRecorder(), [policy], strategy="accum", **self.trainer)
+
     def _run(self, batches: Sequence[Any], change: Change, recorder: StepRecorder, callbacks: list[Any], **arguments: Any) -> Step:
         module = uncompiled(self.module)
         noise = SameForEveryRow()

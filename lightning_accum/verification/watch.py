@@ -43,6 +43,7 @@ class Step:
         dropout: where it was switched off.
         batch_norm: the layers that normalise by statistics of the batch they see.
         gradient_hooks: the parameters that have hooks on their gradients.
+        row_wise: the submodules that ran row-wise.
     """
 
     before: dict[str, Tensor] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class Step:
     dropout: list[str] = field(default_factory=list)
     batch_norm: list[str] = field(default_factory=list)
     gradient_hooks: list[str] = field(default_factory=list)
+    row_wise: list[str] = field(default_factory=list)
 
     @property
     def is_finite(self) -> bool:
@@ -110,6 +112,8 @@ class StepRecorder(pl.Callback):
             return
         self.step.buffers = {name: buffer.detach().cpu().clone() for name, buffer in pl_module.named_buffers()}
         accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Engine) else None
+        if accumulation is not None and accumulation.row_wise is not None:
+            self.step.row_wise = accumulation.row_wise.names
         if accumulation is not None and accumulation.closed is not None:
             self.step.loss = float(accumulation.closed.loss)
             self.step.micro_batches = accumulation.closed.micro_batches

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accum.whole.calls import Layer, RowWiseError
+from lightning_accum.whole.layers import Layer, RowWiseError
 from lightning_accum.whole.row_proof import RowProof, number_of_rows
 
 _LEAST = 1 / 50

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_accum.randomness import state_outside_torch
 from lightning_accum.splitting.micro_batch import Cut
 from lightning_accum.splitting.plan import Piece
 from lightning_accum.splitting.snapshot import Snapshot
-from lightning_accum.whole.trees import first_that_differs, leaves, others, replaced
+from lightning_accum.whole.call_state import CallState, saving_nothing, without_fast_path
+from lightning_accum.whole.layers import (
+    INSTEAD,
+    Layer,
+    RowWiseError,
+    check_others,
+    differences,
+    is_close,
+    sharing_memory,
+)
+from lightning_accum.whole.trees import leaves, others, replaced
 
-INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
-
-
-class RowWiseError(RuntimeError):
-    """A submodule cannot run in micro-batches."""
-
-
-@dataclass
-class Layer:
-    """A submodule that runs in micro-batches.
-
-    Attributes:
-        name: in the module.
-        module: the submodule.
-        run: what its calls ran before they were replaced, hooks included.
-        draws_outside_torch: it was seen to use random numbers of Python or numpy.
-    """
-
-    name: str
-    module: nn.Module
-    run: Callable[..., Any]
-    draws_outside_torch: bool = False
+Backward: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
+"""Of some tensors, with these gradients; the last argument is whether the graph is kept."""
 
 
 class Form(NamedTuple):
@@ -124,6 +113,7 @@ class Call:
         needs_gradient: those of them that need one.
         gradients: of those outputs that need one.
         is_recomputed: it is made within a backward, by a checkpoint.
+        shadows: micro-batches that other ranks have more: this one takes part in them with its last, which counts for nothing.
     """
 
     layer: Layer
@@ -132,6 +122,7 @@ class Call:
     pieces: list[Piece]
     order: list[int] | None = None
     is_recomputed: bool = False
+    shadows: int = 0
     current: int = 0
     gradients: list[Tensor | None] = field(default_factory=list)
 
@@ -141,7 +132,7 @@ class Call:
         self.needs_gradient = [self.inputs[place] for place in places]
         self._have_rows = [self.form.inputs[place] for place in places]
         self._random_states: list[Snapshot] = []  # that the micro-batches were run with
-        self._state = _State(self.layer, self.inputs)
+        self._state = CallState(self.layer, self.inputs)
         self._trained: list[int] = []  # the places of the outputs with gradients, and
         self._sizes: list[list[int]] = []  # the size of each in the micro-batches
         self._given: list[Tensor] = []  # those outputs, and
@@ -172,6 +163,7 @@ class Call:
         Returns:
             The outputs, joined, and without a graph.
         """
+        self._device = device
         state = state_outside_torch()
         output, parts = self._run_all(device)
         if not self.layer.draws_outside_torch and len(parts) > 1 and state_outside_torch() != state:
@@ -188,7 +180,7 @@ class Call:
         parts: list[list[Any]] = []
         trained: set[int] = set()
         is_known = False  # which outputs need a gradient, see below
-        with self._state.autocast_without_cache(), without_fast_path(), _saving_nothing():
+        with self._state.autocast_without_cache(), without_fast_path(), saving_nothing():
             for index, piece in enumerate(self.pieces):
                 self.current = index
                 random_state = Snapshot(self.layer.module)
@@ -201,14 +193,28 @@ class Call:
                 trained |= {place for place, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.requires_grad}
                 if not parts:
                     first = replaced(output, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
-                    sharing = _sharing_memory(found, leaves((args, kwargs)))
+                    sharing = sharing_memory(found, leaves((args, kwargs)))
                 self._check_outputs(output, found, first, parts)
                 # one without a graph may have one for other rows, as where they are routed
                 is_known = all(place in trained or not _may_need_gradient(leaf) for place, leaf in enumerate(found))
                 parts.append([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found])
                 del output, found, args, kwargs
+            self._run_shadows()
         self._trained, self._sharing = sorted(trained), sharing
         return first, parts
+
+    def _run_shadows(self, backward: Backward | None = None) -> None:
+        """Take part in the micro-batches that other ranks have more."""
+        now = Snapshot(self.layer.module)
+        now.keep_random_state(self._device)
+        for _ in range(self.shadows):
+            with torch.set_grad_enabled(backward is not None):
+                _, (args, kwargs) = self._detached(self.pieces[-1].cut)
+                found = leaves(self.layer.run(*args, **kwargs))
+            if backward is not None:
+                roots = [found[place] for place in self._trained if found[place].requires_grad]
+                backward(roots, [torch.zeros_like(root) for root in roots], False)
+        now.restore()
 
     def _check_outputs(self, output: Any, found: list[Any], first: Any, parts: list[list[Any]]) -> None:
         if len(found) != len(self.form.dims) or (parts and len(found) != len(parts[0])):
@@ -261,7 +267,7 @@ class Call:
 
     # --- with a graph, and its gradients ------------------------------------------------------------------------------
 
-    def run_again(self, backward: Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]) -> None:
+    def run_again(self, backward: Backward) -> None:
         """Run it again with a graph, and give the gradients of its outputs to its parameters and its inputs.
 
         Args:
@@ -286,8 +292,10 @@ class Call:
                 found = leaves(output)
                 for place, of_parts, before in zip(self._trained, gradients_of, given, strict=True):
                     if before is not None:
-                        is_same += _differences(found[place], before[index])
+                        is_same += differences(found[place], before[index])
                     seed = None if of_parts is None else of_parts[index]
+                    if seed is None and self.layer.is_sharded:
+                        seed = torch.zeros_like(found[place])  # other ranks may have one, and wait
                     if seed is not None and found[place].requires_grad:
                         roots.append(found[place])
                         seeds.append(seed)
@@ -300,6 +308,8 @@ class Call:
                     elif leaf.grad is not None:
                         piece.cut.shared(total).add_(leaf.grad)
                 del roots, seeds, detached
+            with self._state.autocast_again():
+                self._run_shadows(backward)
         if is_same and not bool(torch.stack([flag.to(is_same[0].device) for flag in is_same]).all()):
             raise RowWiseError(
                 f"row_wise={self.layer.name!r}: run again for its backward, a call of {self.layer.name!r} has other outputs than"
@@ -353,165 +363,9 @@ def _inverse(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-class _State:
-    """What a call depends on beside its arguments, which has to be the same when it runs again."""
-
-    def __init__(self, layer: Layer, inputs: list[Any]) -> None:
-        module = layer.module
-        self._modes = [inner.training for inner in module.modules()]
-        parameters = list(module.parameters())
-        self._are_trained = [parameter.requires_grad for parameter in parameters]
-        self._tensors = [*parameters, *(leaf for leaf in inputs if isinstance(leaf, Tensor))]
-        self._versions = _versions(self._tensors)
-        self._buffers = list(module.buffers())
-        self._versions_of_buffers = _versions(self._buffers)
-        kinds = dict.fromkeys(("cpu", *(tensor.device.type for tensor in self._tensors)))
-        self._autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
-        self._dtype = torch.get_default_dtype()
-
-    def check_unchanged(self, layer: Layer) -> None:
-        """Raise where the call has changed what it depends on."""
-        if _versions(self._buffers) != self._versions_of_buffers:
-            names = {id(buffer): name for name, buffer in layer.module.named_buffers()}
-            changed = next(b for b, before in zip(self._buffers, self._versions_of_buffers, strict=True) if b._version != before)
-            raise RowWiseError(
-                f"row_wise={layer.name!r}: a call changes the buffer {layer.name}.{names.get(id(changed), '?')}, as if each micro-"
-                'batch were a batch. Have another submodule run row-wise, or use micro_batch="offload".'
-            )
-        if _versions(self._tensors) != self._versions:
-            raise RowWiseError(
-                f"row_wise={layer.name!r}: a call changes its input or its parameters in place, and would again when it is run"
-                " again. Have it change a copy."
-            )
-
-    def check_same(self, layer: Layer) -> None:
-        """Raise where what the call depends on is not what it was."""
-        parameters = list(layer.module.parameters())
-        is_same = all(now is before for now, before in zip(parameters, self._tensors, strict=False))
-        if not is_same or _versions(self._tensors) != self._versions:
-            raise RowWiseError(
-                f"row_wise={layer.name!r}: the parameters or inputs of a call were changed or exchanged before its backward,"
-                " in which it runs again (an optimizer step in between, functional_call). Run the backward first, or use"
-                ' micro_batch="offload".'
-            )
-
-    @contextmanager
-    def modes_as_before(self, module: nn.Module) -> Iterator[None]:
-        """In here training and evaluation mode, and which parameters are trained, are those of the call."""
-        modules = list(module.modules())
-        modes = [(inner, inner.training) for inner, mode in zip(modules, self._modes, strict=True) if inner.training != mode]
-        trained = zip(module.parameters(), self._are_trained, strict=True)
-        toggled = [parameter for parameter, is_trained in trained if parameter.requires_grad != is_trained]
-        for inner, mode in modes:
-            inner.training = not mode
-        for parameter in toggled:
-            parameter.requires_grad_(not parameter.requires_grad)
-        try:
-            yield
-        finally:
-            for inner, mode in modes:
-                inner.training = mode
-            for parameter in toggled:
-                parameter.requires_grad_(not parameter.requires_grad)
-
-    @contextmanager
-    def autocast_without_cache(self) -> Iterator[None]:
-        """In here no weight without a graph is cached, which a later use with one would find."""
-        with ExitStack() as stack:
-            for kind, dtype, is_enabled in self._autocasts:
-                if is_enabled:
-                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
-            yield
-
-    @contextmanager
-    def autocast_again(self) -> Iterator[None]:
-        """In here autocast and the default type are those of the call."""
-        dtype = torch.get_default_dtype()
-        with ExitStack() as stack:
-            for kind, of_autocast, is_enabled in self._autocasts:
-                if is_enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, of_autocast, is_enabled))
-            torch.set_default_dtype(self._dtype)
-            try:
-                yield
-            finally:
-                torch.set_default_dtype(dtype)
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-# --- what outputs have to be -------------------------------------------------------------------------------------------
-
-
-def check_others(layer: Layer, found: list[Any], expected: list[Any]) -> None:
-    """Raise where what is no tensor in the outputs for some rows is not what it is for others."""
-    differing = first_that_differs(found, expected)
-    if differing is not None:
-        raise RowWiseError(
-            f"row_wise={layer.name!r}: {layer.name!r} returns {differing[0]!r} for some rows and {differing[1]!r} for others, which"
-            " cannot be joined: have it return tensors, with one entry a row."
-        )
-
-
-def is_close(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal but for rounding."""
-    if found.shape != expected.shape:
-        return False
-    return all(map(bool, _differences(found, expected)))
-
-
-def _differences(found: Tensor, expected: Tensor | None) -> list[Tensor]:
-    """Whether they are equal but for rounding, on their device; empty where they are equal."""
-    found = found.detach()
-    if expected is None or (found.device.type == "cpu" and torch.equal(found, expected)):
-        return []
-    if found.is_complex():
-        found, expected = torch.view_as_real(found), torch.view_as_real(expected)
-    if not found.is_floating_point():
-        return [(found == expected).all()]
-    kind = expected.device.type
-    dtypes = [expected.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    if expected.is_cuda and expected.dtype == torch.float32:
-        eps = max(eps, 2**-10)  # TF32
-    found, expected = found.double(), expected.double()
-    difference = (found - expected).nan_to_num(0.0, 0.0, 0.0).norm()
-    is_near = difference <= eps**0.6 * expected.nan_to_num(0.0, 0.0, 0.0).norm()
-    return [is_near & (found.isfinite() == expected.isfinite()).all()]
-
-
 def _may_need_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
-
-
-def _sharing_memory(outputs: list[Any], arguments: list[Any]) -> list[int]:
-    """The places of outputs that share memory with another output, or with an argument."""
-    taken = [_storage(leaf) for leaf in arguments]
-    stored = [_storage(leaf) for leaf in outputs]
-    return [place for place, own in enumerate(stored) if own and (own in taken or stored.count(own) > 1)]
-
-
-def _storage(leaf: Any) -> int:
-    return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) and leaf.layout is torch.strided else 0
-
-
-@contextmanager
-def without_fast_path() -> Iterator[None]:
-    """In here attention without a graph computes as it does with one, in padding too."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _saving_nothing() -> AbstractContextManager[None]:
-    """In here others' hooks do not see what is saved for a backward: there will be none."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import Snapshot
-from lightning_accum.whole.calls import INSTEAD, Form, Layer, RowWiseError, check_others, is_close, without_fast_path
+from lightning_accum.whole.call_state import without_fast_path
+from lightning_accum.whole.calls import Form
+from lightning_accum.whole.layers import INSTEAD, Layer, RowWiseError, check_others, is_close
 from lightning_accum.whole.trees import UnknownObjectError, is_list_of_numbers, leaves, others, replaced
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -51,14 +53,22 @@ def _size(leaf: Any) -> int | None:
     return len(leaf)
 
 
+Largest: TypeAlias = Callable[..., Sequence[float]]
+"""Of each of some numbers, the largest over the ranks. Called on all of them."""
+
+
 class RowProof:
     """Proves once for each kind of call that its rows are independent, and finds where they are.
 
     Dropout is off and other random numbers are the same for every row; nothing is compiled; buffers are put back.
+
+    Args:
+        largest: over the ranks, where they wait for each other in each forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, largest: Largest | None = None) -> None:
         self._forms: dict[Any, Form] = {}
+        self._largest = largest
 
     def __call__(self, layer: Layer, arguments: _Arguments, number: int) -> Form:
         """Where the rows of a call are.
@@ -80,6 +90,14 @@ class RowProof:
             tuple(_shape(leaf, fits) for leaf, fits in zip(found, fitting, strict=True)),
         )
         form = self._forms.get(key)
+        if self._largest is not None:
+            is_needed, fewest = self._largest(float(form is None), float(-number))
+            if fewest == -1:
+                raise RowWiseError(
+                    f"row_wise={layer.name!r}: {layer.name!r} is called with one row on a rank, where others have more. Sharded,"
+                    " it runs on all ranks together: have the loader yield at least two rows."
+                )
+            form = None if is_needed else form
         if form is None:
             with _held(layer.module), torch.no_grad():
                 form = _prove(layer, arguments, fitting, number)

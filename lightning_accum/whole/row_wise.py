@@ -22,8 +22,9 @@ from lightning_accum.splitting.plan import MicroBatchSize, Piece, Planner
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.weighing.nodes import inputs_of
 from lightning_accum.whole.auto_names import choose_names
-from lightning_accum.whole.calls import Call, Form, Layer, RowWiseError, call_of, taken, twice_differentiated
-from lightning_accum.whole.row_proof import RowProof, difference_by_padding, number_of_rows
+from lightning_accum.whole.calls import Call, Form, call_of, taken, twice_differentiated
+from lightning_accum.whole.layers import Layer, RowWiseError
+from lightning_accum.whole.row_proof import Largest, RowProof, difference_by_padding, number_of_rows
 from lightning_accum.whole.trees import leaves, paths
 
 _ENGINE = "_engine_run_backward"
@@ -39,6 +40,7 @@ class RowWise:
         micro_batch: rows, or tokens, of a micro-batch; or ``"auto"``.
         device: where the module runs.
         trim: whether calls run longest rows first, trimmed to the longest of a micro-batch, where their lengths can be read.
+        largest: over the ranks, where submodules are sharded, so that ranks wait for each other in each of their forwards.
 
     Raises:
         RowWiseError: a name is no submodule, or is inside of another.
@@ -56,22 +58,29 @@ class RowWise:
     """
 
     def __init__(
-        self, module: nn.Module, names: Sequence[str], micro_batch: MicroBatchSize, device: torch.device, trim: bool = True
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        micro_batch: MicroBatchSize,
+        device: torch.device,
+        trim: bool = True,
+        largest: Largest | None = None,
     ) -> None:
         self._module = module
         self.is_undecided = tuple(names) == ("auto",)
         """Which submodules it will be is found out from the first batch of two rows."""
-        self._layers = [] if self.is_undecided else _layers(module, names)
+        self._largest = largest
+        self._layers = [] if self.is_undecided else self._layers_of(names)
         self._micro_batch = micro_batch
         self._device = device
-        self._trim = trim
+        self._trim = trim and largest is None  # what is tried out on two rows would be on one rank alone
         self.sizes = MicroBatchSizes(may_grow=lambda _: has_room_to_double(device)) if micro_batch == "auto" else None
         """With ``"auto"``, what was found to fit."""
         self.pieces: list[Piece] = []
         """The micro-batches of all calls in the step so far."""
         self._planners: dict[str, Planner] = {}
         self._running: Call | None = None
-        self._proof = RowProof()
+        self._proof = RowProof(largest)
         self._calls: list[Call] = []
         self._rows: int | None = None
         self._is_inside = self._is_in_backward = self._has_run = self._drops = False
@@ -79,14 +88,22 @@ class RowWise:
 
     def choose(self, step: Callable[[], Any], rows: int | None) -> None:
         """Decide which submodules it will be, see :func:`choose_names`."""
-        self._layers, self.is_undecided = _layers(self._module, choose_names(self._module, step, rows)), False
+        self._layers, self.is_undecided = self._layers_of(choose_names(self._module, step, rows)), False
+
+    def _layers_of(self, names: Sequence[str]) -> list[Layer]:
+        return [Layer(name, module, module, self._largest is not None) for name, module in _named(self._module, names)]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the submodules."""
+        return [layer.name for layer in self._layers]
 
     def describe(self) -> str:
         """What runs in micro-batches, in words."""
         size = self._micro_batch
         rows = f"of up to {size.count} tokens" if isinstance(size, Tokens) else f"of {size}"
         rows = "as large as memory allows" if size == "auto" else rows
-        return f"{', '.join(layer.name for layer in self._layers) or 'nothing'} in micro-batches {rows}, the loss sees all rows"
+        return f"{', '.join(self.names) or 'nothing'} in micro-batches {rows}, the loss sees all rows"
 
     @contextmanager
     def step(self, rows: int | None = None) -> Iterator[None]:
@@ -149,7 +166,8 @@ class RowWise:
             number = number_of_rows(layer, (args, kwargs), self._rows)
             form = self._proof(layer, (args, kwargs), number)
             pieces, order = self._pieces(layer, (args, kwargs), form, number)
-            call = self._running = Call(layer, (args, kwargs), form, pieces, order, self._is_in_backward)
+            shadows = 0 if self._largest is None else int(self._largest(float(len(pieces)))[0]) - len(pieces)
+            call = self._running = Call(layer, (args, kwargs), form, pieces, order, self._is_in_backward, shadows)
             output = call.run(self._device)
             self._running = None
         finally:
@@ -200,17 +218,33 @@ class RowWise:
         now.keep_random_state(self._device)
         self._is_inside = True
         try:
+            self._check_equally_many()
             for call in reversed(self._calls):
                 if self._drops:
                     call.gradients = [None] * len(call.gradients)
                 call.check_unwritten()
-                if call.has_gradients:
+                if self._is_due(call):
                     self._running = call
                     call.run_again(backward)
                     self._running = None
         finally:
             self._is_inside = False
             now.restore()
+
+    def _is_due(self, call: Call) -> bool:
+        """Whether a call runs again: on all ranks together, where one of them has gradients and others wait for it."""
+        return call.has_gradients if self._largest is None else self._largest(float(call.has_gradients))[0] > 0
+
+    def _check_equally_many(self) -> None:
+        if self._largest is None:
+            return
+        number = len(self._calls)
+        most, fewest = self._largest(float(number), float(-number))
+        if most != -fewest:
+            raise RowWiseError(
+                f"row_wise: training_step calls sharded submodules {number} times on this rank, and others do {int(-fewest)} to"
+                f" {int(most)} times. They wait for each other in each: have all ranks call them equally often."
+            )
 
 
 def _layout(layer: Layer, arguments: Any, form: Form, number: int) -> Layout:
@@ -267,7 +301,7 @@ def _node_of(tensor: Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
-def _layers(module: nn.Module, names: Sequence[str]) -> list[Layer]:
+def _named(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
     modules = dict(module.named_modules(remove_duplicate=False))
     for name in names:
         if not name or name not in modules:
@@ -284,7 +318,7 @@ def _layers(module: nn.Module, names: Sequence[str]) -> list[Layer]:
     distinct: dict[nn.Module, str] = {}
     for name in names:
         distinct.setdefault(modules[name], name)
-    return [Layer(name, layer, layer) for layer, name in distinct.items()]
+    return [(name, layer) for layer, name in distinct.items()]
 
 
 @contextmanager

@@ -177,7 +177,7 @@ def draw(found: dict[str, list[int]], budgets: list[float], size: int, path: str
     """A line for each side."""
     from matplotlib.figure import Figure
 
-    styles = {"whole": ("0.6", "o", "whole batch"), "row_wise": ("#0072B2", "s", f'micro_batch={size}, row_wise="auto"')}
+    styles = {"whole": ("0.6", "o", "whole batch"), "row_wise": ("#0072B2", "s", f'micro_batch={size}, row_wise=["image", "text"]')}
     styles["offload"] = ("#D55E00", "^", 'micro_batch="offload"')
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -189,10 +189,10 @@ def draw(found: dict[str, list[int]], budgets: list[float], size: int, path: str
     axes.set_yscale("log", base=2, subs=[])
     axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("memory of a step above parameters, gradients and the batch, MB")
+    axes.set_xlabel("memory of a step above parameters, gradients and the batch, MiB")
     axes.set_ylabel("rows")
     gain = found["row_wise"][-1] / found["whole"][-1]
-    title = f"In {budgets[-1]:g} MB the batch of a contrastive loss is {gain:.1f} times as large"
+    title = f"In {budgets[-1]:g} MiB the batch of a contrastive loss is {gain:.1f} times as large"
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, horizontalalignment="left")
     told = f"Largest batch whose step fits: two towers of {DEEP} blocks, {WIDTH} features wide, and the loss of CLIP"
     axes.set_title(told, loc="left", fontsize=9.5)
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--micro-batch", type=int, default=128)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[8, 16, 32, 64], help="MB, for the largest batch")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[8, 16, 32, 64], help="MiB, for the largest batch")
     parser.add_argument("--out", help="where to draw the largest batches")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

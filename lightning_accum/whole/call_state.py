@@ -1,0 +1,117 @@
+"""What a call depends on beside its arguments, and what it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accum.whole.layers import Layer, RowWiseError
+
+
+class CallState:
+    """What a call depends on beside its arguments, which has to be the same when it runs again."""
+
+    def __init__(self, layer: Layer, inputs: list[Any]) -> None:
+        module = layer.module
+        self._modes = [inner.training for inner in module.modules()]
+        self._parameters = [] if layer.is_sharded else list(module.parameters())
+        self._are_trained = [parameter.requires_grad for parameter in self._parameters]
+        self._tensors = [*self._parameters, *(leaf for leaf in inputs if isinstance(leaf, Tensor))]
+        self._versions = _versions(self._tensors)
+        self._buffers = list(module.buffers())
+        self._versions_of_buffers = _versions(self._buffers)
+        kinds = dict.fromkeys(("cpu", *(tensor.device.type for tensor in self._tensors)))
+        self._autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        self._dtype = torch.get_default_dtype()
+
+    def check_unchanged(self, layer: Layer) -> None:
+        """Raise where the call has changed what it depends on."""
+        if _versions(self._buffers) != self._versions_of_buffers:
+            names = {id(buffer): name for name, buffer in layer.module.named_buffers()}
+            changed = next(b for b, before in zip(self._buffers, self._versions_of_buffers, strict=True) if b._version != before)
+            raise RowWiseError(
+                f"row_wise={layer.name!r}: a call changes the buffer {layer.name}.{names.get(id(changed), '?')}, as if each micro-"
+                'batch were a batch. Have another submodule run row-wise, or use micro_batch="offload".'
+            )
+        if _versions(self._tensors) != self._versions:
+            raise RowWiseError(
+                f"row_wise={layer.name!r}: a call changes its input or its parameters in place, and would again when it is run"
+                " again. Have it change a copy."
+            )
+
+    def check_same(self, layer: Layer) -> None:
+        """Raise where what the call depends on is not what it was."""
+        parameters = [] if layer.is_sharded else list(layer.module.parameters())
+        is_same = all(now is before for now, before in zip(parameters, self._tensors, strict=False))
+        if not is_same or _versions(self._tensors) != self._versions:
+            raise RowWiseError(
+                f"row_wise={layer.name!r}: the parameters or inputs of a call were changed or exchanged before its backward,"
+                " in which it runs again (an optimizer step in between, functional_call). Run the backward first, or use"
+                ' micro_batch="offload".'
+            )
+
+    @contextmanager
+    def modes_as_before(self, module: nn.Module) -> Iterator[None]:
+        """In here training and evaluation mode, and which parameters are trained, are those of the call."""
+        modules = list(module.modules())
+        modes = [(inner, inner.training) for inner, mode in zip(modules, self._modes, strict=True) if inner.training != mode]
+        trained = zip(self._parameters, self._are_trained, strict=True)
+        toggled = [parameter for parameter, is_trained in trained if parameter.requires_grad != is_trained]
+        for inner, mode in modes:
+            inner.training = not mode
+        for parameter in toggled:
+            parameter.requires_grad_(not parameter.requires_grad)
+        try:
+            yield
+        finally:
+            for inner, mode in modes:
+                inner.training = mode
+            for parameter in toggled:
+                parameter.requires_grad_(not parameter.requires_grad)
+
+    @contextmanager
+    def autocast_without_cache(self) -> Iterator[None]:
+        """In here no weight without a graph is cached, which a later use with one would find."""
+        with ExitStack() as stack:
+            for kind, dtype, is_enabled in self._autocasts:
+                if is_enabled:
+                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            yield
+
+    @contextmanager
+    def autocast_again(self) -> Iterator[None]:
+        """In here autocast and the default type are those of the call."""
+        dtype = torch.get_default_dtype()
+        with ExitStack() as stack:
+            for kind, of_autocast, is_enabled in self._autocasts:
+                if is_enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, of_autocast, is_enabled))
+            torch.set_default_dtype(self._dtype)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """In here attention without a graph computes as it does with one, in padding too."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def saving_nothing() -> AbstractContextManager[None]:
+    """In here others' hooks do not see what is saved for a backward: there will be none."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

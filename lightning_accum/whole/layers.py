@@ -1,0 +1,85 @@
+"""A submodule that runs row-wise, and what its outputs have to be for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accum.whole.trees import first_that_differs
+
+INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
+
+
+class RowWiseError(RuntimeError):
+    """A submodule cannot run in micro-batches."""
+
+
+@dataclass
+class Layer:
+    """A submodule that runs in micro-batches.
+
+    Attributes:
+        name: in the module.
+        module: the submodule.
+        run: what its calls ran before they were replaced, hooks included.
+        is_sharded: ranks wait for each other in each of its forwards and backwards, and its parameters are others in between.
+        draws_outside_torch: it was seen to use random numbers of Python or numpy.
+    """
+
+    name: str
+    module: nn.Module
+    run: Callable[..., Any]
+    is_sharded: bool = False
+    draws_outside_torch: bool = False
+
+
+def check_others(layer: Layer, found: list[Any], expected: list[Any]) -> None:
+    """Raise where what is no tensor in the outputs for some rows is not what it is for others."""
+    differing = first_that_differs(found, expected)
+    if differing is not None:
+        raise RowWiseError(
+            f"row_wise={layer.name!r}: {layer.name!r} returns {differing[0]!r} for some rows and {differing[1]!r} for others, which"
+            " cannot be joined: have it return tensors, with one entry a row."
+        )
+
+
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal but for rounding."""
+    if found.shape != expected.shape:
+        return False
+    return all(map(bool, differences(found, expected)))
+
+
+def differences(found: Tensor, expected: Tensor | None) -> list[Tensor]:
+    """Whether they are equal but for rounding, on their device; empty where they are equal."""
+    found = found.detach()
+    if expected is None or (found.device.type == "cpu" and torch.equal(found, expected)):
+        return []
+    if found.is_complex():
+        found, expected = torch.view_as_real(found), torch.view_as_real(expected)
+    if not found.is_floating_point():
+        return [(found == expected).all()]
+    kind = expected.device.type
+    dtypes = [expected.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    if expected.is_cuda and expected.dtype == torch.float32:
+        eps = max(eps, 2**-10)  # TF32
+    found, expected = found.double(), expected.double()
+    difference = (found - expected).nan_to_num(0.0, 0.0, 0.0).norm()
+    is_near = difference <= eps**0.6 * expected.nan_to_num(0.0, 0.0, 0.0).norm()
+    return [is_near & (found.isfinite() == expected.isfinite()).all()]
+
+
+def sharing_memory(outputs: list[Any], arguments: list[Any]) -> list[int]:
+    """The places of outputs that share memory with another output, or with an argument."""
+    taken = [_storage(leaf) for leaf in arguments]
+    stored = [_storage(leaf) for leaf in outputs]
+    return [place for place, own in enumerate(stored) if own and (own in taken or stored.count(own) > 1)]
+
+
+def _storage(leaf: Any) -> int:
+    return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) and leaf.layout is torch.strided else 0
