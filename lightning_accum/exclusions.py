@@ -224,8 +224,8 @@ EXCLUSIONS = (
     ),
     Exclusion(
         "`row_wise=`",
-        '`strategy="accum_model_parallel"` with `sync="micro_batch"`, `on_nonfinite=`, tensor parallelism, manual optimization or torch'
-        " before 2.9",
+        '`strategy="accum_model_parallel"` with `sync="micro_batch"`, `on_nonfinite=`, tensor parallelism, manual'
+        " optimization or torch before 2.9",
         'leave it out, or `strategy="accum_ddp"`',
         lambda a: bool(a.policy.row_wise) and a.engine == "fsdp2" and bool(a.not_row_wise_sharded),
         "GradientAccumulation(row_wise={a.row_wise}) runs submodules again after the backward of the loss, on all ranks"

@@ -116,6 +116,7 @@ class Session:
         self._row_wise = row_wise
         self._is_announced = False
         self._has_ranks = accumulation.ranks.world_size > 1
+        self._has_sync = type(sync) is not GradientSync  # engines for several ranks have one on a single rank, too
         policy = accumulation.policy
         self.finishes_after_backward = finishes_after_backward(policy)
         self.counts_tokens_of_parts = counts_tokens_of_parts(policy)
@@ -221,7 +222,7 @@ class Session:
         guard = self.guard
         if guard is not None:
             guard.begin_micro_batch(micro_batch)
-        with self.sync.blocked(micro_batch) if self._has_ranks and not micro_batch.is_boundary else _NOTHING_AROUND:
+        with self.sync.blocked(micro_batch) if self._has_sync and not micro_batch.is_boundary else _NOTHING_AROUND:
             loss, extra = step.forward(micro_batch.batch)
             if self._accumulation.is_zero_grad_due:
                 self._zero_grad(step)
@@ -234,7 +235,7 @@ class Session:
                 if not self._is_announced:
                     self._is_announced = True
                     self._engine.announce(micro_batch, weighed)
-                if self._has_ranks:
+                if self._has_sync:
                     self.sync.begin_backward(micro_batch)
                 if guard is None and not weighed.is_weightless:
                     step.backward(loss, weighed.grad_output)
@@ -243,7 +244,7 @@ class Session:
                         step.backward(loss, weighed.grad_output)
                 if self._accumulation.observer is not None:
                     self._accumulation.observer.end_backward()
-            if self._has_ranks:
+            if self._has_sync:
                 self.sync.complete_reduction(micro_batch)
         if guard is not None and guard.end_micro_batch():
             self._accumulation.window.skip_nonfinite()

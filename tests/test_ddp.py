@@ -56,6 +56,25 @@ def test_one_gradient_reduction_and_one_small_all_reduce_a_window(sync: str, red
     assert others <= {"gloo:broadcast"}  # Lightning's own 8 bytes a loader batch, to spread a SIGTERM
 
 
+@pytest.mark.parametrize("strategy", ["accum", "one rank"])
+def test_one_rank_may_leave_a_parameter_unused_at_the_end_of_a_window(strategy: str) -> None:
+    module = Scalar(by_rank=[[x(1), x(2), x(3), x(4)]])
+    module.other = torch.nn.Linear(1, 1, bias=False).double()
+    module.loss = lambda x: (module.w * x).mean() + (module.other(x[:, None]).mean() if x[0] % 2 else 0)
+    seen: list[tuple[float, float]] = []
+
+    def look(optimizer: torch.optim.Optimizer) -> None:
+        seen.append((float(module.w.grad), float(module.other.weight.grad)))
+        torch.save(seen, "seen.pt")
+
+    module.on_before_optimizer_step = look
+    run = trainer(
+        strategy if strategy == "accum" else ddp(), devices=1, callbacks=[GradientAccumulation(2, weight="equal", check=False)]
+    )
+    run.fit(module)
+    assert torch.load("seen.pt") == [(1.5, 0.5), (3.5, 1.5)]
+
+
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 SCRIPT = """

@@ -246,6 +246,22 @@ def test_nothing_stays_of_a_name_that_only_a_failed_attempt_logged() -> None:
     assert "large" not in module.seen[-1]
 
 
+def test_a_value_that_lightning_refuses_is_refused_where_it_is_logged() -> None:
+    def step(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
+        with pytest.raises(ValueError, match="`list` values cannot be logged"):
+            module.log("sizes", [1.0, 2.0])
+
+    assert len(seen_by(None, step, 4)) == 9
+
+
+def positional(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
+    module.log("loss", F.cross_entropy(logits, target), False, None, False, True)
+
+
+def test_arguments_of_log_may_be_positional() -> None:
+    assert seen_by(None, positional, 4)[-1] == pytest.approx(seen_by(None, positional, None)[-1], rel=1e-6)
+
+
 @pytest.mark.timeout(60)
 def test_ranks_pair_their_reductions_whichever_name_comes_first() -> None:
     targets = [torch.tensor([0, 0, 2, 2, 1, 1, 0, 0]), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])]

@@ -91,7 +91,7 @@ def _collecting(results: BatchResults, module: pl.LightningModule) -> Callable[.
         if isinstance(value, Number):
             value = torch.tensor(value, device=module.device, dtype=torch.get_default_dtype())  # as Lightning does
         if not isinstance(value, (Tensor, Metric)):
-            type(module).log(module, name, value, *args, **kwargs)  # says what is wrong with it
+            return type(module).log(module, name, value, *args, **kwargs)  # raises what is wrong with it
         arguments = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         results.batch_log.collect(module._current_fx_name or "", name, value, arguments)
 
