@@ -124,7 +124,7 @@ class Accumulation:
         self.before_backward: Callable[[], None] | None = None
         """Called in every micro-batch that is added to the window, once its weight is known."""
         self.checks_left = 0
-        """At how many loader batches more the check may be tried: until one has two rows on every rank."""
+        """At how many loader batches more the check may be tried: until enough rows were looked at on every rank."""
         self.row_wise: RowWise | None = None
         """Runs submodules in micro-batches."""
         self.has_joint_loss = False
@@ -542,7 +542,8 @@ class Accumulation:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on counting."""
-        is_checked = self._was_checked or (self.verdict is not None and self.verdict.deviation is not None)
+        is_verdict = self.verdict is not None and self.verdict.deviation is not None and not self.checks_left
+        is_checked = self._was_checked or is_verdict
         state: dict[str, Any] = {
             "format": FORMAT,
             "epoch": self.epoch,

@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -81,9 +81,10 @@ class Verdict:
         deviation: how far the parts are from the whole, as part of its size; None where that could not be found out.
         tolerance: what rounding makes of it.
         seen: what deviates by that much, or why nothing could be found out.
-        rows: how many rows were looked at, and the sizes of the parts.
+        rows: the sizes of the parts.
         has_terms: the loss has several terms, which share one weight.
-        may_try_again: another batch may show more.
+        is_suitable: False where these rows show nothing, and others may.
+        looked_at: how many rows were looked at until now, of this batch and those before.
     """
 
     deviation: float | None
@@ -91,12 +92,25 @@ class Verdict:
     seen: str = ""
     rows: tuple[int, ...] = ()
     has_terms: bool = False
-    may_try_again: bool = False
+    is_suitable: bool = True
+    looked_at: int = 0
 
     @classmethod
     def unknown(cls, reason: CannotCheckError) -> Verdict:
         """That of what could not be found out."""
-        return cls(None, seen=str(reason), may_try_again=isinstance(reason, UnsuitableRowsError))
+        return cls(None, seen=str(reason), is_suitable=not isinstance(reason, UnsuitableRowsError))
+
+    def after(self, before: Verdict | None) -> Verdict:
+        """The worst of both, where rows of another batch were looked at before."""
+        if before is None or before.deviation is None:
+            return self
+        worst = before if self.deviation is None or self.deviation < before.deviation else self
+        return replace(worst, looked_at=self.looked_at + before.looked_at)
+
+    @property
+    def may_try_again(self) -> bool:
+        """Another batch may show more."""
+        return not self.is_suitable if self.deviation is None else self.looked_at < MOST_ROWS
 
     @property
     def in_words(self) -> str:
@@ -112,7 +126,8 @@ class Verdict:
         if self.deviation is None:
             return f"not checked: {self.seen}"
         words = "adds up to" if self.adds_up else "does not add up, by"
-        return f"checked: {words} {self.deviation:.1g}"
+        rows = f" on {self.looked_at} rows" if self.looked_at < MOST_ROWS else ""
+        return f"checked: {words} {self.deviation:.1g}{rows}"
 
 
 class _Measured(NamedTuple):
@@ -182,17 +197,18 @@ class Check:
         self.takes_functions = True
         """See :class:`~lightning_accum.weighing.weight.Weigher`: False where only so the parts were found to add up."""
 
-    def __call__(self, batches: Sequence[Rows]) -> Verdict:
+    def __call__(self, batches: Sequence[Rows], may_leave_functions: bool = True) -> Verdict:
         """Look at some rows. Called on all ranks, with equally many parts.
 
         Args:
             batches: some rows, in several ways. A way that a module cannot take, such as a part of one row, is passed over.
+            may_leave_functions: whether :attr:`takes_functions` is still to be found out.
 
         Returns:
             The worst that was found on this rank.
         """
         verdict = self._worst(batches)
-        if callable(self._weight) and not self._do_all_add_up(verdict):
+        if may_leave_functions and callable(self._weight) and not self._do_all_add_up(verdict):
             self.takes_functions = False
             as_it_is = self._worst(batches)
             if self._do_all_add_up(as_it_is):
