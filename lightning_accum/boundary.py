@@ -20,10 +20,10 @@ class Boundary:
     Example:
         >>> boundary = Boundary("step")
         >>> boundary.begin(size=2)
-        >>> [boundary.is_reached(seen, size=3) for seen in (1, 2)]  # it keeps the size that it began with
+        >>> [boundary.is_reached(seen, size=lambda: 3) for seen in (1, 2)]  # it keeps the size that it began with
         [False, True]
         >>> boundary.close(2)
-        >>> boundary.is_reached(4, size=3), boundary.is_cut_by_the_end(is_end_of_training=False)
+        >>> boundary.is_reached(4, size=lambda: 3), boundary.is_cut_by_the_end(is_end_of_training=False)
         (False, True)
     """
 
@@ -45,19 +45,19 @@ class Boundary:
         if not self._is_under_way:
             self.size, self._is_under_way = size, True
 
-    def is_reached(self, seen: int, size: float) -> bool:
+    def is_reached(self, seen: int, size: Callable[[], float]) -> bool:
         """Whether the window ends with loader batch number ``seen``, whatever follows.
 
         Between the end of a window and the next loader batch the answer stays True.
 
         Args:
             seen: loader batches so far, this one included.
-            size: loader batches in a window that has not begun; see :meth:`begin`.
+            size: returns the loader batches in a window that has not begun; see :meth:`begin`.
         """
         position = seen - self.closed_at
         if position == 0 or seen == self._cut_at:
             return True
-        return position >= (self.size if self._is_under_way else size)
+        return position >= (self.size if self._is_under_way else size())
 
     def is_cut_by_the_end(self, is_end_of_training: bool) -> bool:
         """Whether an unfinished window ends where the data does.

@@ -149,7 +149,7 @@ class Window:
 
     def _take_in(self, mean: Denominator, contribution: Contribution) -> None:
         function = None if contribution.of_mean is None else contribution.of_mean.function
-        if function != self._function and _has_weight(contribution):
+        if function is not self._function and function != self._function and _has_weight(contribution):
             if any(map(_has_weight, self._contributions)):
                 raise ValueError(
                     f"The loss is {_in_words(function)} in a micro-batch, and was {_in_words(self._function)} in those"
@@ -289,10 +289,12 @@ class Window:
         left_out = totals[_NUMBERS] if self._counts_left_out else 0.0
         are_exact = self.terms is not None and self.terms.are_exact(totals[self._numbers :], weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
-        kinds, has_others = self._kinds(), any(contribution.others for contribution in self._contributions)
+        kinds, contributions = self._kinds(), self._contributions
         is_mixed = len(kinds) > 1 if self._world_size == 1 else flags % _MOST_RANKS**3 >= _MOST_RANKS**2
         is_function = self._function is not None if self._world_size == 1 else flags >= _MOST_RANKS**3
-        own_function = (any(map(_has_weight, self._contributions)), self._function, self._sum_of_constants())
+        own_function = None
+        if is_function:
+            own_function = (any(map(_has_weight, self._contributions)), self._function, self._sum_of_constants())
         flags %= _MOST_RANKS**2
         self.discard()
         told: dict[str, Any] = {
@@ -327,7 +329,7 @@ class Window:
         if weight == 0 and not sums:
             return ClosedWindow(math.nan, 0.0, int(micro_batches), is_empty=True, **told)
         loss, slope = loss if sums else loss / weight, 1.0
-        if is_function:
+        if own_function is not None:
             loss, slope = self._apply_function(*own_function, loss, micro_batches if sums else weight)
             told["slope"] = slope
         if sums:
@@ -341,6 +343,7 @@ class Window:
         is_next = self._is_on_host and _is_power_of_two(of_a_rank)
         self._reference = of_a_rank if is_next else _power_of_two_near(weight / micro_batches)
         disagree = disagree and not is_miscounted
+        has_others = disagree and any(contribution.others for contribution in contributions)
         told = {**told, "do_terms_disagree": disagree and has_others, "do_factors_differ": disagree and not has_others}
         told["is_miscounted"] = is_miscounted
         return ClosedWindow(loss, weight, int(micro_batches), **told)
@@ -414,7 +417,9 @@ class Window:
             weight, negative = weight + n, negative + (n < 0)
             loss += l * n if n != 0 else 0.0
             if contribution.others or factors:
-                d = n * factors + sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
+                d = n * factors
+                if contribution.others:
+                    d += sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
                 terms, spread = terms + d, spread + (d**2 / n if n != 0 else math.inf if d else 0.0)
         return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, *self._flags()]
 

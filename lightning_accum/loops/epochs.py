@@ -186,13 +186,13 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         accumulation = self.strategy.accumulation
         if self.strategy.manual is not None:
             boundary, seen = self.strategy.manual.windows.boundary, self.batch_progress.total.ready
-            return not (boundary.is_reached(seen, self._window_size()) or self._is_cut_by_the_end(boundary))
+            return not (boundary.is_reached(seen, self._window_size) or self._is_cut_by_the_end(boundary))
         if accumulation is None:
             return super()._should_accumulate()
         if accumulation.is_inside_batch:
             return False
         boundary = accumulation.boundary
-        if boundary.is_reached(self.batch_progress.total.ready, self._window_size()):
+        if boundary.is_reached(self.batch_progress.total.ready, self._window_size):
             return False
         return self._counts_tokens_of_parts() or not self._is_cut_by_the_end(boundary)
 

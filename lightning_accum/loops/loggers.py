@@ -23,7 +23,8 @@ class WindowRows(_LoggerConnector):
 
     def flush(self) -> None:
         """No row of the module's own comes at this step."""
-        self.log_metrics({})
+        if self.pending:
+            self.log_metrics({})
 
     @override
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
