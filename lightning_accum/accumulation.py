@@ -22,7 +22,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
-from lightning_accum.weighing.functions import OfMean, leave_out_function
+from lightning_accum.weighing.functions import OfMean
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
@@ -260,7 +260,7 @@ class Accumulation:
         if (self.splitting is None or self.splitting.plan is None) and self.is_plain():
             self.closed = self._plain_window(loss)
             self.is_weightless = self.closed.is_empty
-            self.weigher.take_terms()
+            self.weigher.forget()
             return None
         try:
             contribution = self.weigher(loss, self.batch, None if self.splitting is None else self.splitting.rows)
@@ -279,7 +279,7 @@ class Accumulation:
         # the weight in the wide type, if there is one
         seed = self.window.add(loss if self.sums is None else loss.detach().to(self.sums.dtype), contribution)
         if contribution.of_mean is not None:
-            leave_out_function(loss)
+            self.weigher.leave_out_function(loss)
         if self.before_backward is not None:
             self.before_backward()
         if self.is_boundary:

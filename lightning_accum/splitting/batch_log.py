@@ -105,7 +105,8 @@ class BatchLog:
             self._detached = value
             return
         with suppress(UnreadableLossError):
-            reading, self._of_mean = read_function(value)
+            reading, found = read_function(value)
+            self._of_mean = None if found is None else found.of_mean(value)
             self._of_value = (reading.weight, reading.weight is None, None)
 
     def collect(self, key: str, value: Tensor | Metric, batch_size: int, is_batch_size_given: bool) -> None:

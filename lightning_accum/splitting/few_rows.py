@@ -48,9 +48,7 @@ class FewRows:
         if self.number < 2:
             raise CannotCheckError(f"the first batch has {self.number} row{'s' * (self.number != 1)}")
 
-    def ways(
-        self, number: int, micro_batch: int | None = None, attempt: int = 0, losses_of: Losses | None = None
-    ) -> list[Rows]:
+    def ways(self, number: int, micro_batch: int | None = None, attempt: int = 0, losses_of: Losses | None = None) -> list[Rows]:
         """As many of the first rows as are looked at, as many at once as fit into memory.
 
         The first of them with a part of one row, and all with the rows of small losses in one part and of large ones in another: a
@@ -116,9 +114,7 @@ class SplitRows:
         if self.number < 2:
             raise CannotCheckError("split= does not cut a micro-batch in two")
 
-    def ways(
-        self, number: int, micro_batch: int | None = None, attempt: int = 0, losses_of: Losses | None = None
-    ) -> list[Rows]:
+    def ways(self, number: int, micro_batch: int | None = None, attempt: int = 0, losses_of: Losses | None = None) -> list[Rows]:
         """The parts, where there are ``number`` of them."""
         if number != self.number:
             return []

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
-from lightning_accum.weighing.functions import FunctionOfMean, leave_out_function
+from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher
@@ -329,7 +329,7 @@ class Check:
             if whole is None and of_mean is not None:
                 _, slope = of_mean.function.at(float(of_mean.mean))
             elif whole is not None and of_mean is not None:
-                leave_out_function(loss)
+                weigher.leave_out_function(loss)
                 slope = whole.slope
             gradient = self._together(lambda: self._gradients(loss, share if whole is None else share * slope))
         finally:
