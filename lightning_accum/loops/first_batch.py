@@ -116,8 +116,8 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         accumulation.verdict = Verdict(None, seen=reason).after(before)
         return
     is_begun = before is not None and before.deviation is not None
-    if is_begun:
-        check.takes_functions = accumulation.weigher.takes_functions
+    if before is not None and is_begun:
+        check.takes_functions, check.loss = accumulation.weigher.takes_functions, before.loss
     if strategy.row_wise is not None and ranks.world_size > 1 and not is_begun:
         assert isinstance(found, FewRows)
         try:
@@ -135,7 +135,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
             return
     verdict = check(rows, may_leave_functions=not is_begun)
     looked_at = MOST_ROWS if policy.split is not None else min(number, MOST_ROWS)
-    verdict = replace(verdict, looked_at=looked_at if verdict.deviation is not None else 0).after(before)
+    verdict = replace(verdict, looked_at=looked_at if verdict.deviation is not None else 0, loss=check.loss).after(before)
     accumulation.weigher.takes_functions = check.takes_functions
     if not largest(float(verdict.may_try_again)):
         accumulation.checks_left = 0

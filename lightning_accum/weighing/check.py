@@ -85,6 +85,7 @@ class Verdict:
         has_terms: the loss has several terms, which share one weight.
         is_suitable: False where these rows show nothing, and others may.
         looked_at: how many rows were looked at until now, of this batch and those before.
+        loss: the largest that was seen in them.
     """
 
     deviation: float | None
@@ -94,6 +95,7 @@ class Verdict:
     has_terms: bool = False
     is_suitable: bool = True
     looked_at: int = 0
+    loss: float = 0.0
 
     @classmethod
     def unknown(cls, reason: CannotCheckError) -> Verdict:
@@ -105,7 +107,7 @@ class Verdict:
         if before is None or before.deviation is None:
             return self
         worst = before if self.deviation is None or self.deviation < before.deviation else self
-        return replace(worst, looked_at=self.looked_at + before.looked_at)
+        return replace(worst, looked_at=self.looked_at + before.looked_at, loss=max(self.loss, before.loss))
 
     @property
     def may_try_again(self) -> bool:
@@ -194,6 +196,8 @@ class Check:
         self._snapshot: Restores | None = None
         self._mode = _CheckMode(module.parameters())
         self._has_drawn = False
+        self.loss = 0.0
+        """The largest so far. What is nothing beside it may be rounding."""
         self.takes_functions = True
         """See :class:`~lightning_accum.weighing.weight.Weigher`: False where only so the parts were found to add up."""
 
@@ -284,8 +288,11 @@ class Check:
         try:
             whole = self._measure(rows.whole, weight, rows=total)
             parts = [self._measure(part, weight, whole, size) for part, size in zip(rows.parts, sizes, strict=True)]
+            if abs(whole.loss) < self.tolerance * self.loss:
+                raise UnsuitableRowsError("the loss of the first rows is 0 but for rounding")
             deviation, seen = _deviation(whole, parts)
-            verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
+            self.loss = max(self.loss, abs(whole.loss))
+            verdict = Verdict(deviation, self.tolerance, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
         except CannotCheckError as reason:
             verdict = Verdict.unknown(reason)
         if self._largest(float(not verdict.adds_up)) == 0:
