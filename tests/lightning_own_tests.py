@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("what", nargs="*", default=list(DIRECTORIES), help="directories or files of its tests/tests_pytorch")
     parser.add_argument("--environment", type=Path, metavar="DIR", help="make it there and keep it, or use the one that is there")
     parser.add_argument("--python", default=sys.executable, help="make the environment with this Python")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     checkout = options.checkout.resolve()
     version = (checkout / "src" / "version.info").read_text(encoding="utf-8").strip()
     with tempfile.TemporaryDirectory() as temporary:
