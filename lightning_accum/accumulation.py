@@ -146,7 +146,9 @@ class Accumulation:
         """
         if state:
             check_format(state)
-            check_keys(state, _STATE, ("micro_batch_sizes", "padding", "epoch_loss", "window"), "GradientAccumulation")
+            check_keys(
+                state, _STATE, ("micro_batch_sizes", "padding", "epoch_loss", "window", "weight_constant"), "GradientAccumulation"
+            )
         self.resumed_state = state
 
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
@@ -187,6 +189,8 @@ class Accumulation:
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
         self.weigher.takes_functions = bool(state.get("takes_functions", True))
         self._was_checked = state.get("checked_weight") == self.policy.weight_in_words
+        if self._was_checked:
+            self.window.constant = state.get("weight_constant")
         if self._was_checked and self.checks_left:
             self.checks_left, self.verdict = 0, Verdict(None, seen="the checkpoint is of a training that was")
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
@@ -555,6 +559,8 @@ class Accumulation:
             "checked_weight": self.policy.weight_in_words if is_checked else "",
             "takes_functions": self.weigher.takes_functions,
         }
+        if self.window.constant:
+            state["weight_constant"] = self.window.constant
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()
         if self.splitting is not None:

@@ -118,6 +118,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     is_begun = before is not None and before.deviation is not None
     if before is not None and is_begun:
         check.takes_functions, check.loss = accumulation.weigher.takes_functions, before.loss
+        check.constant = accumulation.window.constant
     if strategy.row_wise is not None and ranks.world_size > 1 and not is_begun:
         assert isinstance(found, FewRows)
         try:
@@ -137,6 +138,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     looked_at = MOST_ROWS if policy.split is not None else min(number, MOST_ROWS)
     verdict = replace(verdict, looked_at=looked_at if verdict.deviation is not None else 0, loss=check.loss).after(before)
     accumulation.weigher.takes_functions = check.takes_functions
+    accumulation.window.constant = check.constant
     if not largest(float(verdict.may_try_again)):
         accumulation.checks_left = 0
     if largest(float(not verdict.adds_up)) == 0:

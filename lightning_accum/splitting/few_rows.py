@@ -52,7 +52,7 @@ class FewRows:
         """As many of the first rows as are looked at, as many at once as fit into memory.
 
         The first of them with a part of one row, and all with the rows of small losses in one part and of large ones in another: a
-        loss that goes by a statistic of its batch is another one there. A row twice, where there are two. And with a part that has
+        loss that goes by a statistic of its batch is another one there. Rows twice, where there are few. And with a part that has
         no label, where labels may be missing.
 
         Args:
@@ -65,8 +65,8 @@ class FewRows:
         rows = [(attempt * looked_at + row) % layout.size for row in range(looked_at)]
         at_once = sum(sizes)
         found = [_cut(layout, rows[:at_once], sizes)]
-        if at_once == 2:
-            found.append(_cut(layout, rows[:1] * 2, [1, 1]))
+        if at_once < 4:
+            found.append(_cut(layout, rows[:1] * 2, [1, 1]) if micro_batch == 1 else _cut(layout, sorted(rows[:2] * 2), [1, 1, 2]))
         losses = [0.0] * looked_at
         if losses_of is not None and at_once > 2:
             with suppress(CannotCheckError):

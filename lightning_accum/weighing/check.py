@@ -32,6 +32,7 @@ _T = TypeVar("_T")
 MOST_ROWS = 8
 _SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
 """Elements of a gradient that are compared, spread over all of it; and of all gradients about."""
+_SMALL = 1e-3
 _OF_A_PARAMETER = 1e-2
 """A gradient smaller than this part of the whole one is compared with this part: what it is beside is rounding."""
 
@@ -198,6 +199,11 @@ class Check:
         self._has_drawn = False
         self.loss = 0.0
         """The largest so far. What is nothing beside it may be rounding."""
+        self.constant: float | None = None
+        """What weights have in them beside what adds up, as in ``sum / (count + 1e-8)``; None before parts have shown it."""
+        self._excesses: list[tuple[float, int, float]] = []
+        """How much more the weights of parts are together than that of their whole, how many beside one they are, and their sum."""
+        self._eps_of_weights = torch.finfo(torch.float64).eps
         self.takes_functions = True
         """See :class:`~lightning_accum.weighing.weight.Weigher`: False where only so the parts were found to add up."""
 
@@ -213,11 +219,11 @@ class Check:
         """
         verdict = self._worst(batches)
         if may_leave_functions and callable(self._weight) and not self._do_all_add_up(verdict):
-            self.takes_functions = False
+            constant, self.constant, self.takes_functions = self.constant, None, False
             as_it_is = self._worst(batches)
             if self._do_all_add_up(as_it_is):
                 return as_it_is
-            self.takes_functions = True
+            self.constant, self.takes_functions = constant, True
         return verdict
 
     def _do_all_add_up(self, verdict: Verdict) -> bool:
@@ -225,9 +231,20 @@ class Check:
 
     def _worst(self, batches: Sequence[Rows]) -> Verdict:
         with self._held():
-            found = [self._look(rows, self._weight) for rows in batches]
+            return self._worst_of([self._look(rows, self._weight) for rows in batches])
+
+    def _worst_of(self, found: Sequence[Verdict]) -> Verdict:
         seen = [verdict for verdict in found if verdict.deviation is not None]
-        return max(seen, key=lambda verdict: verdict.deviation or 0.0) if seen else found[0]
+        if self.constant is None and self._largest(float(bool(self._excesses))):
+            self.constant = self._learn_constant()
+        of_weights = max(
+            (abs(excess - others * (self.constant or 0.0)) / size for excess, others, size in self._excesses), default=0.0
+        )
+        self._excesses.clear()
+        if not seen:
+            return found[0]
+        worst = max(seen, key=lambda verdict: verdict.deviation or 0.0)
+        return worst if of_weights <= (worst.deviation or 0.0) else replace(worst, deviation=of_weights, seen="the weight")
 
     def weight_that_adds_up(self, batches: Sequence[Rows]) -> str | None:
         """An argument ``weight`` with which the parts add up, in words; None where none of the usual ones does."""
@@ -239,8 +256,9 @@ class Check:
         }
         with self._held():
             for words, weight in candidates.items():
+                self.constant = None
                 found = [self._look(rows, weight) for rows in batches]
-                fits = all(verdict.adds_up for verdict in found) and found[0].deviation is not None
+                fits = self._worst_of(found).adds_up and found[0].deviation is not None
                 if weight != self._weight and not self._largest(float(not fits)):
                     return words
         return None
@@ -290,7 +308,7 @@ class Check:
             parts = [self._measure(part, weight, whole, size) for part, size in zip(rows.parts, sizes, strict=True)]
             if abs(whole.loss) < self.tolerance * self.loss:
                 raise UnsuitableRowsError("the loss of the first rows is 0 but for rounding")
-            deviation, seen = _deviation(whole, parts)
+            deviation, seen = max(_deviation(whole, parts), (self._compare_weights(whole, parts), "the weight"))
             self.loss = max(self.loss, abs(whole.loss))
             verdict = Verdict(deviation, self.tolerance, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
         except CannotCheckError as reason:
@@ -310,6 +328,37 @@ class Check:
             verdict = Verdict.unknown(reason)
         return verdict
 
+    def _learn_constant(self) -> float:
+        """What weights have in them beside what adds up, by all that was seen on all ranks; 0 where it is not the same in all.
+
+        One that is small beside the weight is learned from any two parts. A larger one only from numbers of parts that differ: two
+        parts alone could show as one what goes with the rows in another way, such as a root of their number.
+        """
+        least, most = self._span([excess / others for excess, others, _ in self._excesses])
+        fewest, largest = self._span([float(others) for _, others, _ in self._excesses])
+        _, share = self._span([abs(excess) / size for excess, _, size in self._excesses])
+        _, rounding = self._span([self.tolerance * size for *_, size in self._excesses])
+        is_proven = fewest != largest or share <= _SMALL
+        is_seen = share > 64 * self._largest(self._eps_of_weights)
+        return most if is_seen and is_proven and most - least <= rounding else 0.0
+
+    def _span(self, numbers: Sequence[float]) -> tuple[float, float]:
+        """The smallest and the largest, over all ranks."""
+        return -self._largest(-min(numbers, default=math.inf)), self._largest(max(numbers, default=-math.inf))
+
+    def _compare_weights(self, whole: _Measured, parts: Sequence[_Measured]) -> float:
+        """How far what other terms were divided by is from that of the whole. What weights are off is collected."""
+        if whole.counts:
+            rows = zip(*((part.weight or 0.0, *part.counts) for part in parts), strict=False)
+            return max(
+                _relative(of_parts, total) for of_parts, total in zip(rows, (whole.weight or 0.0, *whole.counts), strict=False)
+            )
+        weights = [part.weight for part in parts if part.weight]
+        if whole.is_read and whole.weight and len(weights) > 1:
+            total = sum(weights)
+            self._excesses.append((total - whole.weight, len(weights) - 1, max(total, whole.weight)))
+        return 0.0
+
     def _measure(self, batch: Callable[[], Any], weight: Any, whole: _Measured | None = None, rows: int | None = None) -> _Measured:
         """What a batch of so many rows contributes: all that is to be compared is in parts of ``whole``, where there is one."""
         self._restore()
@@ -324,6 +373,8 @@ class Check:
                 raise
             contribution = Contribution(1.0) if read is None else read
             n = None if contribution.weight is None else float(contribution.weight)
+            if isinstance(contribution.weight, Tensor) and contribution.weight.is_floating_point():
+                self._eps_of_weights = max(self._eps_of_weights, torch.finfo(contribution.weight.dtype).eps)
             nodes = weigher.take_terms()
             counts = tuple(float(count) for count in contribution.others) if nodes else ()
             share = 1.0
@@ -448,8 +499,6 @@ def _deviation(whole: _Measured, parts: Sequence[_Measured]) -> tuple[float, str
     found = [(_deviation_of_gradients(whole, parts, scale), "the gradient")]
     if not whole.counts:  # else each term has its own share, and in its gradient only
         found.append((_relative(losses, whole.loss), "the loss"))
-        if whole.is_read:
-            found.append((_relative(weights, whole.weight or 0.0), "the weight"))
     return max(found, key=lambda pair: pair[0])
 
 
