@@ -86,6 +86,15 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed)
 
 
+def state_outside_torch() -> list[Any]:
+    """The state of the global generators of Python and numpy, to be compared."""
+    states: list[Any] = [random.getstate()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, key, *others = numpy.random.get_state(legacy=True)
+        states.append((name, key.tobytes(), *others))
+    return states
+
+
 class SameForEveryRow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
     """In here random numbers depend on how many were drawn since :meth:`restart`, and are the same for all rows of a tensor.
 

@@ -47,6 +47,8 @@ EXPECTED = {
     "test_config_validator.test_trainer_manual_optimization_config": "accumulation with manual optimization is no error",
     "test_trainer.test_train_loop_system": "a window's last closure runs before the step, not in it",
     "test_manual_optimization.test_step_with_optimizer_closure": _WRAPS_ITSELF,
+    "test_stochastic_weight_avg.test_swa_callback": _WRAPS_ITSELF,
+    "test_stochastic_weight_avg.test_swa_resume_training": _WRAPS_ITSELF,
 }
 """Tests that fail only with this package, and why they should, by a part of their names."""
 

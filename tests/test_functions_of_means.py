@@ -108,6 +108,7 @@ def by_hand(loss: Loss, optimizer: str = "sgd", epochs: int = 2) -> Regression:
 # --- one process -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(22)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_windows_of_unequal_batches_are_their_full_batches(name: str, optimizer: str) -> None:
@@ -116,6 +117,7 @@ def test_windows_of_unequal_batches_are_their_full_batches(name: str, optimizer:
     assert relative_error(module.parameters(), by_hand(FUNCTIONS[name], optimizer).parameters()) <= EXACT
 
 
+@pytest.mark.some_cases(22)
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_split_batches_are_exact(name: str, window: int) -> None:
@@ -146,6 +148,7 @@ def test_the_loss_of_a_window_is_that_of_its_full_batch(name: str, ranks: int) -
 # --- ranks, checkpoints, hooks ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", ["RMSE", "masked RMSE", "logarithm with eps", "norm of all errors"])
 @pytest.mark.parametrize("window", [1, 2])
 def test_over_ranks_a_window_is_its_full_batch(name: str, window: int) -> None:
@@ -383,6 +386,7 @@ REFUSED: dict[str, Loss] = {
 }
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize("weight", ["auto", SampleCount()], ids=["auto", "samples"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_others_are_refused_with_the_word_that_no_weight_helps(name: str, weight: Any) -> None:

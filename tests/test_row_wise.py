@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +165,36 @@ class InPlace(Encoder):
         return self.net(x).add_(self.temperature).mul_(0.5)
 
 
+class Pair(Encoder):
+    """Outputs that share memory with each other, and with an argument."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        z = self.net(x)
+        return {"z": z, "first": z[:, :3], "again": (z, y)}
+
+
+class Routed(Encoder):
+    """Rows that no weight has seen are zeros, without a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed = (x[:, 0] > 0).nonzero()[:, 0]
+        return x.new_zeros(len(x), 6).index_copy(0, routed, self.net(x[routed])) if len(routed) else x.new_zeros(len(x), 6)
+
+
+class PerRow(Encoder):
+    """A list with one number a row."""
+
+    def forward(self, x: Tensor, lengths: list[int], shape: tuple[int, int]) -> tuple[Tensor, list[int]]:
+        assert shape == (10, 10)
+        z = torch.stack([row * length for row, length in zip(self.net(x), lengths, strict=False)])
+        return z, [2 * length for length in lengths]
+
+
+class DrawsWithPython(Encoder):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * (random.random() if self.training else 0.5)
+
+
 class Model(nn.Module):
     """A step of two named submodules and a stem before them."""
 
@@ -242,6 +273,56 @@ def shared(model: Model, x: Tensor) -> Tensor:
     return spread(model.a(x)) + spread(model.b(model.stem(x))) + model.a.weight.square().sum()
 
 
+def three_times(model: Model, x: Tensor) -> Tensor:
+    return spread(model.a(x)) + spread(model.a(input=x[:7])) + spread(model.a(torch.cat([x, x + 1, x[:3]])))
+
+
+def many_views(model: Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = model.a(x + 1)
+    return sum(spread(model.a(x + view) * target) for view in range(4))
+
+
+def sharing_memory(model: Model, x: Tensor) -> Tensor:
+    hidden = model.stem(x)
+    outputs = model.a(hidden, hidden + 1)
+    return spread(outputs["z"]) + spread(outputs["first"].tanh()) + spread(outputs["again"][0] * 2) + outputs["again"][1].var()
+
+
+def routed(model: Model, x: Tensor) -> Tensor:
+    return spread(model.a(x * (torch.arange(len(x)) > 6)[:, None]))
+
+
+def with_a_list(model: Model, x: Tensor) -> Tensor:
+    z, doubled = model.a(x, list(range(1, len(x) + 1)), (len(x), len(x)))
+    return spread(z) * sum(doubled)
+
+
+def in_eval_mode(model: Model, x: Tensor) -> Tensor:
+    model.a.eval()
+    z = model.a(model.stem(x))
+    model.a.train()
+    return spread(z)
+
+
+def frozen_for_a_call(model: Model, x: Tensor) -> Tensor:
+    model.a.requires_grad_(False)
+    z = model.a(model.stem(x))
+    model.a.requires_grad_(True)
+    return spread(z)
+
+
+def padded_attention(model: Model, x: Tensor) -> Tensor:
+    model.a.eval()  # in which torch has a fast path without a graph, that writes zeros into padding
+    tokens = torch.linspace(0, 1, 10 * 4 * 6, dtype=x.dtype).reshape(10, 4, 6).sin() * model.weight
+    padding = torch.arange(4) >= torch.tensor([4, 3, 2, 1, 4, 3, 2, 1, 4, 3])[:, None]
+    return spread(model.a(tokens, src_key_padding_mask=padding).mean(1))
+
+
+def in_a_checkpoint(model: Model, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: spread(model.a(x)), model.stem(x), use_reentrant=False) + spread(model.a(x))
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6))
 
@@ -268,6 +349,15 @@ CALLS: dict[str, tuple[Callable[[Model, Tensor], Tensor], Callable[[], dict[str,
     "a frozen layer": (frozen_inside, lambda: {"a": mlp()}, ["a"]),
     "a weight that is used outside too": (shared, sharing, ["a"]),
     "a tower inside of another's": (shared, sharing, ["b"]),
+    "three calls of different sizes, one by keyword": (three_times, lambda: {"a": nn.Linear(5, 6)}, ["a"]),
+    "a loop over views, and targets without gradients": (many_views, lambda: {"a": mlp()}, ["a"]),
+    "outputs that share memory": (sharing_memory, lambda: {"a": Pair()}, ["a"]),
+    "rows that need no gradient": (routed, lambda: {"a": Routed()}, ["a"]),
+    "a list with a number for each row": (with_a_list, lambda: {"a": PerRow()}, ["a"]),
+    "evaluation mode in the call alone": (in_eval_mode, lambda: {"a": nn.Sequential(mlp(), nn.Dropout(0.5))}, ["a"]),
+    "frozen in the call alone": (frozen_for_a_call, lambda: {"a": mlp()}, ["a"]),
+    "attention with a fast path": (padded_attention, lambda: {"a": nn.TransformerEncoder(transformer(), 2)}, ["a"]),
+    "a checkpoint around a call": (in_a_checkpoint, lambda: {"a": mlp()}, ["a"]),
 }
 
 
@@ -290,6 +380,73 @@ def test_any_call_has_the_gradients_of_the_whole_batch(case: str, rows: int) -> 
         found = [p.grad for p in model.parameters()]
         assert [g is None for g in found] == [g is None for g in expected]
         assert relative_error([g for g in found if g is not None], [g for g in expected if g is not None]) < 1e-13
+
+
+class Pooled(nn.Module):
+    """The mean of the tokens of a row that are no padding; sequences too, where it is asked for them."""
+
+    def __init__(self, has_sequences: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.has_sequences, self.shapes = has_sequences, []
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor, bias: Tensor) -> Any:
+        if not torch.is_inference_mode_enabled():
+            self.shapes.append(tuple(tokens.shape[:2]))
+        hidden = self.net(tokens) + bias[:, None]
+        mean = (hidden * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
+        return (mean, hidden) if self.has_sequences else mean
+
+
+def pooled(model: Model, x: Tensor) -> Tensor:
+    lengths = torch.tensor([2, 7, 1, 3, 2, 6, 1, 2, 3, 2])
+    mask = (torch.arange(7) < lengths[:, None]).to(x)
+    tokens = torch.stack([x + step for step in range(7)], 1).sin() * mask[..., None] * model.weight
+    output = model.a(tokens, mask, bias=torch.linspace(0, 1, 7).to(x) * model.weight)
+    return spread(output) if isinstance(output, Tensor) else spread(output[0]) + (output[1] * mask[..., None]).var()
+
+
+@pytest.mark.parametrize(("size", "most"), [(3, 3), (Tokens(8), 8), (Tokens(5), 10)])
+@pytest.mark.parametrize("has_sequences", [False, True])
+def test_rows_of_a_call_are_sorted_and_trimmed_where_their_lengths_can_be_read(size: Any, most: int, has_sequences: bool) -> None:
+    model = Model(pooled, a=Pooled(has_sequences))
+    ((x, _),) = batches(1)
+    pooled(model, x).backward()
+    expected = [p.grad.clone() for p in model.a.parameters()] + [model.weight.grad.clone()]
+    row_wise = RowWise(model, ["a"], size, torch.device("cpu"))
+    for _ in range(2):  # in the first there are proofs
+        model.zero_grad()
+        model.a.shapes.clear()
+        with row_wise.step(len(x)):
+            pooled(model, x).backward()
+        assert relative_error([*(p.grad for p in model.a.parameters()), model.weight.grad], expected) < 1e-13
+    shapes, half = model.a.shapes, len(model.a.shapes) // 2
+    assert sorted(shapes[:half]) == sorted(shapes[half:])  # run, and run again
+    assert sum(rows for rows, _ in shapes[:half]) == len(x)
+    if has_sequences:
+        assert {columns for _, columns in shapes} == {7}
+    else:
+        assert sum(rows * columns for rows, columns in shapes[:half]) < 50
+    if isinstance(size, Tokens):
+        assert all(rows == 1 or rows * columns <= most for rows, columns in shapes)
+
+
+def test_random_numbers_of_python_are_those_of_the_first_pass() -> None:
+    model = Model(encoded, a=DrawsWithPython())
+    ((x, _),) = batches(1)
+    random.seed(1)
+    factors = [random.random() for _ in range(4)]
+    of_rows = torch.tensor([factor for factor in factors for _ in range(3)][:10], dtype=x.dtype)
+    spread(model.a.net(x) * of_rows[:, None]).backward()
+    expected = [p.grad.clone() for p in model.a.net.parameters()]
+    row_wise = RowWise(model, ["a"], 3, torch.device("cpu"))
+    for _ in range(2):
+        model.zero_grad()
+        random.seed(1)
+        with row_wise.step(len(x)):
+            encoded(model, x).backward()
+        assert relative_error([p.grad for p in model.a.net.parameters()], expected) < 1e-13
+        assert random.random() != factors[0]
 
 
 def test_gradients_reach_an_input_of_the_users_own() -> None:
@@ -419,6 +576,63 @@ class OverRows(Encoder):
         return self.net(x - x.mean(0))
 
 
+class Measures(Encoder):
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        z = self.net(x)
+        return z, float(z.detach().norm())
+
+
+class WithAttribute(Encoder):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.factor
+
+
+class AnyLarge(Encoder):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(x), (x[:, 0] > 5).any()
+
+
+class OfTheLongest(Encoder):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)[:, : 6 if bool((x[:, 0] > 5).any()) else 4]
+
+
+def counted(model: Model, x: Tensor) -> Tensor:
+    z, number = model.a(x)
+    return spread(z) * number
+
+
+def last_is_large(model: Model, x: Tensor) -> Tensor:
+    x = x.clone()
+    x[-1, 0] = 10
+    output = model.a(x)
+    return spread(output) if isinstance(output, Tensor) else spread(output[0]) * (1 + output[1])
+
+
+def set_between_calls(model: Model, x: Tensor) -> Tensor:
+    one = model.a(x)
+    model.a.factor = 2.0
+    return spread(one * model.a(x))
+
+
+def written_where_shared(model: Model, x: Tensor) -> Tensor:
+    outputs = model.a(x, x + model.weight)
+    outputs["first"].mul_(2)
+    return spread(outputs["z"])
+
+
+def argument_written(model: Model, x: Tensor) -> Tensor:
+    given = x + model.weight
+    model.a(x, given)["again"][1].mul_(2)
+    return spread(given)
+
+
+def reentrant(model: Model, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: spread(model.a(x)), model.stem(x), use_reentrant=True)
+
+
 class OneForAll(Encoder):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         z = self.net(x)
@@ -474,6 +688,13 @@ REFUSED: dict[str, tuple[Callable[[Model, Tensor], Tensor], Callable[[], nn.Modu
     "one output for all rows": (lambda m, x: sum(map(torch.sum, m.a(x))), OneForAll, r"a \(OneForAll\) gives two rows together"),
     "a buffer that counts": (encoded, Counting, r"a \(Counting\) changes its buffer 'seen' in forward"),
     "rows in dimension 1": (sequence_first, lambda: nn.LSTM(5, 6), r"a \(LSTM\) gives two rows together other outputs"),
+    "a number of rows": (counted, Measures, "returns .* for some rows and .* for others, which cannot be joined"),
+    "an output for all rows that one row changes": (last_is_large, AnyLarge, "an output that is not the same for all rows"),
+    "shapes that one row changes": (last_is_large, OfTheLongest, r"outputs of other shapes than for other rows, \(1, 6\) and"),
+    "an attribute that is set between calls": (set_between_calls, WithAttribute, "has other outputs than before.*attribute"),
+    "writing into outputs that share memory": (written_where_shared, Pair, "shares memory.*was written into"),
+    "writing into an argument by an output": (argument_written, Pair, "shares memory.*was written into"),
+    "a reentrant checkpoint": (reentrant, mlp, "reentrant torch.utils.checkpoint.*use_reentrant=False"),
     "no rows": (lambda m, x: m.a(x[0, 0]).sum(), nn.Tanh, "without a tensor whose dimension 0 could be the rows"),
 }
 

@@ -460,6 +460,7 @@ def calls_after(swap: Callable[[Any, Any], None], strategy: str) -> list[tuple[s
     return [(name, batch) for name, batch in module.called if batch > 4]
 
 
+@pytest.mark.some_cases(24)
 @pytest.mark.parametrize(("owner", "hook"), [(owner, hook) for owner, (_, hooks) in OWNERS.items() for hook in hooks])
 def test_a_hook_that_appears_in_the_middle_of_an_epoch_is_called_from_the_next_batch_on(owner: str, hook: str) -> None:
     def swap(module: Swapping, noting: Callable[[str, Any], Any]) -> None:

@@ -115,6 +115,7 @@ def fit(engine: str, module: pl.LightningModule, ranks: int = 2, window: int = 1
 # --- the promise ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(9)
 @pytest.mark.parametrize("window", [1, 2, 3])
 @LENGTHS_KNOWN
 @ENGINES
@@ -128,6 +129,7 @@ def test_two_ranks_equal_the_full_batch_and_count_alike(engine: str, has_length:
     assert facts_of(2) == [{**own, "length": 5 if has_length else float("inf")}] * 2
 
 
+@pytest.mark.some_cases(3)
 @LENGTHS_KNOWN
 @ENGINES
 def test_three_ranks_equal_the_full_batch(engine: str, has_length: bool) -> None:
@@ -137,6 +139,7 @@ def test_three_ranks_equal_the_full_batch(engine: str, has_length: bool) -> None
     assert facts_of(3) == [facts_of(1)[0]] * 3
 
 
+@pytest.mark.some_cases(6)
 @LENGTHS_KNOWN
 @pytest.mark.parametrize("lengths", [(3, 0), (0, 3)], ids=str)
 @ENGINES
@@ -147,6 +150,7 @@ def test_rank_without_any_batch_adds_nothing(engine: str, lengths: tuple[int, in
     assert facts_of(2) == [facts_of(1)[0]] * 2
 
 
+@pytest.mark.some_cases(3)
 @needs_sharding_on_cpu
 @LENGTHS_KNOWN
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1"])
@@ -246,6 +250,7 @@ class Streams(IterableDataset):
         return iter(self.by_epoch.pop(0))
 
 
+@pytest.mark.some_cases(3)
 @LENGTHS_KNOWN
 @ENGINES
 def test_lengths_that_change_from_epoch_to_epoch(engine: str, has_length: bool) -> None:
@@ -313,6 +318,7 @@ class Logs(Uneven):
         self.log("at the end", batch.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
 
 
+@pytest.mark.some_cases(3)
 @LENGTHS_KNOWN
 @ENGINES
 def test_what_is_logged_in_an_epoch_counts_every_sample_once(engine: str, has_length: bool) -> None:
@@ -351,6 +357,7 @@ class Changes(Uneven):
         return {"calls": self.calls, "seen": self.seen, "drawn": self.drawn.item(), **norm}
 
 
+@pytest.mark.some_cases(3)
 @LENGTHS_KNOWN
 @ENGINES
 def test_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_length: bool) -> None:
@@ -390,6 +397,7 @@ class Validates(Uneven):
         return {"validated at": self.validated_at}
 
 
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize(
     ("has_length", "interval", "expected"),
     [(True, 1.0, [5, 10]), (False, 1.0, [5, 10]), (True, 0.5, [2, 4, 7, 9]), (False, 2, [2, 4, 7, 9])],
@@ -403,6 +411,7 @@ def test_validation_is_on_all_ranks_at_once(engine: str, has_length: bool, inter
     assert facts_of(2) == [{"validated at": expected}] * 2
 
 
+@pytest.mark.some_cases(3)
 @LENGTHS_KNOWN
 @ENGINES
 def test_checkpoints_are_of_every_other_optimizer_step(engine: str, has_length: bool) -> None:
@@ -462,6 +471,7 @@ def means_of_asked(ranks: int, window: int) -> list[float]:
     return [mean for epoch in asked_in_epochs(ranks) for mean in means([in_batches(asked) for asked in epoch], window)]
 
 
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize("samples", [7, 10])
 @pytest.mark.parametrize("ranks", [2, 3])
 @ENGINES

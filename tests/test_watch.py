@@ -130,6 +130,7 @@ def test_as_lightning_is_windows_are_exact(policy: str) -> None:
     assert relative_error(trained(POLICIES[policy]), by_hand(**POLICIES[policy])) <= 1e-12
 
 
+@pytest.mark.some_cases(30)
 @pytest.mark.parametrize("name", [name for name, seam in BY_NAME.items() if not seam.is_optional])
 def test_a_method_that_was_renamed_is_an_error_that_names_it(name: str, lightning: Lightning) -> None:
     lightning.rename(BY_NAME[name])
@@ -269,7 +270,7 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.some_cases(40)
+@pytest.mark.some_cases(24)
 @pytest.mark.parametrize(
     ("policy", "edited", "before", "after", "called"),
     [pytest.param(policy, *mutation, id=f"{name}-{policy}") for name, *mutation in MUTATIONS for policy in POLICIES],

@@ -176,6 +176,8 @@ class Cut:
 
     def __init__(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None) -> None:
         self._columns = columns or {}
+        self._rows = rows
+        self._indices: dict[torch.device, Tensor] = {}
         self.entries: Callable[[Any], Any]
         self.tensor: Callable[[Any], Any]
         self.array: Callable[[Any], Any]
@@ -184,8 +186,6 @@ class Cut:
             self.array = lambda value: getattr(value, "iloc", value)[rows]
             self.tensor = (lambda value: value[(rows, *self._kept(value))]) if columns else self.entries
         else:
-            self._rows = rows
-            self._indices: dict[torch.device, Tensor] = {}
             self.entries = lambda value: [value[number] for number in self._numbers()]
             self.array = lambda value: getattr(value, "iloc", value)[self._numbers()]
             self.tensor = self._select
@@ -195,6 +195,14 @@ class Cut:
         if self._columns.keys().isdisjoint(value.shape):
             return value
         return value[tuple(self._columns.get(size, slice(None)) for size in value.shape)]
+
+    def write_back(self, into: Tensor, part: Tensor) -> None:
+        """Write ``part``, which was cut out of a tensor, to where it was in one of the same shape."""
+        if not isinstance(self._rows, slice):
+            view = into[(slice(None), *self._kept(into))]
+            view.index_copy_(0, self._index(into.device), part)
+        else:
+            self.tensor(into).copy_(part)
 
     def _kept(self, value: Any) -> list[slice]:
         """What stays of the dimensions after 0."""
@@ -209,14 +217,19 @@ class Cut:
             value = value[(slice(None), *self._kept(value))]
         if not isinstance(value, Tensor):
             return value[self._numbers()]
-        index = self._indices.get(value.device)
+        return value.index_select(0, self._index(value.device))
+
+    def _index(self, device: torch.device) -> Tensor:
+        """The numbers of the rows, on a device."""
+        index = self._indices.get(device)
         if index is None:
             index = self._rows if isinstance(self._rows, Tensor) else torch.tensor(self._numbers(), dtype=torch.long)
             # nobody waits for the copy: right towards a device, but the host could read it too early
-            index = self._indices[value.device] = index.to(value.device, non_blocking=value.device.type != "cpu")
-        return value.index_select(0, index)
+            index = self._indices[device] = index.to(device, non_blocking=device.type != "cpu")
+        return index
 
     def _numbers(self) -> list[int]:
+        assert not isinstance(self._rows, slice)
         return self._rows.tolist() if isinstance(self._rows, Tensor) else list(self._rows)
 
 

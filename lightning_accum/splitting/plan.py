@@ -170,11 +170,8 @@ class Planner:
             return Plan(batch, pieces, lambda piece: take(batch, piece.cut), is_whole=len(pieces) == 1)
         layout = self._layout_of(batch)
         take = layout.pattern.take
-        spans: dict[int, Spans] = {}
-        if self._trim and not self._fits(layout):
-            spans = seen[1] if seen is not None and seen[0] == _shapes(layout) else self._read_spans(layout)
-            spans = self.proofs.trimmable(layout, spans, proof)
-        pieces, order = self._pieces(layout, spans)
+        spans = self.trimmable(layout, proof, seen[1] if seen is not None and seen[0] == _shapes(layout) else None)
+        pieces, order = self.pack(layout, spans)
         if not self.description:
             self.description = self._describe(layout, bool(spans))
         is_whole = len(pieces) == 1 and not pieces[0].columns
@@ -182,6 +179,18 @@ class Planner:
             self._unpadded = (layout.pattern, pieces)
         tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
         return Plan(batch, pieces, lambda piece: take(batch, piece.cut), order, is_whole, tensors)
+
+    def trimmable(self, layout: Layout, proof: Proof, seen: dict[int, Spans] | None = None) -> dict[int, Spans]:
+        """Where rows begin and end, as far as the padding around them may be trimmed; empty where nothing is to be.
+
+        Args:
+            layout: of a batch.
+            proof: see :meth:`plan`.
+            seen: what was read of the batch before.
+        """
+        if not self._trim or self._fits(layout):
+            return {}
+        return self.proofs.trimmable(layout, self._read_spans(layout) if seen is None else seen, proof)
 
     def _layout_of(self, batch: Any) -> Layout:
         known = self._pattern
@@ -212,7 +221,13 @@ class Planner:
 
     # --- packing ----------------------------------------------------------------------------------------------------
 
-    def _pieces(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[Piece], list[int] | None]:
+    def pack(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[Piece], list[int] | None]:
+        """The micro-batches of a batch, and the order of its rows in them; None where they keep theirs.
+
+        Args:
+            layout: of the batch.
+            spans: by which its rows are sorted and trimmed.
+        """
         if layout.size == 0:
             return [Piece(slice(None), 0, 1)], None
         elements = max(1, sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size)

@@ -131,12 +131,13 @@ class Snapshot:
         for put_back, target, saved in self.kept:
             put_back(target, saved)
 
-    def keep_random_state(self, device: torch.device) -> None:
-        """Keep the state of the global random generators."""
+    def keep_random_state(self, device: torch.device, of_torch_alone: bool = False) -> None:
+        """Keep the state of the global random generators: torch's, and those of Python and numpy, which take longer."""
         self.kept.append((_call, torch.set_rng_state, torch.get_rng_state()))
-        self.kept.append((_call, random.setstate, random.getstate()))
-        if (numpy := sys.modules.get("numpy")) is not None:
-            self.kept.append((_call, numpy.random.set_state, numpy.random.get_state(legacy=False)))
+        if not of_torch_alone:
+            self.kept.append((_call, random.setstate, random.getstate()))
+            if (numpy := sys.modules.get("numpy")) is not None:
+                self.kept.append((_call, numpy.random.set_state, numpy.random.get_state(legacy=False)))
         if device.type in ("cuda", "xpu"):
             backend = getattr(torch, device.type)
             self.kept.append((_call, partial(backend.set_rng_state, device=device), backend.get_rng_state(device)))

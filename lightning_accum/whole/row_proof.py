@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
-from lightning_accum.whole.calls import Form, Layer, RowWiseError
-from lightning_accum.whole.trees import UnknownObjectError, leaves, replaced
+from lightning_accum.splitting.proofs import Inconclusive, Verdict
+from lightning_accum.splitting.snapshot import Snapshot
+from lightning_accum.whole.calls import INSTEAD, Form, Layer, RowWiseError, check_others, is_close, without_fast_path
+from lightning_accum.whole.trees import UnknownObjectError, is_list_of_numbers, leaves, others, replaced
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
 
 
 def number_of_rows(layer: Layer, arguments: _Arguments, of_batch: int | None) -> int:
@@ -31,7 +32,8 @@ def number_of_rows(layer: Layer, arguments: _Arguments, of_batch: int | None) ->
         RowWiseError: there are none.
     """
     try:
-        sizes = [size for leaf in leaves(arguments) if (size := _size(leaf)) is not None]
+        found = [leaf for leaf in leaves(arguments) if not is_list_of_numbers(leaf)]
+        sizes = [size for leaf in found if (size := _size(leaf)) is not None]
     except UnknownObjectError as error:
         raise RowWiseError(f"row_wise={layer.name!r}: an argument of {layer.name!r} is {error}. Pass tensors.") from error
     if not sizes:
@@ -79,7 +81,7 @@ class RowProof:
         )
         form = self._forms.get(key)
         if form is None:
-            with _held(layer.module):
+            with _held(layer.module), torch.no_grad():
                 form = _prove(layer, arguments, fitting, number)
             if number > 1:
                 self._forms[key] = form
@@ -113,11 +115,35 @@ def _prove(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], numbe
             owner = name.rpartition(".")[0]
             what = f"changes its buffer {name.rpartition('.')[2]!r} in forward"
             raise _not_independent(layer, owner, layer.module.get_submodule(owner), what)
+    for part in apart:
+        check_others(layer, others(part), others(together))
     dims = _dims(together, apart)
     if dims is None:
         name, inner = watch.first_that_differs()
         raise _not_independent(layer, name, inner, "gives two rows together other outputs than each alone")
-    return Form(are_rows, dims)
+    sizes = (
+        None if dim is None else len(leaf) if isinstance(leaf, (list, tuple)) else leaf.shape[dim]
+        for leaf, dim in zip(leaves(together), dims, strict=True)
+    )
+    return Form(are_rows, dims, may_be_sorted=all(size in (None, len(rows)) for size in sizes))
+
+
+def difference_by_padding(layer: Layer, padded: _Arguments, trimmed: _Arguments, *others: _Arguments) -> Verdict:
+    """Whether the outputs of a submodule are others with the padding of some rows than without; None for no."""
+    if others:
+        return Inconclusive("it is tried on one part alone")
+    with _held(layer.module), torch.no_grad():
+        try:
+            outputs = [leaves(_as_it_is(layer, *arguments)) for arguments in (padded, trimmed)]
+        except Exception as error:
+            return Inconclusive(f"{layer.name} raises {type(error).__name__}: {error}")
+    if len(outputs[0]) == len(outputs[1]) and all(map(_are_equal, *outputs)):
+        return None
+    return "its outputs have the columns of the padding, or depend on them"
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    return is_close(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and bool(a == b)
 
 
 def _kinds(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], rows: list[int]) -> tuple[bool, ...]:
@@ -154,9 +180,19 @@ def _run(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: li
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
         return leaf[rows] if isinstance(leaf, Tensor) else [leaf[row] for row in rows]
 
-    args, kwargs = replaced(arguments, some_rows)
-    with torch.no_grad(), SameForEveryRow():
-        return layer.run(*args, **kwargs)
+    return _as_it_is(layer, *replaced(arguments, some_rows))
+
+
+def _as_it_is(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    before = Snapshot(layer.module)
+    before.keep_random_state(
+        next((leaf.device for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)), torch.device("cpu"))
+    )
+    try:
+        with torch.no_grad(), SameForEveryRow():
+            return layer.run(*args, **kwargs)
+    finally:
+        before.restore()  # each run draws the same of Python and numpy
 
 
 def _unlike_first(found: list[Any], fitting: Sequence[bool], number: int) -> int:
@@ -176,12 +212,15 @@ def _dims(together: Any, apart: list[Any]) -> tuple[int | None, ...] | None:
     dims: list[int | None] = []
     for leaf, *of_rows in zip(whole, *parts, strict=True):
         if not isinstance(leaf, Tensor):
-            dims.append(None if all(row == leaf for row in of_rows) else 0)
+            is_same = all(row == leaf for row in of_rows)
+            if not is_same and list(leaf) != [entry for row in of_rows for entry in row]:
+                return None
+            dims.append(None if is_same else 0)
             continue
         joined = [dim for dim in range(leaf.dim()) if _is_joined(leaf, of_rows, dim)]
         if joined:
             dims.append(joined[0])
-        elif all(row.shape == leaf.shape and _is_close(row, leaf) for row in of_rows):
+        elif all(row.shape == leaf.shape and is_close(row, leaf) for row in of_rows):
             dims.append(None)
         else:
             return None
@@ -194,22 +233,7 @@ def _is_joined(whole: Tensor, parts: list[Tensor], dim: int) -> bool:
     shapes = [part.shape[:dim] + part.shape[dim + 1 :] for part in (whole, *parts)]
     if len(set(shapes)) > 1 or sum(part.shape[dim] for part in parts) != whole.shape[dim]:
         return False
-    return _is_close(torch.cat(parts, dim), whole)
-
-
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    if not expected.is_floating_point() or not expected.numel():
-        return torch.equal(found, expected)
-    kind = expected.device.type
-    dtypes = [expected.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    if expected.is_cuda and expected.dtype == torch.float32:
-        eps = max(eps, 2**-10)  # TF32
-    found, expected = found.double(), expected.double()
-    if not torch.equal(found.isfinite(), expected.isfinite()):
-        return False
-    difference = (found - expected).nan_to_num(0.0, 0.0, 0.0).norm()
-    return bool(difference <= eps**0.6 * expected.nan_to_num(0.0, 0.0, 0.0).norm())
+    return is_close(torch.cat(parts, dim), whole)
 
 
 class _Watch:
@@ -252,7 +276,7 @@ def _held(module: nn.Module) -> Iterator[None]:
     """In here dropout is off and nothing is compiled; afterwards buffers are as they were."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     stance: Callable[[str], AbstractContextManager[Any]] | None = getattr(torch.compiler, "set_stance", None)  # from torch 2.6
-    with dropout_switched_off(module), nullcontext() if stance is None else stance("force_eager"):
+    with dropout_switched_off(module), without_fast_path(), nullcontext() if stance is None else stance("force_eager"):
         try:
             yield
         finally:
@@ -266,5 +290,5 @@ def _not_independent(layer: Layer, name: str, inner: nn.Module, what: str) -> Ro
     path = ".".join(part for part in (layer.name, name) if part)
     return RowWiseError(
         f"row_wise={layer.name!r} runs {layer.name!r} in micro-batches, but {path} ({type(inner).__name__}) {what}, so that the"
-        f" whole batch has other outputs. {_INSTEAD}"
+        f" whole batch has other outputs. {INSTEAD}"
     )

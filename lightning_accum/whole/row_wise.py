@@ -7,19 +7,24 @@ takes its part of the gradient (GradCache, arXiv 2101.06983). Any loss of the ou
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.memory import MicroBatchSizes, has_room_to_double
+from lightning_accum.splitting.micro_batch import Layout, Pattern, Tokens
+from lightning_accum.splitting.plan import MicroBatchSize, Piece, Planner
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.weighing.nodes import inputs_of
 from lightning_accum.whole.auto_names import choose_names
-from lightning_accum.whole.calls import Call, Layer, RowWiseError, call_of, twice_differentiated
-from lightning_accum.whole.row_proof import RowProof, number_of_rows
+from lightning_accum.whole.calls import Call, Form, Layer, RowWiseError, call_of, taken, twice_differentiated
+from lightning_accum.whole.row_proof import RowProof, difference_by_padding, number_of_rows
+from lightning_accum.whole.trees import leaves, paths
 
 _ENGINE = "_engine_run_backward"
 """What all of torch's backwards go through, read in torch 2.6 to 2.15."""
@@ -31,8 +36,9 @@ class RowWise:
     Args:
         module: that is trained.
         names: of its submodules; ``["auto"]`` until :meth:`choose` was called.
-        micro_batch: rows, or tokens, of a micro-batch.
+        micro_batch: rows, or tokens, of a micro-batch; or ``"auto"``.
         device: where the module runs.
+        trim: whether calls run longest rows first, trimmed to the longest of a micro-batch, where their lengths can be read.
 
     Raises:
         RowWiseError: a name is no submodule, or is inside of another.
@@ -49,13 +55,22 @@ class RowWise:
         True
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[str], micro_batch: int | Tokens, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, names: Sequence[str], micro_batch: MicroBatchSize, device: torch.device, trim: bool = True
+    ) -> None:
         self._module = module
         self.is_undecided = tuple(names) == ("auto",)
         """Which submodules it will be is found out from the first batch of two rows."""
         self._layers = [] if self.is_undecided else _layers(module, names)
         self._micro_batch = micro_batch
         self._device = device
+        self._trim = trim
+        self.sizes = MicroBatchSizes(may_grow=lambda _: has_room_to_double(device)) if micro_batch == "auto" else None
+        """With ``"auto"``, what was found to fit."""
+        self.pieces: list[Piece] = []
+        """The micro-batches of all calls in the step so far."""
+        self._planners: dict[str, Planner] = {}
+        self._running: Call | None = None
         self._proof = RowProof()
         self._calls: list[Call] = []
         self._rows: int | None = None
@@ -69,8 +84,9 @@ class RowWise:
     def describe(self) -> str:
         """What runs in micro-batches, in words."""
         size = self._micro_batch
-        rows = f"up to {size.count} tokens" if isinstance(size, Tokens) else f"{size}"
-        return f"{', '.join(layer.name for layer in self._layers) or 'nothing'} in micro-batches of {rows}, the loss sees all rows"
+        rows = f"of up to {size.count} tokens" if isinstance(size, Tokens) else f"of {size}"
+        rows = "as large as memory allows" if size == "auto" else rows
+        return f"{', '.join(layer.name for layer in self._layers) or 'nothing'} in micro-batches {rows}, the loss sees all rows"
 
     @contextmanager
     def step(self, rows: int | None = None) -> Iterator[None]:
@@ -93,13 +109,24 @@ class RowWise:
                 stack.enter_context(_replaced(vars(torch.autograd), _ENGINE, self._backward_through(run_engine)))
                 yield
         finally:
-            self._calls.clear()
+            self.forget()
         if self._has_run and len(self._called) < len(self._layers):
             missing = next(layer.name for layer in self._layers if layer.name not in self._called)
             raise RowWiseError(
                 f"row_wise={missing!r}: training_step does not call {missing!r}, so none of it runs in micro-batches. Name a"
                 " submodule that is called as a module, self.encoder(x), and not by another of its methods."
             )
+
+    def forget(self) -> None:
+        """There will be no backward for what ran."""
+        self._calls.clear()
+        self.pieces.clear()
+        self._running = None
+
+    @property
+    def running(self) -> Piece | None:
+        """The micro-batch of a call that was running when an error was raised; None where it was another part of the step."""
+        return None if self._running is None else self._running.pieces[self._running.current]
 
     @contextmanager
     def dropping(self, context: AbstractContextManager[None]) -> Iterator[None]:
@@ -121,21 +148,24 @@ class RowWise:
             self._called.add(layer.name)
             number = number_of_rows(layer, (args, kwargs), self._rows)
             form = self._proof(layer, (args, kwargs), number)
-            call = Call(layer, (args, kwargs), form)
-            output = call.run(self._rows_of_micro_batch(call.inputs, number), number, self._device)
+            pieces, order = self._pieces(layer, (args, kwargs), form, number)
+            call = self._running = Call(layer, (args, kwargs), form, pieces, order, self._is_in_backward)
+            output = call.run(self._device)
+            self._running = None
         finally:
             self._is_inside = False
-        if call.gradients:
-            self._calls.append(call)
+        self._calls.append(call)
+        self.pieces += pieces
         return output
 
-    def _rows_of_micro_batch(self, inputs: list[Any], number: int) -> int:
-        if not isinstance(self._micro_batch, Tokens):
-            return self._micro_batch
-        longest = max(
-            (leaf.shape[1] for leaf in inputs if isinstance(leaf, Tensor) and leaf.dim() > 1 and len(leaf) == number), default=1
-        )
-        return max(1, self._micro_batch.at(0) // longest)
+    def _pieces(self, layer: Layer, arguments: Any, form: Form, number: int) -> tuple[list[Piece], list[int] | None]:
+        planner = self._planners.get(layer.name)
+        if planner is None:  # that nothing is trimmed needs no warning: outputs may be sequences
+            planner = Planner(self._micro_batch, self.sizes, self._trim, warn=lambda text: None)
+            self._planners[layer.name] = planner
+        layout = _layout(layer, arguments, form, number)
+        spans = planner.trimmable(layout, partial(difference_by_padding, layer)) if form.may_be_sorted else {}
+        return planner.pack(layout, spans)
 
     # --- the backward -------------------------------------------------------------------------------------------------
 
@@ -173,11 +203,29 @@ class RowWise:
             for call in reversed(self._calls):
                 if self._drops:
                     call.gradients = [None] * len(call.gradients)
+                call.check_unwritten()
                 if call.has_gradients:
+                    self._running = call
                     call.run_again(backward)
+                    self._running = None
         finally:
             self._is_inside = False
             now.restore()
+
+
+def _layout(layer: Layer, arguments: Any, form: Form, number: int) -> Layout:
+    """How the arguments of a call are made of rows."""
+    positional, by_name = arguments
+    known = list(inspect.signature(layer.module.forward).parameters)
+    known += [str(place) for place in range(len(known), len(positional))]
+    named = zip(paths(dict(zip(known, positional, strict=False))) + paths(by_name), leaves(arguments), form.inputs, strict=True)
+    tensors: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
+    for name, leaf, is_row in named:
+        if isinstance(leaf, Tensor):
+            tensors[is_row][name] = leaf
+    take = partial(taken, are_rows=form.inputs)
+    pattern = Pattern(number, tuple(tensors[True]), tuple(tensors[False]), {}, None, lambda value, cut: take(value, cut=cut))
+    return Layout(number, tensors[True], tensors[False], {}, arguments, pattern)
 
 
 def _check_not_through_calls(roots: Iterable[Tensor], inputs: Iterable[Any]) -> None:
