@@ -247,7 +247,7 @@ def _beside_the_count(constant: float, dtype: torch.dtype = torch.float64) -> Lo
 
 @pytest.mark.parametrize("policy", [{"window": 4}, {"micro_batch": 3}, {"micro_batch": 1}], ids=["windows", "split", "rows"])
 @pytest.mark.parametrize("rows", [2, 8])
-@pytest.mark.parametrize("constant", [1e-12, 1e-8, 1e-4, 1.0, 100.0])
+@pytest.mark.parametrize("constant", [1e-12, 1e-8, 1e-4, 1.0])
 def test_a_constant_beside_the_count_is_in_a_window_once(constant: float, rows: int, policy: dict[str, Any]) -> None:
     if policy == {"micro_batch": 1} and constant >= 1:
         pytest.skip("is refused: parts of a row each do not tell it from what goes with their number")

@@ -153,6 +153,22 @@ class _Measured(NamedTuple):
     """The weight is known; that of the whole may be not, which no window needs."""
 
 
+class _Excess(NamedTuple):
+    """By how much the weights of parts come to more than that of the whole.
+
+    Attributes:
+        excess: that.
+        others: how many parts have a weight, beside one.
+        size: of their sum, or of the weight of the whole.
+        smallest: of their weights.
+    """
+
+    excess: float
+    others: int
+    size: float
+    smallest: float
+
+
 class Check:
     """Looks once whether the parts of a batch add up to it, and leaves everything as it was.
 
@@ -201,8 +217,7 @@ class Check:
         """The largest so far. What is nothing beside it may be rounding."""
         self.constant: float | None = None
         """What weights have in them beside what adds up, as in ``sum / (count + 1e-8)``; None before parts have shown it."""
-        self._excesses: list[tuple[float, int, float]] = []
-        """How much more the weights of parts are together than that of their whole, how many beside one they are, and their sum."""
+        self._excesses: list[_Excess] = []
         self._eps_of_weights = torch.finfo(torch.float64).eps
         self.takes_functions = True
         """See :class:`~lightning_accum.weighing.weight.Weigher`: False where only so the parts were found to add up."""
@@ -237,9 +252,8 @@ class Check:
         seen = [verdict for verdict in found if verdict.deviation is not None]
         if self.constant is None and self._largest(float(bool(self._excesses))):
             self.constant = self._learn_constant()
-        of_weights = max(
-            (abs(excess - others * (self.constant or 0.0)) / size for excess, others, size in self._excesses), default=0.0
-        )
+        known = self.constant or 0.0
+        of_weights = max((abs(one.excess - one.others * known) / one.size for one in self._excesses), default=0.0)
         self._excesses.clear()
         if not seen:
             return found[0]
@@ -331,14 +345,16 @@ class Check:
     def _learn_constant(self) -> float:
         """What weights have in them beside what adds up, by all that was seen on all ranks; 0 where it is not the same in all.
 
-        One that is small beside the weight is learned from any two parts. A larger one only from numbers of parts that differ: two
-        parts alone could show as one what goes with the rows in another way, such as a root of their number.
+        One that is small beside the weight is learned from any two parts. A larger one, of at most 1, only from numbers of parts
+        that differ, and where something is counted beside it in each part: else it may be what goes with the rows in another way,
+        such as a root of their number, or the largest of some.
         """
-        least, most = self._span([excess / others for excess, others, _ in self._excesses])
-        fewest, largest = self._span([float(others) for _, others, _ in self._excesses])
-        _, share = self._span([abs(excess) / size for excess, _, size in self._excesses])
-        _, rounding = self._span([self.tolerance * size for *_, size in self._excesses])
-        is_proven = fewest != largest or share <= _SMALL
+        least, most = self._span([seen.excess / seen.others for seen in self._excesses])
+        fewest, largest = self._span([float(seen.others) for seen in self._excesses])
+        smallest, _ = self._span([seen.smallest for seen in self._excesses])
+        _, share = self._span([abs(seen.excess) / seen.size for seen in self._excesses])
+        _, rounding = self._span([self.tolerance * seen.size for seen in self._excesses])
+        is_proven = (fewest != largest and abs(most) <= 1 and most < smallest) or share <= _SMALL
         is_seen = share > 64 * self._largest(self._eps_of_weights)
         return most if is_seen and is_proven and most - least <= rounding else 0.0
 
@@ -356,7 +372,7 @@ class Check:
         weights = [part.weight for part in parts if part.weight]
         if whole.is_read and whole.weight and len(weights) > 1:
             total = sum(weights)
-            self._excesses.append((total - whole.weight, len(weights) - 1, max(total, whole.weight)))
+            self._excesses.append(_Excess(total - whole.weight, len(weights) - 1, max(total, whole.weight), min(weights)))
         return 0.0
 
     def _measure(self, batch: Callable[[], Any], weight: Any, whole: _Measured | None = None, rows: int | None = None) -> _Measured:
