@@ -107,9 +107,13 @@ def _micro_batch(text: str) -> Any:
 
 
 def _figure(text: str) -> Path:
-    """Not to learn after the verification that there is no such folder."""
+    """Not to fail after the verification."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'lightning-accum[demo]'")
     if not Path(text).absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {str(Path(text).parent)!r}")
+    if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text!r} has to end in .png, .svg or .pdf")
     return Path(text)
 
 

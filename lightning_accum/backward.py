@@ -30,7 +30,6 @@ def backward(loss: Tensor, gradient: Tensor | None) -> None:
         >>> weights.grad
         tensor([1.5000, 1.5000, 1.5000])
     """
-    # private, and what torch.autograd.backward itself ends with; the same in torch 2.6 and 2.13
     run: Any = getattr(torch.autograd, "_engine_run_backward", None)
     if run is None or not _is_usual(loss) or not (gradient is None or type(gradient) is Tensor):
         torch.autograd.backward(loss, gradient)

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from types import FrameType
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 _PASSED_OVER = {
     "lightning", "lightning_accum", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torch", "torchmetrics",

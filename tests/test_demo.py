@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
+import multiprocessing
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from rich.console import Console
 from torch.nn import functional as F
 
 import lightning_accum.demo.run as run_module
+import lightning_accum.demo.train as train_module
 from lightning_accum.__main__ import main
 from lightning_accum.demo.corpus import CorpusError, docstrings, sample_corpus
 from lightning_accum.demo.data import collate, count_targets, loader_of
@@ -21,7 +25,7 @@ from lightning_accum.demo.figure import draw, largest_difference
 from lightning_accum.demo.mix import FULL_BATCH, GLOBAL_BATCH, LONGEST, MIXES, SAMPLES, Mix, can_run
 from lightning_accum.demo.model import new_model
 from lightning_accum.demo.report import EXACT, Row, deviation, table, write_csv
-from lightning_accum.demo.train import mean_loss, train
+from lightning_accum.demo.train import RunError, mean_loss, train, train_in_processes
 
 TEXTS = [bytes([65 + index % 26]) * (1 + 7 * index % 23) for index in range(40)]
 """A window of 32 and a tail of 8, of 1 to 23 bytes."""
@@ -50,9 +54,10 @@ def test_a_python_without_its_source_is_refused_by_name(tmp_path: Path):
 
 
 def test_the_corpus_is_the_same_at_every_call_and_its_lengths_differ_widely():
+    few = Path(json.__file__).parent
+    assert sample_corpus(20, LONGEST, few) == sample_corpus(20, LONGEST, few)
     corpus = sample_corpus(SAMPLES, LONGEST)
     lengths = sorted(map(len, corpus))
-    assert corpus == sample_corpus(SAMPLES, LONGEST)
     assert len(corpus) == SAMPLES
     assert lengths[-1] == LONGEST
     assert lengths[SAMPLES // 10] < LONGEST / 5
@@ -61,7 +66,7 @@ def test_the_corpus_is_the_same_at_every_call_and_its_lengths_differ_widely():
 # --- the order ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: f"{mix.engine} {mix.shape}")
+@pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_every_mix_has_the_samples_of_a_seeded_permutation_in_every_window(mix: Mix):
     texts = [bytes([1 + index]) for index in range(SAMPLES)]  # each is known by its byte
     windows: list[list[int]] = []
@@ -89,7 +94,7 @@ def test_eight_mixes_of_1_2_and_4_ranks_of_ddp_and_fsdp2_and_a_split_batch_are_c
     mine = [mix for mix in MIXES if mix.engine == "lightning_accum"]
     assert len(set(mine)) == 8
     assert {mix.ranks for mix in mine} == {1, 2, 4}
-    assert {(mix.ranks, mix.held_by) for mix in mine if mix.ranks > 1} == {(r, by) for r in (2, 4) for by in ("DDP", "FSDP2")}
+    assert {(mix.ranks, mix.parallelism) for mix in mine if mix.ranks > 1} == {(r, by) for r in (2, 4) for by in ("DDP", "FSDP2")}
     assert any(mix.micro_batch for mix in mine)
     assert [mix.ranks for mix in MIXES if mix.engine == "Lightning"] == [1, 2]
 
@@ -121,7 +126,7 @@ def test_mean_loss_is_the_mean_over_every_byte():
 def test_one_process_runs_end_at_the_full_batch_with_this_package_and_elsewhere_without():
     mixes = [mix for mix in MIXES if mix.ranks == 1]
     assert len(mixes) == 5
-    trained = {mix: train(mix, TEXTS, 2, lambda step, loss: None) for mix in mixes}
+    trained = {mix: train(mix, TEXTS, 2, lambda loss: None) for mix in mixes}
     full = trained[FULL_BATCH]
     initial = {name: parameter.detach() for name, parameter in new_model().named_parameters()}
     for mix, run in trained.items():
@@ -147,7 +152,7 @@ def test_the_demo_trains_in_processes_and_writes_its_files(tmp_path: Path, capsy
     assert run_module.run_demo(1, tmp_path, mixes) == 0
     captured = capsys.readouterr()
     mixes = [mix for mix in mixes if can_run(mix)]
-    assert all(f"{mix.engine} {mix.shape}" in captured.out for mix in mixes)
+    assert all(str(mix) in captured.out for mix in mixes)
     assert (tmp_path / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
     rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert [row["optimizer_steps"] for row in rows] == ["2"] * len(mixes)
@@ -159,30 +164,18 @@ def test_the_demo_trains_in_processes_and_writes_its_files(tmp_path: Path, capsy
 def test_mixes_that_this_torch_cannot_run_are_left_out_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(run_module, "can_run", lambda mix: can_run(mix, "2.6.0"))
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
     trained: list[Mix] = []
 
     def train_none(mixes: list[Mix], *arguments: object) -> None:
         trained.extend(mixes)
-        raise run_module.RunError
+        raise RunError
 
     monkeypatch.setattr(run_module, "_train_all", train_none)
     run_module.run_demo(1, tmp_path, MIXES)
     assert trained == [mix for mix in MIXES if not mix.is_sharded]
     message = " ".join(capsys.readouterr().err.split())
     assert "Left out, since torch shards on a CPU from 2.9 on: 2 x 4 x 4 FSDP2, 4 x 2 x 4 FSDP2." in message
-
-
-@pytest.mark.usefixtures("_with_these_texts")
-def test_a_failing_run_shows_why_and_exits_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    failing = [sys.executable, "-c", "raise ValueError('this is why')"]
-    monkeypatch.setattr(run_module, "command", lambda *arguments: failing)
-    assert run_module.run_demo(1, tmp_path, [FULL_BATCH]) == 1
-    errors = capsys.readouterr().err
-    assert "full batch 1 x 1 x 32 failed with status 1" in errors
-    assert "ValueError: this is why" in errors
 
 
 def test_a_rank_that_fails_ends_the_others_and_shows_why(
@@ -192,22 +185,20 @@ def test_a_rank_that_fails_ends_the_others_and_shows_why(
     monkeypatch.setattr(run_module, "sample_corpus", lambda samples, longest: texts)
     assert run_module.run_demo(1, tmp_path, [Mix("lightning_accum", ranks=2, window=16, batch=1)]) == 1
     errors = capsys.readouterr().err
-    assert "lightning_accum 2 x 16 x 1 DDP failed with status 1" in errors
+    assert "The run lightning_accum 2 x 16 x 1 DDP failed." in errors
     assert "IndexError" in errors
+    assert not multiprocessing.active_children()
 
 
-@pytest.mark.usefixtures("_with_these_texts")
-def test_a_run_that_does_not_end_is_ended_with_all_its_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    sleeps = (
-        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
-    )
-    monkeypatch.setattr(run_module, "command", lambda *arguments: [sys.executable, "-c", sleeps])
-    monkeypatch.setattr(run_module, "SECONDS_TO_START", 1)
-    monkeypatch.setattr(run_module, "SECONDS_AN_EPOCH", 1)
-    assert run_module.run_demo(1, tmp_path, [FULL_BATCH]) == 1  # the pipe is closed, so the second process ended too
-    assert "did not end in 2 s" in capsys.readouterr().err
+def test_a_run_that_does_not_end_is_ended_with_all_its_processes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(train_module, "SECONDS_TO_START", -1)
+    monkeypatch.setattr(train_module, "SECONDS_AN_EPOCH", 0)
+    with pytest.raises(RunError, match="did not end in -1 s"):
+        train_in_processes(MIXES[-1], TEXTS, 1, lambda loss: None)
+    deadline = time.monotonic() + 30
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow

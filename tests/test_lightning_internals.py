@@ -7,11 +7,13 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -19,6 +21,7 @@ from support import Scalar, trainer, x
 
 import lightning_accum
 from lightning_accum import loops, seams
+from lightning_accum.seams.seam import of_tree
 
 
 def counted(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
@@ -35,15 +38,15 @@ def subclasses(kind: type) -> Iterator[type]:
         yield from subclasses(derived)
 
 
-def test_every_method_is_one_that_was_read() -> None:
-    assert seams.changed() == []
+def test_everything_is_as_it_was_read() -> None:
+    assert seams.changed(seams.SEAMS) == []
 
 
 def test_every_method_that_is_replaced_is_in_the_table() -> None:
-    rows = {(seam.owner.rpartition(".")[2], seam.name) for seam in seams.SEAMS}
+    rows = {(seam.owner.rpartition(".")[2], seam.name) for seam in seams.LIGHTNING}
     ours = {
         derived
-        for holder in {seam.holder() for seam in seams.SEAMS}
+        for holder in {seam.holder() for seam in seams.LIGHTNING}
         if isinstance(holder, type)
         for derived in subclasses(holder)
         if derived.__module__.startswith(("lightning_accum.loops", "lightning_accum.strategies"))
@@ -61,7 +64,7 @@ def test_a_fingerprint_is_of_what_a_method_does() -> None:
     before = 'def f(self, a: int) -> int:\n    """Docs."""\n    return self.g(a)  # a comment\n'
     same = "def f(self, a):\n\n    return self.g(\n        a)\n"
     others = ["def f(self, a): return self.g(a) / 2", "def f(self, a, b=1): return self.g(a)", "def f(self, a): return self.h(a)"]
-    of = [seams.of_tree(ast.parse(source).body[0]) for source in (before, same, *others)]
+    of = [of_tree(ast.parse(source).body[0]) for source in (before, same, *others)]
     assert of[0] == of[1]
     assert len(set(of)) == 4
 
@@ -72,6 +75,24 @@ def test_a_method_that_has_gone_is_an_error_before_training(monkeypatch: pytest.
     told = r"Lightning 2\.7\.0 does not have _TrainingEpochLoop\._should_accumulate \(AccumulatingEpochLoop: .*issue tracker"
     with pytest.raises(seams.SeamError, match=told):
         trainer()
+
+
+def test_a_name_of_torch_that_has_gone_is_an_error_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    # nothing that Lightning uses itself
+    monkeypatch.delattr(torch.nn.parallel.DistributedDataParallel, "_sync_buffers")
+    told = rf"torch {re.escape(torch.__version__)} does not have DistributedDataParallel\._sync_buffers \(relied on: sends the buff"
+    with pytest.raises(seams.SeamError, match=told):
+        trainer()
+
+
+def test_a_seam_that_broke_says_where_to_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pyproject = (Path(lightning_accum.__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    (address,) = re.findall(r'^Issues = "(https://.*?)"', pyproject, re.MULTILINE)
+    installed = Message()
+    installed["Project-URL"] = "Documentation, https://docs.invalid"
+    installed["Project-URL"] = f"Issues, {address}"
+    monkeypatch.setattr(seams, "metadata", {"lightning-accum": installed}.__getitem__)
+    assert str(seams.SeamError("Seen.")).endswith(f"report it to the issue tracker of lightning_accum: {address}.")
 
 
 def test_a_method_that_was_not_read_is_named_and_nothing_is_done_in_its_place(

@@ -91,12 +91,11 @@ def test_putting_logs_and_outputs_of_a_batch_together() -> None:
     for index in range(2):
         log.micro_batch = index
         loss = meta_loss("cross entropy")
-        log.look_at(loss)
-        log.collect("loss", loss.detach(), 2, is_batch_size_given=False)
+        log.collect("training_step", "loss", loss, {})
         outputs.add(loss, torch.ones((), device=META), {"logits": loss.new_zeros(2, 3), "scale": 2.0})
     log.weigh(outputs.weights, outputs.rows)
-    ((name, value, size),) = log.merged(lambda name: torch.mean)
-    assert (name, value.device, size) == ("loss", META, 2)
+    (logged,) = log.merged(lambda is_metric, arguments: False)
+    assert (logged.name, logged.value.device) == ("loss", META)
     assert outputs.loss().device == META
     assert outputs.extra([3, 1, 0, 2])["logits"].shape == (4, 3)
 

@@ -413,19 +413,6 @@ def test_noise_that_hides_the_gradient_has_no_upper_end() -> None:
     assert 0 < estimate.weight_low < math.inf
 
 
-def test_sums_of_a_checkpoint_without_ages_go_on() -> None:
-    noise, other = SmoothedNoise(0.5, torch.device("cpu")), SmoothedNoise(0.5, torch.device("cpu"))
-    for variance in (8.0, 4.0, 2.0):
-        noise.add(*torch.tensor([variance, 1.0, 1.0, 1.0], dtype=torch.float64), torch.tensor(True))
-    other.load_state_dict(noise.state_dict())
-    assert other.estimate() == noise.estimate()
-    sums = noise.state_dict()["sums"]
-    other.load_state_dict(
-        {"sums": [sums[name] for name in ("1", "1 ww", "S", "G", "SS", "SG", "GG", "weight", "samples", "windows")]}
-    )
-    assert other.estimate().weight == noise.estimate().weight
-
-
 def test_smoothing_forgets() -> None:
     noise = SmoothedNoise(0.5, torch.device("cpu"))
     for variance in (8.0, 4.0, 2.0):

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum import FSDPAccumulationStrategy, GradientAccumulation, ModelParallelAccumulationStrategy, TokenCount
+from lightning_accum import FSDPAccumulationStrategy, GradientAccumulation, ModelParallelAccumulationStrategy, TokenCount, seams
 
 pytestmark = needs_sharding_on_cpu
 
@@ -573,10 +573,9 @@ def test_module_whose_gradients_would_not_be_averaged_is_refused(module: type[De
 
 
 def test_torch_that_keeps_the_gradients_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    monkeypatch.delitem(FSDPParam.__annotations__, "_unsharded_param")
-    with pytest.raises(Exception, match="torch 2.* keeps elsewhere than torch 2.6 .*'_unsharded_param'"):
+    (row,) = (seam for seam in seams.FSDP2 if seam.name == "_unsharded_param")
+    monkeypatch.setattr(seams, "FSDP2", (*seams.FSDP2, row._replace(name="_unsharded_parameter")))
+    with pytest.raises(Exception, match=r"torch 2.* does not have FSDPParam._unsharded_parameter \(relied on: its grad is what"):
         fit(Dealt(dealt(2)), strategy_of("fsdp2"))
 
 

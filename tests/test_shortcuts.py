@@ -358,7 +358,7 @@ def of_four_batches(module: Logging, strategy: str, callbacks: list[pl.Callback]
 def test_around_a_loader_batch_everybody_hears_what_lightning_tells(
     module: type[Logging], callbacks: list[type[pl.Callback]], data: bool, is_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seams, "changed", lambda: [] if is_read else [seams.SEAMS[0]])
+    monkeypatch.setattr(seams, "changed", lambda *_: [] if is_read else [seams.SEAMS[0]])
     found = of_four_batches(module(), "accum", [callback() for callback in callbacks], data)
     assert found == of_four_batches(module(), "auto", [callback() for callback in callbacks], data)
     assert found[2]

@@ -6,7 +6,6 @@ import ast
 import random
 import sysconfig
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
@@ -15,11 +14,6 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib",
 
 class CorpusError(RuntimeError):
     """The standard library's source is not there, or too little of it."""
-
-
-def standard_library() -> Path:
-    """The folder with the standard library's source."""
-    return Path(sysconfig.get_paths()["stdlib"])
 
 
 def docstrings(folder: Path) -> list[str]:
@@ -34,23 +28,20 @@ def docstrings(folder: Path) -> list[str]:
     """
     texts: dict[str, None] = {}  # a set that keeps its order
     for path in sorted(folder.rglob("*.py")):
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
-            texts.update(dict.fromkeys(_docstrings_of(path)))
+        if not SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # old escape sequences in other people's strings
+                tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+                text := ast.get_docstring(node)
+            ):
+                texts[text] = None
     return list(texts)
-
-
-def _docstrings_of(path: Path) -> Iterator[str]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old escape sequences in other people's strings
-            tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield text
 
 
 def sample_corpus(samples: int, longest: int, folder: Path | None = None) -> list[bytes]:
@@ -64,7 +55,7 @@ def sample_corpus(samples: int, longest: int, folder: Path | None = None) -> lis
     Raises:
         CorpusError: there are fewer docstrings than ``samples``.
     """
-    folder = standard_library() if folder is None else folder
+    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     found = docstrings(folder)
     if len(found) < samples:
         raise CorpusError(

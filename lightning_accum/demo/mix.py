@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
-
-Engine: TypeAlias = Literal["full batch", "Lightning", "lightning_accum"]
 
 GLOBAL_BATCH = 32
 SAMPLES = 101
 """Three windows and a tail of 5 samples in an epoch, which two ranks share as 51 and 50, and four as 26 and three times 25."""
 LONGEST = 256
 """Bytes at which a docstring is cut."""
-
-SHARDS_ON_CPU_SINCE = (2, 9)
-"""The torch from which FSDP2 runs without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +24,10 @@ class Mix:
         window: loader batches that a rank contributes to an optimizer step.
         batch: samples in a loader batch.
         micro_batch: samples in each of the parts that a loader batch is split into; None where it is not split.
-        is_sharded: whether the ranks are held together by FSDP2; otherwise by DDP, where there are several.
+        is_sharded: whether the model is sharded over the ranks by FSDP2, rather than replicated by DDP.
     """
 
-    engine: Engine
+    engine: Literal["full batch", "Lightning", "lightning_accum"]
     ranks: int
     window: int
     batch: int
@@ -40,13 +35,13 @@ class Mix:
     is_sharded: bool = False
 
     @property
-    def held_by(self) -> Literal["one process", "DDP", "FSDP2"]:
-        """What makes one model of that of the ranks."""
+    def parallelism(self) -> Literal["one process", "DDP", "FSDP2"]:
+        """What keeps the ranks at one model."""
         return "FSDP2" if self.is_sharded else "DDP" if self.ranks > 1 else "one process"
 
     @property
     def shape(self) -> str:
-        """Ranks x window x batch, and what holds the ranks together.
+        """Ranks x window x batch, and what keeps the ranks at one model.
 
         Example:
             >>> Mix("lightning_accum", ranks=2, window=4, batch=4).shape
@@ -55,12 +50,15 @@ class Mix:
             '1 x 1 x 32/4'
         """
         split = "" if self.micro_batch is None else f"/{self.micro_batch}"
-        held = f" {self.held_by}" if self.ranks > 1 else ""
-        return f"{self.ranks} x {self.window} x {self.batch}{split}{held}"
+        suffix = f" {self.parallelism}" if self.ranks > 1 else ""
+        return f"{self.ranks} x {self.window} x {self.batch}{split}{suffix}"
 
     def steps(self, samples: int, epochs: int) -> int:
         """Optimizer steps in a training that steps on its tails as well."""
         return epochs * -(-samples // (self.ranks * self.window * self.batch))
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.shape}"
 
 
 FULL_BATCH = Mix("full batch", ranks=1, window=1, batch=GLOBAL_BATCH)
@@ -78,14 +76,10 @@ MIXES = (
     Mix("lightning_accum", ranks=4, window=2, batch=4, is_sharded=True),
 )
 
+SHARDS_ON_CPU_SINCE = "2.9"
+"""The torch from which FSDP2 runs without a GPU."""
 
-def can_run(mix: Mix, torch_version: str = torch.__version__) -> bool:
-    """Whether the installed torch has what the mix needs.
 
-    Example:
-        >>> sharded = Mix("lightning_accum", ranks=2, window=4, batch=4, is_sharded=True)
-        >>> can_run(sharded, "2.6.0"), can_run(sharded, "2.13.0+cpu"), can_run(FULL_BATCH, "2.6.0")
-        (False, True, True)
-    """
-    version = tuple(int(part) for part in torch_version.split(".")[:2])
-    return not mix.is_sharded or version >= SHARDS_ON_CPU_SINCE
+def can_run(mix: Mix) -> bool:
+    """Whether the installed torch has what the mix needs."""
+    return not mix.is_sharded or torch.torch_version.TorchVersion(torch.__version__) >= SHARDS_ON_CPU_SINCE

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_accum.demo.mix import GLOBAL_BATCH
 
 EXACT = 1e-12
-"""Runs in float64 that take the same steps stay closer together than this; they differ in the order of additions alone."""
+"""Runs in float64 that take the same steps differ by less than this: in the order of additions alone."""
 
 CAPTION = (
     "Run: ranks x loader batches in a window x samples in a loader batch; 32/4: batches of 32, split into fours. Final loss: mean"
@@ -31,7 +31,7 @@ class Row:
 
     Attributes:
         engine: who accumulated.
-        run: ranks x window x batch, and what holds the ranks together.
+        run: ranks x window x batch, and what keeps the ranks at one model.
         final_loss: mean loss of a byte over the whole corpus after training.
         loss_deviation: the largest difference of a step's loss from the full batch's, relative to that.
         deviation: that of the parameters, see :func:`deviation`.
@@ -64,36 +64,28 @@ def deviation(parameters: Mapping[str, Tensor], full_batch: Mapping[str, Tensor]
         >>> deviation({"w": torch.tensor([3.0, -3.0])}, {"w": full}, {"w": start})
         0.2
     """
-    return _distance(parameters, full_batch) / _distance(full_batch, initial)
 
+    def distance(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
+        return math.hypot(*(float((some[name] - others[name]).norm()) for name in others))
 
-def _distance(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
-    return math.sqrt(sum((some[name] - others[name]).square().sum().item() for name in others))
+    return distance(parameters, full_batch) / distance(full_batch, initial)
 
 
 def table(rows: Sequence[Row]) -> Table:
     """The rows for a terminal."""
-    result = Table(
-        title=f"One global batch of {GLOBAL_BATCH}, one order of the samples",
-        caption=CAPTION,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=0,
-    )
+    title = f"One global batch of {GLOBAL_BATCH}, one order of the samples"
+    result = Table(title=title, caption=CAPTION, caption_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=0)
     result.add_column("run", no_wrap=True)
     for name in ("final\nloss", "losses\noff by", "parameters\noff by", "steps", "tokens/s"):
         result.add_column(name, justify="right", no_wrap=True)
-    for position, row in enumerate(rows):
-        is_last_of_engine = position + 1 == len(rows) or rows[position + 1].engine != row.engine
+    for row in rows:
         result.add_row(
             f"{row.engine} {row.run}",
             f"{row.final_loss:.6f}",
-            f"{row.loss_deviation:.1e}" if row.loss_deviation else "0",
-            f"{row.deviation:.1e}" if row.deviation else "0",
+            f"{row.loss_deviation:.1e}",
+            f"{row.deviation:.1e}",
             f"{row.optimizer_steps}, {row.scheduler_steps}",
             f"{row.tokens_per_second:,.0f}",
-            end_section=is_last_of_engine,
         )
     return result
 

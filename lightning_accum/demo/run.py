@@ -1,39 +1,19 @@
-"""The demo: train every mix in processes of its own, then say how far each is from the full batch."""
+"""The demo: train every mix, then say how far each is from the full batch."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
-import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from lightning_accum.demo.corpus import CorpusError, sample_corpus
 from lightning_accum.demo.figure import differences_from, draw
 from lightning_accum.demo.mix import FULL_BATCH, LONGEST, MIXES, SAMPLES, SHARDS_ON_CPU_SINCE, Mix, can_run
 from lightning_accum.demo.model import new_model
 from lightning_accum.demo.report import EXACT, Row, deviation, table, write_csv
-from lightning_accum.demo.train import Trained, command
-
-LAUNCHER_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher around the demo may have set: the runs are on this machine."""
-
-SECONDS_TO_START, SECONDS_AN_EPOCH = 180, 60
-"""When a run is given up: some ten times what it takes on two slow cores."""
-
-
-class RunError(RuntimeError):
-    """A training run failed, or did not end."""
+from lightning_accum.demo.train import RunError, Trained, train_in_processes
 
 
 def run_demo(epochs: int, out: Path, mixes: Sequence[Mix] = MIXES) -> int:
@@ -47,23 +27,21 @@ def run_demo(epochs: int, out: Path, mixes: Sequence[Mix] = MIXES) -> int:
     Returns:
         0 if every run of this package ended where the full batch did; 1 if one did not, or if a run failed.
     """
-    messages = Console(stderr=True)
+    messages = Console(stderr=True, highlight=False)
     if left_out := [mix.shape for mix in mixes if not can_run(mix)]:
-        needed = ".".join(map(str, SHARDS_ON_CPU_SINCE))
-        messages.print(f"Left out, since torch shards on a CPU from {needed} on: {', '.join(left_out)}.", highlight=False)
+        messages.print(f"Left out, since torch shards on a CPU from {SHARDS_ON_CPU_SINCE} on: {', '.join(left_out)}.")
     mixes = [mix for mix in mixes if can_run(mix)]
     try:
-        with messages.status("Reading the docstrings of the standard library"):
-            corpus = sample_corpus(SAMPLES, LONGEST)
+        corpus = sample_corpus(SAMPLES, LONGEST)
         results = _train_all(mixes, corpus, epochs, messages)
     except (CorpusError, RunError) as error:
-        messages.print(str(error), style="bold red", markup=False, highlight=False)
+        messages.print(str(error), style="bold red", markup=False)
         return 1
     rows = _rows(results, corpus, epochs)
     draw({mix: trained.losses for mix, trained in results.items()}, epochs, out / "loss_curves.png")
     write_csv(rows, out / "runs.csv")
     Console().print(table(rows))
-    messages.print(f"Loss curves: {out / 'loss_curves.png'}. The table: {out / 'runs.csv'}.", highlight=False)
+    messages.print(f"Loss curves: {out / 'loss_curves.png'}. The table: {out / 'runs.csv'}.")
     inexact = [row for row in rows if row.engine == "lightning_accum" and not row.is_exact]
     for row in inexact:
         messages.print(
@@ -72,6 +50,18 @@ def run_demo(epochs: int, out: Path, mixes: Sequence[Mix] = MIXES) -> int:
             style="bold red",
         )
     return 1 if inexact else 0
+
+
+def _train_all(mixes: Sequence[Mix], corpus: Sequence[bytes], epochs: int, messages: Console) -> dict[Mix, Trained]:
+    results: dict[Mix, Trained] = {}
+    with Progress(console=messages) as progress:
+        bar = progress.add_task("", total=sum(mix.steps(len(corpus), epochs) for mix in mixes))
+        for mix in mixes:
+            progress.update(bar, description=str(mix))
+            trained = train_in_processes(mix, corpus, epochs, lambda loss: progress.advance(bar))
+            progress.print(f"{mix}: {trained.optimizer_steps} steps in {trained.seconds:.1f} s, last loss {trained.losses[-1]:.4f}")
+            results[mix] = trained
+    return results
 
 
 def _rows(results: dict[Mix, Trained], corpus: Sequence[bytes], epochs: int) -> list[Row]:
@@ -90,85 +80,3 @@ def _rows(results: dict[Mix, Trained], corpus: Sequence[bytes], epochs: int) -> 
         )
         for mix, trained in results.items()
     ]
-
-
-def _train_all(mixes: Sequence[Mix], corpus: Sequence[bytes], epochs: int, messages: Console) -> dict[Mix, Trained]:
-    steps = {mix: mix.steps(len(corpus), epochs) for mix in mixes}
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps"),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-        console=messages,
-    )
-    results: dict[Mix, Trained] = {}
-    with tempfile.TemporaryDirectory(prefix="lightning_accum_demo_") as name, progress:
-        bar = progress.add_task("", total=sum(steps.values()), loss="")
-        folder, errors = Path(name), Path(name) / "errors.txt"
-        torch.save(list(corpus), folder / "corpus.pt")
-        arguments = command(mixes, folder / "corpus.pt", epochs, folder)
-        with errors.open("w") as stderr, _process(arguments, stderr) as process:
-            for mix in mixes:
-                progress.update(bar, description=f"{mix.engine} {mix.shape}", loss="starting")
-                results[mix] = trained = _follow(process, mix, epochs, errors, progress, bar)
-                messages.print(
-                    f"{mix.engine} {mix.shape}: {trained.optimizer_steps} steps in {trained.seconds:.1f} s,"
-                    f" last loss {trained.losses[-1]:.4f}",
-                    highlight=False,
-                )
-    return results
-
-
-def _follow(process: subprocess.Popen[str], mix: Mix, epochs: int, errors: Path, progress: Progress, bar: TaskID) -> Trained:
-    """Show the steps of a run until it has ended.
-
-    Raises:
-        RunError: it failed, or did not end.
-    """
-    limit = SECONDS_TO_START + SECONDS_AN_EPOCH * epochs
-    is_given_up = threading.Event()
-
-    def give_up() -> None:
-        is_given_up.set()
-        _end(process)
-
-    watchdog = threading.Timer(limit, give_up)
-    watchdog.start()
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            told = json.loads(line)
-            if "result" in told:
-                return Trained(**torch.load(told["result"], weights_only=True))
-            progress.update(bar, advance=1, loss=f"loss {told['loss']:.3f}")
-        status = process.wait()
-    finally:
-        watchdog.cancel()
-    tail = "\n".join(errors.read_text(errors="replace").splitlines()[-20:])
-    reason = f"did not end in {limit} s" if is_given_up.is_set() else f"failed with status {status}"
-    raise RunError(f"The run {mix.engine} {mix.shape} {reason}.\n{tail}")
-
-
-@contextmanager
-def _process(command: Sequence[str], stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, which ends with the block: the process and the ranks that it started."""
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    environment["OMP_NUM_THREADS"] = "1"  # a rank: matrices this small are no faster on more
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
-    try:
-        yield process
-    finally:
-        _end(process)
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    if sys.platform == "win32":
-        process.kill()
-    else:
-        with suppress(ProcessLookupError, PermissionError):  # all of the group have ended; macOS says it the second way
-            os.killpg(process.pid, signal.SIGKILL)

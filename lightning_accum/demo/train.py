@@ -1,22 +1,17 @@
-"""The training runs of the demo, one after another: ``python -m lightning_accum.demo.train``.
-
-Every rank of every run is a process of its own, which is forked where that is safe: what takes seconds to import is imported once.
-"""
+"""One training run of the demo, each rank of it in a process of its own."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import io
 import logging
+import multiprocessing
 import os
 import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
@@ -24,9 +19,8 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch import multiprocessing as mp
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.nn import functional as F  # noqa: N812
 from typing_extensions import override
 
@@ -35,8 +29,15 @@ from lightning_accum.demo.data import collate, count_targets, loader_of
 from lightning_accum.demo.mix import GLOBAL_BATCH, Mix
 from lightning_accum.demo.model import IGNORED, ByteModel, new_model
 
-OnStep: TypeAlias = Callable[[int, float], None]
-"""Is told the optimizer step and its loss."""
+OnStep: TypeAlias = Callable[[float], None]
+"""Called after each optimizer step with its loss."""
+
+SECONDS_TO_START, SECONDS_AN_EPOCH = 180, 60
+"""When a run is given up: some ten times what it takes on two slow cores."""
+
+
+class RunError(RuntimeError):
+    """A training run failed, or did not end."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,18 @@ def train(mix: Mix, corpus: Sequence[bytes], epochs: int, on_step: OnStep) -> Tr
         on_step: called after every optimizer step, on every rank.
     """
     record = _Record(on_step)
+    if mix.engine == "lightning_accum":
+        strategy: Any = (
+            ModelParallelAccumulationStrategy(mix.ranks, 1) if mix.is_sharded else "accum_ddp" if mix.ranks > 1 else "accum"
+        )
+        accumulation: dict[str, Any] = {"callbacks": [GradientAccumulation(mix.window, micro_batch=mix.micro_batch), record]}
+    else:
+        strategy = "ddp" if mix.ranks > 1 else "auto"
+        accumulation = {"callbacks": [record], "accumulate_grad_batches": mix.window}
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=mix.ranks,
+        strategy=strategy,
         precision="32-true" if mix.is_sharded else "64-true",  # Lightning has FSDP2 in no other; the model is float64 by itself
         max_epochs=epochs,
         logger=False,
@@ -80,24 +90,20 @@ def train(mix: Mix, corpus: Sequence[bytes], epochs: int, on_step: OnStep) -> Tr
         enable_progress_bar=False,
         enable_model_summary=False,
         plugins=[LightningEnvironment()],  # also on a cluster: the demo stays on this machine
-        **_accumulation(mix, record),
+        **accumulation,
     )
-    model = new_model()
+    model, whole = new_model(), new_model()
     trainer.fit(model, loader_of(corpus, mix.batch))
-    whole = new_model()
-    whole.load_state_dict({name: _gathered(parameter) for name, parameter in model.named_parameters()})
+    gathered = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    whole.load_state_dict(gathered)
     return Trained(
         final_loss=mean_loss(whole, corpus),
         losses=record.losses,
-        optimizer_steps=record.optimizer_steps,
-        scheduler_steps=record.scheduler_steps,
+        optimizer_steps=int(max(state["step"] for state in trainer.optimizers[0].state.values())),
+        scheduler_steps=trainer.lr_scheduler_configs[0].scheduler.last_epoch,
         seconds=record.seconds,
         parameters={name: parameter.detach() for name, parameter in whole.named_parameters()},
     )
-
-
-def _gathered(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.no_grad()
@@ -113,27 +119,11 @@ def mean_loss(model: ByteModel, corpus: Sequence[bytes]) -> float:
     return total / count
 
 
-def _accumulation(mix: Mix, record: Callback) -> dict[str, Any]:
-    """All that differs between the runs: what the Trainer is told."""
-    if mix.engine == "lightning_accum":
-        strategy = "accum" if mix.ranks == 1 else "accum_ddp"
-        return {
-            "strategy": ModelParallelAccumulationStrategy(mix.ranks, 1) if mix.is_sharded else strategy,
-            "callbacks": [GradientAccumulation(mix.window, micro_batch=mix.micro_batch), record],
-        }
-    return {
-        "strategy": "auto" if mix.ranks == 1 else "ddp",
-        "accumulate_grad_batches": mix.window,
-        "callbacks": [record],
-    }
-
-
 class _Record(Callback):
-    """Notes the loss of every optimizer step's whole batch, and counts."""
+    """Notes the loss of every optimizer step's whole batch, and the time."""
 
     def __init__(self, on_step: OnStep) -> None:
         self.losses: list[float] = []
-        self.optimizer_steps = self.scheduler_steps = 0
         self.seconds = 0.0
         self._on_step = on_step
         self._loss_and_targets = torch.zeros(2, dtype=torch.float64)
@@ -158,88 +148,73 @@ class _Record(Callback):
             loss = total / count
         self._loss_and_targets.zero_()
         self.losses.append(loss)
-        self._on_step(len(self.losses), loss)
+        self._on_step(loss)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.seconds = time.perf_counter() - self._started
-        self.optimizer_steps = int(max(state["step"] for state in trainer.optimizers[0].state.values()))
-        self.scheduler_steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
 
 
-def command(mixes: Sequence[Mix], corpus: Path, epochs: int, folder: Path) -> list[str]:
-    """The command line that trains ``mixes`` one after another.
-
-    Args:
-        mixes: the runs.
-        corpus: a file with a list of texts, written by ``torch.save``.
-        epochs: how often to pass over them.
-        folder: where to write the fields of :class:`Trained` of each run, for ``torch.load``.
-    """
-    as_json = json.dumps([asdict(mix) for mix in mixes])
-    arguments = ["--mixes", as_json, "--corpus", str(corpus), "--epochs", str(epochs), "--folder", str(folder)]
-    return [sys.executable, "-m", "lightning_accum.demo.train", *arguments]
+# --- processes ----------------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Train as the command line says.
-
-    Prints a line of JSON after every optimizer step, ``{"step": ..., "loss": ...}``, and after every run, ``{"result": its file}``.
-    """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--mixes", type=lambda text: [Mix(**fields) for fields in json.loads(text)], required=True)
-    parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    arguments = parser.parse_args()
-    corpus = torch.load(arguments.corpus, weights_only=True)
-    for position, mix in enumerate(arguments.mixes):
-        result = arguments.folder / f"{position}.pt"
-        _train_in_processes(mix, corpus, arguments.epochs, result)
-        print(json.dumps({"result": str(result)}), flush=True)
-
-
-def _train_in_processes(mix: Mix, corpus: Sequence[bytes], epochs: int, result: Path) -> None:
-    """Start the ranks of a run and print its steps until they have ended.
+def train_in_processes(mix: Mix, corpus: Sequence[bytes], epochs: int, on_step: OnStep) -> Trained:
+    """Do what :func:`train` does, with a process for each rank.
 
     Raises:
-        torch.multiprocessing.ProcessException: one of them failed; all have been ended.
+        RunError: one of them failed, or the run does not end. All have been ended.
     """
+    # what takes seconds to import is imported once, by a server that the ranks are forked from; Windows has none
+    method = "spawn" if sys.platform == "win32" else "forkserver"
+    multiprocessing.set_forkserver_preload([__name__])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    method = "fork" if sys.platform == "linux" else "spawn"  # macOS has no safe fork, Windows none
-    steps, teller = mp.get_context(method).Pipe(duplex=False)
-    arguments = (mix, port, corpus, epochs, result, teller)
-    ranks = start_processes(_train_rank, arguments, mix.ranks, join=False, daemon=True, start_method=method)  # type: ignore[no-untyped-call]
-    has_ended = False
-    while not has_ended:
-        has_ended = ranks.join(timeout=0.1)
-        while steps.poll():
-            step, loss = steps.recv()
-            print(json.dumps({"step": step, "loss": loss}), flush=True)
+    messages = multiprocessing.get_context(method).SimpleQueue()
+    limit = SECONDS_TO_START + SECONDS_AN_EPOCH * epochs
+    started, result, has_ended = time.monotonic(), None, False
+    ranks = start_processes(  # type: ignore[no-untyped-call]
+        _train_rank, (mix, port, corpus, epochs, messages), mix.ranks, join=False, daemon=True, start_method=method
+    )
+    try:
+        while not has_ended:
+            if time.monotonic() - started > limit:
+                raise RunError(f"The run {mix} did not end in {limit} s.")
+            has_ended = ranks.join(timeout=0.1)
+            while not messages.empty():
+                message = messages.get()
+                if isinstance(message, bytes):
+                    result = torch.load(io.BytesIO(message), weights_only=True)
+                else:
+                    on_step(message)
+    except ProcessException as error:
+        raise RunError(f"The run {mix} failed.\n{error}") from error
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    assert result is not None
+    return Trained(**result)
 
 
-def _train_rank(rank: int, mix: Mix, port: int, corpus: Sequence[bytes], epochs: int, result: Path, teller: Connection) -> None:
+def _train_rank(rank: int, mix: Mix, port: int, corpus: Sequence[bytes], epochs: int, messages: Any) -> None:
     """One process of a run: as if a launcher had started it, so that Lightning starts none."""
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the standard output is for the steps
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for stream in (sys.stdout, sys.stderr):  # an exception is a message of its own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    logging.disable()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # matrices this small are no faster on more
     place = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": mix.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
 
-    def on_step(step: int, loss: float) -> None:
+    def on_step(loss: float) -> None:
         if rank == 0:
-            teller.send((step, loss))
+            messages.put(loss)
 
     trained = train(mix, corpus, epochs, on_step)
     if rank == 0:
-        torch.save(vars(trained), result)
+        file = io.BytesIO()
+        torch.save(vars(trained), file)
+        messages.put(file.getvalue())
     if torch.distributed.is_initialized():
         # Lightning leaves gloo's threads to the end of the interpreter, where now and then they abort it
         torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

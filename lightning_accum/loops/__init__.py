@@ -1,6 +1,6 @@
 """The places where Lightning's training loop decides about accumulation, handed over to the strategy.
 
-This folder is the only place that touches Lightning's internals (underscored names). Each is a row of the table in ``seams.py``.
+This folder is the only place that touches Lightning's internals (underscored names). Each is a row of the table of seams.
 
 The loops of a Trainer keep their identity and their progress, since checkpoints, tuners and callbacks hold on to them: each
 gets a subclass of its own class instead of a successor, for as long as a fit takes.

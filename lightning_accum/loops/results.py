@@ -1,10 +1,12 @@
-"""What is logged in the micro-batches of a batch, kept apart until the batch ends."""
+"""What is logged in the micro-batches of a batch is logged once, when the batch ends."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Number
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
@@ -16,34 +18,27 @@ from torchmetrics.wrappers import ClasswiseWrapper, MultitaskWrapper
 from torchmetrics.wrappers.abstract import WrapperMetric
 from typing_extensions import override
 
-from lightning_accum.splitting.batch_log import BatchLog
+from lightning_accum.splitting.batch_log import Arguments, BatchLog, name_of_reduction
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 class BatchResults(_ResultCollection):
-    """Keeps what is logged in a micro-batch apart until its batch ends."""
+    """Counts what a shadow batch logs without weight, and stores how the batches of this fit are logged."""
 
     strategy: AccumulationMixin | None = None
     batch_log: BatchLog | None = None
+    """Takes what is logged, while a split batch runs."""
     metrics_of_module: tuple[int, list[Metric]] | None = None
     """The epoch in which they were looked for, and the metrics."""
-    look_and_log: tuple[Callable[..., None], Callable[..., None]] | None = None
-    """The module's own ``log``, and what stands in for it while a split batch runs."""
-    shown: set[int]
-    _is_batch_size_given: bool = False
-
-    @override
-    def log(self, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
-        self._is_batch_size_given = batch_size is not None
-        super().log(*args, batch_size=batch_size, **kwargs)
+    shown: set[int] | None = None
+    log_of_module: Callable[..., None] | None = None
+    """What replaces the module's ``log`` while a split batch runs: one function for all batches, since a compiled training_step is
+    compiled anew for another."""
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        if self.batch_log is not None:
-            self.batch_log.collect(key, value, batch_size, self._is_batch_size_given)
-            return
         accumulation = None if self.strategy is None else self.strategy.accumulation
         if accumulation is not None and accumulation.is_stand_in and isinstance(value, Tensor):
             # it takes part in the other ranks' reduction, and adds nothing: the same batch was counted before
@@ -61,83 +56,85 @@ def _weightless(value: Tensor, metric: _ResultMetric) -> Tensor:
     return value.nan_to_num() if metric.meta.is_mean_reduction else value  # times its batch size of 0
 
 
-def _neutral(value: Tensor, metric: _ResultMetric) -> Tensor:
+def _neutral(value: Tensor, arguments: Arguments, metric: _ResultMetric | None) -> Tensor:
     """What changes nothing when it is reduced with what other ranks log; in the mean of a step, about what was logged last."""
-    if metric.meta.is_max_reduction or metric.meta.is_min_reduction:
-        return torch.full_like(value, -math.inf if metric.meta.is_max_reduction else math.inf)
-    last = metric._forward_cache
-    return last.clone() if metric.meta.is_mean_reduction and isinstance(last, Tensor) else torch.zeros_like(value)
+    reduce_fx = name_of_reduction(arguments)
+    if reduce_fx in ("max", "min"):
+        return torch.full_like(value, -math.inf if reduce_fx == "max" else math.inf)
+    last = None if metric is None else metric._forward_cache
+    return last.clone() if reduce_fx == "mean" and isinstance(last, Tensor) else torch.zeros_like(value)
 
 
 @contextmanager
 def collecting_logs(trainer: pl.Trainer) -> Iterator[BatchLog]:
     """Collect what the module logs, and log nothing yet."""
     module, results = trainer.lightning_module, cast("BatchResults", trainer.fit_loop.epoch_loop._results)
-    if results.metrics_of_module is None:
-        results.shown = set()
     if results.metrics_of_module is None or results.metrics_of_module[0] != trainer.current_epoch:
         results.metrics_of_module = (trainer.current_epoch, _metrics_in(module))
-    log, registered_before = BatchLog(results.metrics_of_module[1], results.shown), set(results)
-    attributes = vars(module)
-    had_log, outer = attributes.get("log"), results.batch_log
-    results.batch_log = log
-    attributes["log"] = _look_and_log(results, module)
+        results.shown = results.shown or set()
+    log, outer, attributes = BatchLog(results.metrics_of_module[1], results.shown), results.batch_log, vars(module)
+    if results.log_of_module is None:
+        results.log_of_module = _collecting(results, module)
+    users_own = attributes.get("log")
+    results.batch_log, attributes["log"] = log, results.log_of_module
     try:
         yield log
     finally:
         results.batch_log = outer
         del attributes["log"]
-        if had_log is not None:
-            attributes["log"] = had_log
-        log.close(lambda key: results[key].meta.on_step)
-        # of an attempt that fails, nothing stays; else they are registered in the order in which they are shown
-        log.registered = {key: results.pop(key) for key in list(results) if key not in registered_before}
+        if users_own is not None:
+            attributes["log"] = users_own
+        log.close()
 
 
-def _look_and_log(results: BatchResults, module: pl.LightningModule) -> Callable[..., None]:
-    """The same for all batches of a module: a compiled training_step is compiled anew for another."""
-    modules_own = module.log
-    known = results.look_and_log
-    if known is not None and known[0] == modules_own:
-        return known[1]
+def _collecting(results: BatchResults, module: pl.LightningModule) -> Callable[..., None]:
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        assert results.batch_log is not None
+        if isinstance(value, Number):
+            value = torch.tensor(value, device=module.device, dtype=torch.get_default_dtype())  # as Lightning does
+        if not isinstance(value, (Tensor, Metric)):
+            type(module).log(module, name, value, *args, **kwargs)  # says what is wrong with it
+        arguments = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        results.batch_log.collect(module._current_fx_name or "", name, value, arguments)
 
-    def look_and_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if results.batch_log is not None:
-            results.batch_log.look_at(value)
-        modules_own(name, value, *args, **kwargs)
-
-    # what is looked at is no part of a graph that is compiled; `_compiler_ctx` is set by Lightning for a compiled module
+    # what is collected is no part of a graph that is compiled; `_compiler_ctx` is set by Lightning for a compiled module
     is_compiled = module._compiler_ctx is not None
-    log = torch.compiler.disable(look_and_log) if is_compiled else look_and_log  # type: ignore[no-untyped-call]
-    results.look_and_log = (modules_own, log)
-    return log
+    return torch.compiler.disable(log) if is_compiled else log  # type: ignore[no-untyped-call]
+
+
+_ARGUMENTS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
+"""Of ``log``, after the value."""
 
 
 def show_logs(trainer: pl.Trainer, log: BatchLog, is_left_out: bool = False) -> None:
     """Log what was collected, as the whole batch would have.
 
     Args:
-        trainer: whose results it goes to.
+        trainer: whose module logs it.
         log: what was collected.
         is_left_out: the batch is as if it had never been there. What the ranks reduce together is logged without weight.
     """
-    results = trainer.fit_loop.epoch_loop._results
+    module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
 
-    def of(key: str) -> _ResultMetric:
-        return cast("_ResultMetric", results[key] if key in results else log.registered[key])
+    def is_synced(is_metric: bool, arguments: Arguments) -> bool:
+        return trainer.world_size > 1 and (is_metric or bool(arguments.get("sync_dist")))
 
-    def is_synced(key: str) -> bool:
-        return trainer.world_size > 1 and (not of(key).is_tensor or of(key).meta.sync.should)
-
-    for key, value, batch_size in log.merged(lambda key: of(key).meta.reduce_fx, is_synced):
-        if is_left_out and not is_synced(key):
+    hooks = set()
+    for logged in log.merged(is_synced):
+        value, arguments = logged.value, logged.arguments
+        if is_left_out and not is_synced(isinstance(value, Metric), arguments):
             continue
         if is_left_out and isinstance(value, Tensor):
-            value, batch_size = _neutral(value, of(key)), 0
-        elif is_left_out and key in results:
+            value, arguments = _neutral(value, arguments, results.get(logged.key)), {**arguments, "batch_size": 0}
+        elif is_left_out and logged.key in results:
             continue  # a metric: it holds what it held before the batch
-        results.setdefault(key, of(key))
-        results.update_metrics(key, value, batch_size)
+        if logged.hook in hooks:
+            trainer._logger_connector._current_fx = (
+                logged.hook
+            )  # else Lightning forgets, in a first batch, what the hook has logged
+        hooks.add(logged.hook)
+        with current_hook(module, logged.hook):
+            module.log(logged.name, value, **arguments)
 
 
 def _metrics_in(module: pl.LightningModule) -> list[Metric]:

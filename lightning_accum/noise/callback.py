@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
@@ -21,36 +20,17 @@ from typing_extensions import override
 from lightning_accum import loops
 from lightning_accum.accumulation import Accumulates, Accumulation
 from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
+from lightning_accum.noise.measurement import MeasuredMicroBatch, totals
 from lightning_accum.noise.report import LargestMicroBatch, report
 from lightning_accum.noise.scale import NoiseScale, SmoothedNoise, variance_and_gradient
-from lightning_accum.noise.watch import GradientWatch, squared_norm_of_gradients, sum_of_squares
+from lightning_accum.noise.watch import GradientWatch, squared_norm_of_gradients
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.sync import ShardedSync
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.weight import TokenCount, count_samples
 
 if TYPE_CHECKING:
     from lightning_accum.strategies.mixin import AccumulationMixin
-
-
-@dataclass(eq=False, slots=True)
-class _MicroBatch:
-    """A micro-batch of the window in hand.
-
-    Attributes:
-        weight: None where its loss is a sum.
-        samples: how many it has; nan where the batch does not tell.
-        reference: what its gradients are divided by, of the window.
-        norms: of its gradients, by parameter; None once they are added up.
-        square: the sum of their squares.
-    """
-
-    weight: Denominator | None
-    samples: float
-    reference: float
-    norms: dict[int, Tensor] | None
-    square: Tensor | None = None
 
 
 class GradientNoiseScale(Callback):
@@ -117,7 +97,7 @@ class GradientNoiseScale(Callback):
         self._accumulation: Accumulation | None = None
         self._watch: GradientWatch | None = None
         self._optimizers: list[Optimizer] = []
-        self._micro_batches: list[_MicroBatch] = []
+        self._micro_batches: list[MeasuredMicroBatch] = []
         self._begin_fit()
 
     def _begin_fit(self) -> None:
@@ -193,21 +173,16 @@ class GradientNoiseScale(Callback):
         # there are more where a batch runs again, or a window was dropped
         del micro_batches[accumulation.window.micro_batches - 1 :]
         if micro_batches:
-            self._add_up(micro_batches[-1])
+            micro_batches[-1].add_up(accumulation.window.device, accumulation.window.dtype)
         else:
             watch.has_parts = False
             watch.watch(_parameters_of(self._optimizers))  # some may have been frozen so far
         samples, reference = count_samples(accumulation.batch), accumulation.window.reference
         assert reference is not None
         watch.norms = {}
-        micro_batches.append(_MicroBatch(accumulation.weight, math.nan if samples is None else samples, reference, watch.norms))
-
-    def _add_up(self, micro_batch: _MicroBatch) -> None:
-        assert self._accumulation is not None
-        if micro_batch.norms is not None:
-            window = self._accumulation.window
-            micro_batch.square = sum_of_squares(micro_batch.norms.values(), window.device, window.dtype)
-            micro_batch.norms = None
+        micro_batches.append(
+            MeasuredMicroBatch(accumulation.weight, math.nan if samples is None else samples, reference, watch.norms)
+        )
 
     # --- the end of a window ------------------------------------------------------------------------------------------
 
@@ -246,10 +221,13 @@ class GradientNoiseScale(Callback):
         assert closed is not None
         scale = strategy.loss_scale()
         whole, shards = squared_norm_of_gradients(_parameters_of([optimizer]), window.device, window.dtype)
-        totals = torch.cat((self._totals(scale), shards.reshape(1)))
+        own = totals(self._micro_batches, scale, accumulation.sums is None, window.device, window.dtype)
+        if watch.has_parts and self._micro_batches:
+            own[0] = math.nan
+        over_ranks = torch.cat((own, shards.reshape(1)))
         if ranks.size > 1:
-            dist.all_reduce(totals, group=ranks.group)
-        squares, weight, counted, taken_in, samples, sums, shards = totals.unbind()
+            dist.all_reduce(over_ranks, group=ranks.group)
+        squares, weight, counted, taken_in, samples, sums, shards = over_ranks.unbind()
         squares = squares * closed.slope**2  # a micro-batch gives the gradient of its mean, where the loss is a function of that
         gradient = whole + shards
         if getattr(optimizer, "_step_supports_amp_scaling", False):  # it unscales by itself, when it steps
@@ -260,38 +238,6 @@ class GradientNoiseScale(Callback):
         whole = torch.where(sums > 0, closed.micro_batches, closed.weight)
         is_whole = (taken_in - whole).abs() <= 1e-5 * taken_in
         self._noise.add(variance, gradient, weight, samples, is_whole & (counted > 1))
-
-    def _totals(self, scale: float) -> Tensor:
-        """What is to be summed over the ranks, float64 where the device has it.
-
-        Over the micro-batches of this rank: of n_i |g_i|^2, of n_i, of those that have a weight, of the weights as the window
-        counts them (1 for a sum), of samples, and of those whose loss is a sum.
-        """
-        assert self._accumulation is not None
-        window, micro_batches = self._accumulation.window, self._micro_batches
-        if not micro_batches:
-            return torch.zeros(6, dtype=window.dtype, device=window.device)
-        self._add_up(micro_batches[-1])
-
-        def column(values: Iterable[Denominator]) -> Tensor:
-            values = list(values)
-            if any(isinstance(value, Tensor) for value in values):
-                return torch.stack([torch.as_tensor(value, dtype=window.dtype, device=window.device) for value in values])
-            return torch.tensor(values, dtype=window.dtype, device=window.device)
-
-        # what a loss that is a sum would be divided by, if it were a mean, is its samples
-        weights = column(m.samples if m.weight is None else m.weight for m in micro_batches)
-        # with accumulate_dtype the weight is multiplied in later, when a gradient is added to its sum
-        is_weighed = self._accumulation.sums is None
-        references = column(1.0 if m.weight is None else m.reference if is_weighed else m.weight for m in micro_batches)
-        squares = torch.stack([m.square for m in micro_batches if m.square is not None]) * (references / scale) ** 2 / weights
-        taken_in = column(1.0 if m.weight is None else m.weight for m in micro_batches)
-        samples, sums = column(m.samples for m in micro_batches), column(m.weight is None for m in micro_batches)
-        if self._watch is not None and self._watch.has_parts:
-            squares = squares * math.nan
-        has_weight = weights != 0
-        squares = torch.where(has_weight, squares, 0.0)
-        return torch.stack((squares, weights, has_weight.to(window.dtype), taken_in, samples, sums)).sum(1)
 
     def _show(self, trainer: pl.Trainer) -> None:
         shown = self._noise.shown()
@@ -313,9 +259,9 @@ class GradientNoiseScale(Callback):
                 f" finite gradients. {_ONE_MICRO_BATCH}"
             )
             return
-        policy, criterion = accumulation.policy, accumulation.weigher.criterion or ""
+        policy, is_cross_entropy = accumulation.policy, (accumulation.weigher.criterion or "").startswith("cross entropy")
         are_tokens = isinstance(policy.weight, TokenCount) or isinstance(policy.window, Tokens)
-        are_tokens |= policy.weight == "auto" and criterion.startswith("cross entropy") and estimate.weight_per_sample > 1
+        are_tokens |= policy.weight == "auto" and is_cross_entropy and estimate.weight_per_sample > 1
         rank_zero_info(report(estimate, are_tokens, self._largest))
 
     @override

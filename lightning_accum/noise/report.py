@@ -34,30 +34,32 @@ def report(estimate: NoiseScale, are_tokens: bool, largest: LargestMicroBatch) -
         are_tokens: the weight counts tokens.
         largest: the largest micro-batch, if it was found by trying.
     """
-    units = _Units(estimate, are_tokens)
-    now = units(estimate.weight_per_window)
-    measured = f"measured over {estimate.windows} windows of {now} on average"
+
+    def units(weight: float) -> str:
+        in_weight = f"{_rounded(weight)} {'tokens' if are_tokens else 'units of weight'}"
+        if math.isnan(estimate.weight_per_sample):
+            return in_weight
+        in_samples = f"{_rounded(weight / estimate.weight_per_sample)} samples"
+        return in_samples if abs(estimate.weight_per_sample - 1) < 1e-9 else f"{in_samples} ({in_weight})"
+
+    low, high, is_infinite = units(estimate.weight_low), units(estimate.weight_high), math.isinf(estimate.weight)
+    measured = f"measured over {estimate.windows} windows of {units(estimate.weight_per_window)} on average"
     if estimate.weight_low == 0 and math.isinf(estimate.weight_high):
         return (
             f"GradientNoiseScale: the noise scale is not known yet, {measured}. Measure more windows, or windows of more"
             " micro-batches."
         )
-    if estimate.trend and not math.isinf(estimate.weight):
-        moved, end, most = (
-            ("grew", estimate.weight_low, "least") if estimate.trend > 0 else ("shrank", estimate.weight_high, "most")
-        )
-        text = (
-            f"a window of about {units(estimate.weight)} was worth having on average, but the noise scale {moved} while it was"
-            f" measured: now it is {units(end)} at {most} (two standard errors)"
-        )
-    elif math.isinf(estimate.weight):
-        text = f"a window of {units(estimate.weight_low)} or more is worth having"
+    found = f"a window of about {units(estimate.weight)} was worth having on average, but the noise scale" if estimate.trend else ""
+    if is_infinite:
+        text = f"a window of {low} or more is worth having"
+    elif estimate.trend > 0:
+        text = f"{found} grew while it was measured: now it is {low} at least (two standard errors)"
+    elif estimate.trend < 0:
+        text = f"{found} shrank while it was measured: now it is {high} at most (two standard errors)"
+    elif math.isinf(estimate.weight_high):
+        text = f"a window of about {units(estimate.weight)} is worth having, and of {low} at least"
     else:
-        text = f"a window of about {units(estimate.weight)} is worth having"
-        if math.isinf(estimate.weight_high):
-            text += f", and of {units(estimate.weight_low)} at least"
-        else:
-            text += f", between {units(estimate.weight_low)} and {units(estimate.weight_high)} (two standard errors)"
+        text = f"a window of about {units(estimate.weight)} is worth having, between {low} and {high} (two standard errors)"
     text = f"GradientNoiseScale: {text}. That is the gradient noise scale (arXiv 1812.06162), {measured}."
     return text + _advice(estimate) + _about_micro_batches(estimate, largest)
 
@@ -86,26 +88,11 @@ def _about_micro_batches(estimate: NoiseScale, largest: LargestMicroBatch) -> st
     return text + "."
 
 
-class _Units:
-    """A number of units of weight, in samples and in tokens."""
-
-    def __init__(self, estimate: NoiseScale, are_tokens: bool) -> None:
-        self._per_sample = estimate.weight_per_sample
-        self._name = "tokens" if are_tokens else "units of weight"
-
-    def __call__(self, weight: float) -> str:
-        in_weight = f"{_rounded(weight)} {self._name}"
-        if math.isnan(self._per_sample):
-            return in_weight
-        in_samples = f"{_rounded(weight / self._per_sample)} samples"
-        if abs(self._per_sample - 1) < 1e-9:
-            return in_samples
-        return f"{in_samples} ({in_weight})"
-
-
 def _rounded(number: float) -> str:
     """Three digits are more than an estimate has."""
     if number <= 0:
         return "0"
+    if math.isinf(number):
+        return "inf"
     digits = 2 - math.floor(math.log10(number))
     return f"{round(number, digits):,.0f}" if number >= 100 or digits <= 0 else f"{number:.3g}"

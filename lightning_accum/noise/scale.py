@@ -1,16 +1,9 @@
 """The gradient noise scale: how large a batch is worth having, estimated from gradients of two sizes of batch.
 
 From McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162, appendix A.1, for micro-batches of
-unequal sizes. Let a unit of weight (a sample, a token) have a gradient of mean G and of covariance with trace S. The mean gradient
-g_i of a micro-batch of weight n_i has E|g_i|^2 = |G|^2 + S/n_i. That of a window of K of them, g = sum(n_i g_i) / N with
-N = sum(n_i), has E|g|^2 = |G|^2 + S/N. So E sum(n_i |g_i|^2) = N |G|^2 + K S, and without bias
-
-    S     = (sum(n_i |g_i|^2) - N |g|^2) / (K - 1)
-    |G|^2 = |g|^2 - S / N
-
-With equal n_i these are the paper's formulas for batches of s = n and b = N. They are those of an analysis of variance, which for
-a normal distribution have the least variance of all without bias. The noise scale is B = S / |G|^2. A ratio of means has less bias
-than a mean of ratios, so S and |G|^2 are smoothed each by itself.
+unequal sizes; the formulas are in :class:`~lightning_accum.GradientNoiseScale`. With equal n_i they are the paper's for batches of
+s = n and b = N. They are those of an analysis of variance, which for a normal distribution have the least variance of all without
+bias. A ratio of means has less bias than a mean of ratios, so S and |G|^2 are smoothed each by itself.
 
 A mean over windows lags behind a noise scale that moves, and the scatter of the windows does not show it: in a short run the
 interval of the mean may be far from where the noise scale is at the end. So the slope of S - B |G|^2 over time is looked at, by
@@ -185,10 +178,7 @@ class SmoothedNoise:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict`."""
         sums = state["sums"]
-        if isinstance(sums, list):  # of a version that knew no ages
-            sums = dict(zip(("1", "1 ww", "S", "G", "SS", "SG", "GG", "weight", "samples", "windows"), sums, strict=True))
-        values = [sums.get(name, 0.0) for name in _NAMES]
-        self._sums = torch.tensor(values, dtype=self._sums.dtype, device=self._sums.device)
+        self._sums = torch.tensor([sums[name] for name in _NAMES], dtype=self._sums.dtype, device=self._sums.device)
 
 
 def _ageing(smoothing: float) -> list[list[float]]:

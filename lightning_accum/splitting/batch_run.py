@@ -94,7 +94,7 @@ class BatchRun:
                     guard.begin_micro_batch()
                 with no_sync() if has_sync and not accumulation.is_boundary else nothing:
                     loss, extra = run_micro_batch(micro_batch)
-                    log.note_loss(loss, log.micro_batch)
+                    log.note_loss(loss)
                     if is_last or loss is None:
                         window_loss = strategy.end_micro_batch()
                 if guard is not None and guard.end_micro_batch():

@@ -10,7 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_accum.splitting.batch_log import loss_of_parts, weighted_mean
+from lightning_accum.splitting.means import loss_of_parts, weighted_mean
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import OfMean
 

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import (
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_accum import seams
 from lightning_accum.gradient_norm import clip_sharded_by_norm
 from lightning_accum.ranks import Ranks
 from lightning_accum.strategies.preparation import check_reduces_once_a_window, checked
@@ -91,11 +92,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         assert self.lightning_module is not None
         if self.policy.on_nonfinite != "propagate":
             check_reduces_once_a_window(self, self._sync_policy)
-        if missing := FSDP2Sync.missing_internal(self.lightning_module):
-            raise MisconfigurationException(
-                f"{type(self).__name__} reads what fully_shard accumulates, which torch {torch.__version__} keeps elsewhere than"
-                f' torch 2.6 to 2.15 do ({missing}). Install one of these, or use Trainer(strategy="accum_fsdp").'
-            )
+        seams.check_nothing_is_missing(seams.FSDP2)
         sync = FSDP2Sync(self.lightning_module, self._sync_policy)
         size = self.device_mesh["data_parallel"].size()
         sharded = sync.parameters()

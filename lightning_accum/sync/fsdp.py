@@ -98,16 +98,6 @@ class FSDP2Sync(ShardedSync):
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy)
         self._kept: list[nn.Module] | None = None
 
-    @staticmethod
-    def missing_internal(module: nn.Module) -> str | None:
-        """What torch has no longer that is needed to see what a module has accumulated, in its own words; None for nothing."""
-        try:
-            for sharded in (sharded for unit in module.modules() if isinstance(unit, FSDPModule) for sharded in _sharded_of(unit)):
-                _ = sharded.sharded_param, sharded.unsharded_accumulated_grad, type(sharded).__annotations__["_unsharded_param"]
-        except (AttributeError, KeyError) as error:
-            return f"{type(error).__name__}: {error}"
-        return None
-
     @override
     @contextmanager
     def blocked(self, is_last_of_batch: bool = True) -> Iterator[None]:
@@ -190,23 +180,7 @@ class FSDP2Sync(ShardedSync):
         return {parameter.sharded_param for unit in self.units for parameter in _sharded_of(unit)}
 
 
-# --- what fully_shard keeps to itself -------------------------------------------------------------------------------------
-#
-# There is no public way to what it has accumulated and not reduced. All private names of torch that are used for FSDP2, as read in
-# torch 2.6.0, 2.13.0 and 2.15.0. Where one of the first six is missing, training is refused.
-#
-# FSDPModule._get_fsdp_state                 leads to all others
-# FSDPState._fsdp_param_groups               the parameters of a module; in 2.6 it has one such group, _fsdp_param_group
-# FSDPParamGroup.fsdp_params                 the same
-# FSDPParam.sharded_param                    which parameters are sharded, and so reduced over the ranks
-# FSDPParam.unsharded_accumulated_grad       what was accumulated, in the type of the reduction; in 2.15 it is the following
-# FSDPParam._unsharded_param                 its ``grad`` is what was accumulated; there from the first forward on
-# FSDPParam.mp_policy                        the type that gradients are added up in; in 2.6 of its FSDPParamGroup
-# FSDPParamGroup.gradient_divide_factor      whether somebody divides gradients by a number of their own; cannot be seen in 2.6
-# FSDPParamGroup.post_forward_mesh_info      whether a module stays gathered from its forward to its backward, and so until the
-# FSDPParamGroup.reshard_after_backward      window ends; without them, none stays gathered longer than it was made to
-# FSDPState._register_root_post_backward_final_callback
-#                                            reduces what was accumulated; without it, another forward and backward does
+# --- what fully_shard keeps to itself: see the table of seams ----------------------------------------------------------------
 
 
 def groups_of(unit: nn.Module) -> list[Any]:

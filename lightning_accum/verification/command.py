@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import re
 import sys
-from importlib.util import find_spec
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.verification.joining import JoiningError
 from lightning_accum.verification.run import verify
 from lightning_accum.verification.step import quiet
-
-_ARGUMENTS = "data|window|micro_batch|weight|precision|accelerator|gradient_clip_val|join"
 
 
 class UsageError(ValueError):
@@ -36,14 +34,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
         The exit status: 0 where the steps are equal; 1 where not, or where they cannot be compared; 2 where the arguments are
         wrong.
     """
-    if arguments.figure is not None and find_spec("matplotlib") is None:
-        return _say("--figure needs matplotlib: pip install 'lightning-accum[demo]'", 1)
     if str(Path.cwd()) not in sys.path:  # as `python -m` has it
         sys.path.insert(0, str(Path.cwd()))
     trainer = {name: getattr(arguments, name) for name in ("precision", "accelerator", "gradient_clip_val")}
     try:
-        if arguments.figure is not None:
-            _check_figure(arguments.figure)
         policy = {"weight": _weight(arguments.weight)}
         if (arguments.window or 1) == 1 and arguments.micro_batch is None:
             raise UsageError("say how the step is accumulated, by --window or --micro-batch (or both)")
@@ -52,11 +46,13 @@ def run_verify(arguments: argparse.Namespace) -> int:
         module = made(arguments.module)
         data = None if arguments.data is None else made(arguments.data)
     except UsageError as error:
-        return _say(f"lightning-accum verify: error: {error}", 2)
+        print(f"lightning-accum verify: error: {error}", file=sys.stderr)
+        return 2
     try:
         report = verify(module, data, arguments.window, arguments.micro_batch, join=join, **trainer, **policy)
     except (MisconfigurationException, JoiningError) as error:
-        return _say(in_options(str(error)), 1)
+        print(f"{error}\n(micro_batch= is --micro-batch here, and so on.)", file=sys.stderr)
+        return 1
     print(report)
     if arguments.figure is not None:
         report.plot(arguments.figure)
@@ -70,15 +66,7 @@ def _check(arguments: argparse.Namespace, policy: dict[str, Any], trainer: dict[
         with quiet():
             pl.Trainer(**trainer, devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     except (MisconfigurationException, ValueError, RuntimeError) as error:
-        raise UsageError(in_options(str(error))) from error
-
-
-def _check_figure(path: Path) -> None:
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.lower().lstrip(".") not in known:
-        raise UsageError(f"--figure {path}: the file has to end in one of {', '.join(sorted(known))}")
+        raise UsageError(str(error)) from error
 
 
 def _weight(text: str) -> Any:
@@ -90,28 +78,8 @@ def _weight(text: str) -> Any:
     return weight() if isinstance(weight, type) else weight
 
 
-def in_options(text: str) -> str:
-    """A message about arguments of Python, with the options that they are here.
-
-    Example:
-        >>> in_options('pass verify(precision="32-true"), or window= instead of micro_batch=')
-        'pass --precision 32-true, or --window instead of --micro-batch'
-    """
-    call = rf"verify\(({_ARGUMENTS})=([^()]*(?:\([^()]*\))?)\)"
-    parts = re.split(r"(GradientAccumulation\([^()]*\))", text)  # that is written in Python here, too
-    for place, part in enumerate(parts[::2]):
-        part = re.sub(call, lambda found: f"{_option(found[1])} {found[2]}".replace('"', "").removesuffix(" ..."), part)
-        part = re.sub(rf"(?<![\w(.-])({_ARGUMENTS})=(?=[<\w'\"])", lambda found: f"{_option(found[1])} ", part)
-        parts[2 * place] = re.sub(rf"(?<![\w(.-])({_ARGUMENTS})=(\.\.\.)?", lambda found: _option(found[1]), part)
-    return "".join(parts)
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def made(name: str) -> Any:
-    """What ``package.module:name`` stands for; made, where it is a class or a function.
+    """What ``package.module:name`` stands for; called, where it is a class or a function.
 
     Raises:
         UsageError: there is no such thing.
@@ -121,8 +89,7 @@ def made(name: str) -> Any:
         Linear(in_features=32, out_features=2, bias=True)
     """
     thing = found(name)
-    is_factory = isinstance(thing, type) or type(thing).__name__ in ("function", "method", "builtin_function_or_method", "partial")
-    if not is_factory:
+    if not isinstance(thing, (type, partial)) and not inspect.isroutine(thing):
         return thing
     try:
         inspect.signature(thing).bind()
@@ -139,22 +106,14 @@ def found(name: str) -> Any:
     Raises:
         UsageError: there is no such thing.
     """
-    module_name, colon, path = name.partition(":")
-    if not (module_name and colon and path):
+    module, _, path = name.partition(":")
+    if not (module and path):
         raise UsageError(f"{name!r} is not of the form package.module:name")
     try:
-        thing: Any = importlib.import_module(module_name)
+        return attrgetter(path)(importlib.import_module(module))
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # of an import inside of it
         raise UsageError(f"There is no module {error.name!r} (from {name!r}); run this where it can be imported.") from error
-    for step in path.split("."):
-        if not hasattr(thing, step):
-            raise UsageError(f"{module_name!r} has no {path!r}.")
-        thing = getattr(thing, step)
-    return thing
-
-
-def _say(text: str, status: int) -> int:
-    print(text, file=sys.stderr)
-    return status
+    except AttributeError as error:
+        raise UsageError(f"{module!r} has no {path!r}: {error}") from error

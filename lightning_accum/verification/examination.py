@@ -78,7 +78,7 @@ class Examination:
             return noise
         same = self._apart(trial.full, seed=0)
         if not same <= most:
-            self.breaks.append(breaks.non_deterministic(same))
+            self.breaks.append(breaks.named("non-deterministic operations", same))
             return same
         seeded = self._apart(trial.full, seed=1)
         if not seeded <= most:
@@ -94,7 +94,7 @@ class Examination:
         left = self._apart(self._trial.full, seed=1)
         if not left <= most:
             self.full, self._change = drawn, Change()
-            self.breaks.append(breaks.random_numbers(seeded))
+            self.breaks.append(breaks.named("random numbers", seeded))
             return left
         self.notes.append(
             f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row, to compare batches of"
@@ -119,28 +119,28 @@ class Examination:
         """Take out one thing after the other, until the rest is equal."""
         full, batches, left = self.full, list(self._trial.batches), self.gradient.largest
         if not window.is_finite:
-            self.breaks.append(breaks.not_finite())
+            self.breaks.append(breaks.named("non-finite gradient", math.nan))
             return
         if layers := self.full.batch_norm:
             change = replace(self._change, freezes_batch_norm=True)
             frozen, frozen_window = self._bench.full(self._trial.full, change), self._bench.accumulated(batches, change)
             without = _apart(frozen_window, frozen)
             if without < left:
-                self.breaks.append(breaks.batch_norm(layers, left, without))
+                self.breaks.append(breaks.named("BatchNorm", left, breaks.listed(layers), without=without))
                 self._change, full, window, left = change, frozen, frozen_window, without
         if not left <= self.tolerance and len(batches) > 1:
             change = replace(self._change, fixes_batch_idx=True)
             fixed = self._bench.accumulated(batches, change)
             if not _apart(fixed, window) <= self.tolerance:
                 without = _apart(fixed, full)
-                self.breaks.append(breaks.batch_idx(left, without))
+                self.breaks.append(breaks.named("batch_idx", left, without=without))
                 self._change, window, left = change, fixed, without
         padded = self._trial.padded()
         if not left <= self.tolerance and padded is not None:
             even = self._bench.accumulated(padded, self._change)
             if not _apart(even, window) <= self.tolerance:
                 without = _apart(even, full)
-                self.breaks.append(breaks.padding(self._trial.padding, left, without))
+                self.breaks.append(breaks.named("padding", left, self._trial.padding, without=without))
                 batches, window, left = padded, even, without
         if not left <= self.tolerance:
             self.breaks.append(self._look_into_the_rest(full, batches, left, window.warnings))
@@ -149,40 +149,41 @@ class Examination:
         """What cannot be taken out."""
         crooked = self._nonlinearity(full)
         if not crooked <= self.tolerance:
-            return breaks.backward(full.gradient_hooks, crooked)
+            hooked = breaks.listed(full.gradient_hooks)
+            hooks = f", as the hooks on the gradients of {hooked} may" if hooked else ""
+            return breaks.named("backward that is not linear", crooked, hooks)
         if full.is_contrastive or any("contrastive" in warning for warning in warnings):
-            return breaks.contrastive(left)
+            return breaks.named("contrastive loss", left)
         carried = self._state_carried(full)
         if not carried <= self.tolerance:
-            return breaks.state(carried)
-        fit, used = self._weights_that_fit(batches)
+            return breaks.named("state", carried)
+        fit, used = self._weights_that_fit(full, batches)
         most = max(10 * self.tolerance, 1e-9)
         if fit.left <= most:
             given = self._bench.policy.get("weight", "auto")
             if isinstance(given, (list, tuple)):
-                return breaks.weight_of_term(
-                    "With other weights the micro-batches would give the gradient of the full batch.", left
-                )
+                found = "With other weights the micro-batches would give the gradient of the full batch."
+                return breaks.named("weight of a term", left, found)
             if fit.left_of_means <= most:
                 return breaks.weight(given, fit.weights.tolist(), used, left, fit.left)
             return breaks.scale(fit.weights.tolist(), left)
         about_counts = [warning for warning in warnings if "the term of the loss that it weighs" in warning]
         if about_counts:
-            return breaks.weight_of_term(about_counts[-1], left)
+            return breaks.named("weight of a term", left, about_counts[-1])
         about_terms = [warning for warning in warnings if "terms" in warning]
         if about_terms:
-            return breaks.terms(about_terms[-1], left)
-        return breaks.coupled_rows(fit.left, self._order, left)
+            return breaks.named("terms of the loss", left, about_terms[-1])
+        of_order = "" if self._order is None else " It depends on the order of the rows, too."
+        return breaks.named("rows that depend on each other", left, fit.left, of_order)
 
     def _nonlinearity(self, full: Step) -> float:
         """How far the gradient of a multiple of the loss is from that multiple of its gradient."""
         if full.dtype == torch.float16:  # which would overflow
             return 0.0
         batch, change, apart = self._trial.full, self._change, [0.0]
-        once = self._bench.gradients(batch, change)
         for factor in (2.0**-10, 2.0**10):  # powers of two do not round
-            scaled = self._bench.gradients(batch, replace(change, factor=factor))
-            multiple = {name: gradient * factor for name, gradient in once.items()}
+            scaled = self._bench.full(batch, replace(change, factor=factor)).of_backward
+            multiple = {name: gradient * factor for name, gradient in full.of_backward.items()}
             apart.append(Difference.between(scaled, multiple).largest)
         return max(apart, key=lambda value: math.inf if math.isnan(value) else value)
 
@@ -191,11 +192,11 @@ class Examination:
         twice = self._bench.twice(self._trial.full, replace(self._change, fixes_batch_idx=True))
         return _apart(twice, full)
 
-    def _weights_that_fit(self, batches: Sequence[Any]) -> tuple[Fit, list[float | None]]:
+    def _weights_that_fit(self, full: Step, batches: Sequence[Any]) -> tuple[Fit, list[float | None]]:
         """How near any weights come to the full batch; and the weights that were used."""
         window = self._bench.accumulated(batches, self._change, keeps_pieces=True)
         pieces = torch.stack([_flat(piece) for piece in window.pieces], 1)
-        return weights_that_fit(pieces, _flat(self._bench.gradients(self._trial.full, self._change))), window.weights
+        return weights_that_fit(pieces, _flat(full.of_backward)), window.weights
 
     # --- what comes after the gradients -------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class Examination:
         replay = self._bench.full(self._trial.full, self._change, gradients=window.gradients)
         is_same = is_same_step(window.after, replay.after, replay.before)
         if not is_same and not self.update.largest <= self.tolerance:  # LBFGS takes more gradients than the one that is replayed
-            self.breaks.append(breaks.optimizer_step(self.update.largest))
+            self.breaks.append(breaks.named("optimizer step", self.update.largest))
         elif not self.update.largest <= self.tolerance:
             self.notes.append(
                 "Updates are farther apart than gradients, by what the optimizer makes of rounding in a gradient that is almost 0:"
@@ -224,9 +225,9 @@ class Examination:
         updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in apart)]
         left = self.gradient.largest
         if updated:
-            self.breaks.append(breaks.batch_norm(updated, left, None))
+            self.breaks.append(breaks.named("BatchNorm", left, breaks.listed(updated)))
         else:
-            self.breaks.append(breaks.buffers(list(apart), max(apart.values()), left))
+            self.breaks.append(breaks.named("buffers", left, breaks.listed(list(apart)), max(apart.values())))
 
 
 def _apart(step: Step, full: Step) -> float:

@@ -1,19 +1,16 @@
-"""What a verification found, as text, as a table and as a figure."""
+"""What a verification found, as text and as a figure."""
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Group
 
 SHOWN = 10
 """How many parameters the table lists."""
@@ -103,100 +100,29 @@ class Report:
         """The ten parameters whose gradients are farthest apart."""
         return self.parameters[:SHOWN]
 
-    # --- as text ------------------------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
-        """As a table with colours in a terminal where rich is installed, else as plain text."""
-        if sys.stdout.isatty() and find_spec("rich") is not None:
-            from rich.console import Console
-
-            text = io.StringIO()
-            console = Console(file=text, force_terminal=True, width=Console().width)
-            console.print(self)
-            return text.getvalue().rstrip("\n")
-        return self.plain()
-
-    def __repr__(self) -> str:
-        return self.plain()
-
-    def plain(self) -> str:
         """As plain text of up to 100 columns."""
-        lines = [self._wrapped(self.verdict), self._wrapped(self.compared)]
+        paragraphs = [[self.verdict, self.compared]]
         for found in self.breaks:
-            lines += [
-                "",
-                self._wrapped(f"{found.name}: {found.found} {_effect(found)}"),
-                self._wrapped(f"    To mend it: {found.mend}"),
-            ]
-        width = max(len(name) for name, _, _ in self._rows())
-        lines += ["", *(f"{name:<{width}}  {gradient:>9}  {update:>9}" for name, gradient, update in self._rows())]
+            paragraphs.append([f"{found.name}: {found.found} {_effect(found)}", f"    To mend it: {found.mend}"])
+        full, window = self.losses
+        numbers = [("all parameters", self.gradient, self.update), *((row.name, row.gradient, row.update) for row in self.worst)]
+        table = [("relative difference", "gradient", "update"), *((name, number(g), number(u)) for name, g, u in numbers)]
+        width = max(len(name) for name, _, _ in table)
+        lines = [f"{name:<{width}}  {gradient:>9}  {update:>9}" for name, gradient, update in table]
         if len(self.parameters) > SHOWN:
             lines.append(f"... and {len(self.parameters) - SHOWN} more that are closer")
-        lines += ["", *(self._wrapped(f"{name}: {value}") for name, value in self._facts())]
-        if self.notes:
-            lines += ["", *(self._wrapped(f"- {note}") for note in self.notes)]
-        return "\n".join(lines)
-
-    def _rows(self) -> list[tuple[str, str, str]]:
-        """The table: its head, all parameters together, and the worst."""
-        return [
-            ("relative difference", "gradient", "update"),
-            ("all parameters", number(self.gradient), number(self.update)),
-            *((row.name, number(row.gradient), number(row.update)) for row in self.worst),
+        of_window = f", {window:.12g} of the micro-batches" if window == window else ""
+        facts = [
+            f"tolerance: {self.tolerance:.2g} ({self.tolerance_reason})",
+            f"loss: {full:.12g} of the full batch{of_window}",
+            f"weight: {self.weight}",
         ]
-
-    def _facts(self) -> list[tuple[str, str]]:
-        full, window = self.losses
-        return [
-            ("tolerance", f"{self.tolerance:.2g} ({self.tolerance_reason})"),
-            ("loss", f"{full:.12g} of the full batch" + (f", {window:.12g} of the micro-batches" if window == window else "")),
-            ("weight", self.weight),
-        ]
-
-    @staticmethod
-    def _wrapped(text: str) -> str:
-        indent = "  " if text.startswith("- ") else "    "
-        return fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-    # --- as a table ---------------------------------------------------------------------------------------------------
-
-    def __rich__(self) -> Group:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Group
-        from rich.padding import Padding
-        from rich.table import Table
-        from rich.text import Text
-
-        colour = "green" if self.is_equal else "red"
-        table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1), pad_edge=False)
-        (first, *titles), *rows = self._rows()
-        table.add_column(first, overflow="fold")
-        for title in titles:
-            table.add_column(title, justify="right", no_wrap=True)
-        values = [self.gradient, *(row.gradient for row in self.worst)]
-        for difference, (name, shown, update) in zip(values, rows, strict=True):
-            style = "green" if difference <= self.tolerance else "red"
-            is_first = name == rows[0][0]
-            table.add_row(Text(name), Text(shown, style), update, end_section=is_first, style="bold" if is_first else "")
-        parts: list[Any] = [Text(self.verdict, f"bold {colour}"), Text(self.compared)]
-        for found in self.breaks:
-            parts += [Text(), Text.assemble((found.name, "bold red"), f": {found.found} {_effect(found)}")]
-            parts.append(Padding(Text.assemble(("To mend it: ", "bold"), found.mend), (0, 0, 0, 4)))
-        parts += [Text(), Padding(table, (0, 0, 0, 2))]
-        if len(self.parameters) > SHOWN:
-            parts.append(Text(f"  ... and {len(self.parameters) - SHOWN} more that are closer", "dim"))
-        facts = Table.grid(padding=(0, 2))
-        for name, value in self._facts():
-            facts.add_row(Text(name, "bold"), Text(value))
-        parts += [Text(), facts]
-        if self.notes:
-            notes = Table.grid(padding=(0, 1))
-            for note in self.notes:
-                notes.add_row("-", Text(note))
-            parts += [Text(), notes]
-        return Group(*parts)
-
-    # --- as a figure --------------------------------------------------------------------------------------------------
+        texts = ["\n".join(map(_wrapped, paragraph)) for paragraph in (*paragraphs, facts, [f"- {note}" for note in self.notes])]
+        return "\n\n".join([*texts[:-2], "\n".join(lines), *filter(None, texts[-2:])])
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw the differences of the worst parameters beside the tolerance, and what breaks equality.
@@ -209,9 +135,27 @@ class Report:
         """
         if find_spec("matplotlib") is None:
             raise ModuleNotFoundError("report.plot() needs matplotlib: pip install 'lightning-accum[demo]'")
-        from lightning_accum.verification.figure import draw
+        from matplotlib.figure import Figure
 
-        figure = draw(self)
+        rows = [ParameterDifference("all parameters", self.gradient, self.update), *self.worst]
+        figure = Figure(figsize=(10, 2 + 0.3 * (len(rows) + len(self.breaks))), layout="constrained")
+        axes = figure.subplots()
+        names = [row.name for row in rows]
+        axes.plot([row.gradient for row in rows], names, "o", label="gradient")
+        axes.plot([row.update for row in rows], names, "o", markersize=10, fillstyle="none", color="0.6", label="update")
+        broken = [found for found in self.breaks if found.difference == found.difference]
+        for found in broken:
+            without = found.difference if found.without is None else found.without
+            axes.plot([found.difference, without], [f"{found.name}, with and without it"] * 2, "o-", color="#D55E00")
+        axes.axvline(self.tolerance, color="0.4", linestyle="--", label=f"tolerance {self.tolerance:.1g}")
+        axes.set_xscale("symlog", linthresh=1e-17)
+        axes.set_xticks([0, *(10.0**exponent for exponent in range(-15, 1, 3))])
+        axes.set_xlim(-1e-17, 50)
+        axes.invert_yaxis()
+        axes.grid(axis="x", color="0.9")
+        axes.set_xlabel("difference from the full batch, relative to it")
+        axes.set_title(fill(f"{self.verdict} {self.compared}", 110), loc="left", fontsize=10)
+        axes.legend(frameon=False)
         if path is not None:
             figure.savefig(path, dpi=130)
         return figure
@@ -235,3 +179,8 @@ def _effect(found: Break) -> str:
     if found.without is None:
         return f"The worst gradient is {number(found.difference)} apart."
     return f"The worst gradient is {number(found.difference)} apart with it, {number(found.without)} without."
+
+
+def _wrapped(text: str) -> str:
+    indent = "  " if text.startswith("- ") else "    "
+    return fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -24,7 +24,7 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.randomness import SameForEveryRow, seed_everything
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.state import ModuleState
-from lightning_accum.verification.watch import Step, StepTakenError, Watches, WatchesGradients, WatchesPieces, WatchesReference
+from lightning_accum.verification.watch import Step, StepTakenError, Watches, WatchesPieces, WatchesReference
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 
 STEPS_IN_AN_EPOCH = 100
@@ -94,15 +94,6 @@ class Bench:
             change: what is taken out of the module.
         """
         return self._run([batch] * 2, change, Watches(), [], strategy="auto", accumulate_grad_batches=2, **self.trainer)
-
-    def gradients(self, batch: Any, change: Change = Change()) -> dict[str, Tensor]:
-        """What the backward of plain Lightning leaves on one batch, before anything else sees it.
-
-        Args:
-            batch: the batch.
-            change: what is taken out of the module.
-        """
-        return self._run([batch], change, WatchesGradients(), [], strategy="auto", **self.trainer).pieces[0]
 
     def accumulated(self, batches: Sequence[Any], change: Change = Change(), keeps_pieces: bool = False) -> Step:
         """The step of this package on a window.

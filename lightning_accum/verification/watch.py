@@ -28,6 +28,7 @@ class Step:
         before: the parameters that are trained, before the step.
         after: and after it.
         gradients: what the optimizer saw, clipped; zeros for a parameter without a gradient.
+        of_backward: the gradients of the full batch, before hooks around the step and clipping change them.
         buffers: those of the module, after the step.
         loss: of the batch, or of the window.
         dtype: the narrowest type in the graph of the loss.
@@ -47,6 +48,7 @@ class Step:
     before: dict[str, Tensor] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    of_backward: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     loss: float = float("nan")
     dtype: torch.dtype = torch.float64
@@ -136,17 +138,10 @@ class WatchesReference(Watches):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        self.step.of_backward = _gradients(self._trained)
         for name, parameter in self._trained:
             if self.gradients is not None and parameter.grad is not None:
                 parameter.grad = self.gradients[name].to(parameter.device, parameter.dtype)
-
-
-class WatchesGradients(Watches):
-    """Also keeps what the backward has left, before hooks around the step change it."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self.step.pieces = [_gradients(self._trained)]
 
 
 class WatchesPieces(Watches):

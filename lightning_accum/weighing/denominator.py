@@ -254,7 +254,8 @@ def _zero_where_masked(summed: Node, count: Tensor) -> Tensor:
     Where all factors are 0 and more was counted, they are no mask: advantages, say, that happen to be 0.
     """
     if kind_of(summed) in ("Dot", *CONTRACTIONS) and len(inputs_of(summed)) == 1:
-        saved = (getattr(summed, f"_saved_{name}", None) for name in ("tensor", "mat2", "vec", "self"))
+        names = ("_saved_tensor", "_saved_mat2", "_saved_vec", "_saved_self")
+        saved = (getattr(summed, name, None) for name in names)
         mask = next(operand for operand in saved if operand is not None)
         return torch.where(mask.any() | (count.to(mask.device) > 1), count.to(mask.device), 0)
     below = summed.next_functions[0][0]

@@ -1,7 +1,6 @@
 """Nodes of an autograd graph: what they are called, what they keep, what is below them.
 
-The names of nodes and of their saved attributes were read in torch 2.13; ``tools/autograd/derivatives.yaml`` there is where they
-come from.
+The names of nodes were read in torch 2.13; those of what they save are in the table of seams.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def is_of_parameters_only(root: Node) -> bool:
         kind = kind_of(node)
         inputs = inputs_of(node)
         if kind in ("Mul", "Div"):
-            operands = [getattr(node, f"_saved_{side}", None) for side in ("self", "other")]
+            operands = [getattr(node, side, None) for side in ("_saved_self", "_saved_other")]
             if len(inputs) < 2 and any(isinstance(t, Tensor) and t.dim() > 0 for t in operands):
                 return False
         elif kind not in _OF_PARAMETERS or (kind in ("Add", "Sub", "Rsub", "Dot", *CONTRACTIONS) and len(inputs) < 2):

@@ -1,157 +1,18 @@
-"""Where Lightning and torch are held: every method that is replaced or relied on, and whether it is the one that was read.
-
-A method that is missing is an error when a strategy is made. One that differs from those that were read is named before training,
-nothing is then done in Lightning's place to save time, and ``loops/watch.py`` looks at every step.
-"""
+"""Lightning's methods that are replaced or relied on, and what is read of its objects."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Iterator
-from functools import cache
-from hashlib import sha256
-from importlib import import_module
-from typing import Any, NamedTuple
+from lightning_accum.seams.seam import table
 
-
-class Seam(NamedTuple):
-    """A method or function of Lightning's.
-
-    Attributes:
-        owner: its class or module, below ``lightning.pytorch``.
-        name: its own.
-        replaced_by: the class or function here that stands in for it; empty where it is only relied on.
-        why: what the replacement does otherwise, or what is relied on.
-        read: fingerprints of those that were read, from Lightning 2.5.0 to 2.6.6.
-    """
-
-    owner: str
-    name: str
-    replaced_by: str
-    why: str
-    read: str
-
-    def __str__(self) -> str:
-        return f"{self.owner.rpartition('.')[2]}.{self.name}"
-
-    def holder(self) -> Any:
-        """The class or module that has it; None where there is none of that name."""
-        try:
-            return import_module(f"lightning.pytorch.{self.owner}")
-        except ImportError:
-            module, _, kind = self.owner.rpartition(".")
-            return getattr(import_module(f"lightning.pytorch.{module}"), kind, None)
-
-    def found(self) -> Any:
-        """What is there now, as the class has it; None where there is nothing."""
-        holder = self.holder()
-        return None if holder is None else vars(holder).get(self.name)
-
-    def is_read(self) -> bool:
-        """Whether it is one of those that were read. One that came with a later release may be absent."""
-        found = self.found()
-        return fingerprint(found) in self.read.split() if found is not None else self.is_optional
-
-    @property
-    def is_optional(self) -> bool:
-        """Lightning 2.5.0 does not have it."""
-        return self.why.startswith("since ")
-
-
-def fingerprint(function: Any) -> str:
-    """Eight hexadecimal digits that change with what a function does, and not with its comments, annotations or line breaks.
-
-    Empty where there is no source. The same in all versions of Python.
-
-    Example:
-        >>> fingerprint(fingerprint) == fingerprint(changed)
-        False
-    """
-    function = getattr(function, "fget", function)  # a property
-    return _of_source(inspect.unwrap(getattr(function, "__func__", function)))
-
-
-@cache
-def _of_source(function: Any) -> str:
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return ""
-    return of_tree(tree)
-
-
-def of_tree(tree: ast.AST) -> str:
-    """The :func:`fingerprint` of a function that was parsed."""
-    return sha256(_in_words(tree).encode()).hexdigest()[:8]
-
-
-_LEFT_OUT = ("ctx", "kind", "type_comment", "type_params", "annotation", "returns")
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, list):
-        is_docstring = [isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) for item in value]
-        return f"[{','.join(_in_words(item) for item, is_left_out in zip(value, is_docstring, strict=True) if not is_left_out)}]"
-    if not isinstance(value, ast.AST):
-        return repr(value)
-    fields = [(name, field) for name, field in ast.iter_fields(value) if name not in _LEFT_OUT and field not in (None, [])]
-    return f"{type(value).__name__}({','.join(f'{name}={_in_words(field)}' for name, field in fields)})"
-
-
-def changed() -> list[Seam]:
-    """What is not as it was read."""
-    return [seam for seam in SEAMS if not seam.is_read()]
-
-
-def check_nothing_is_missing() -> None:
-    """Called when a strategy is made.
-
-    Raises:
-        SeamError: a method of Lightning's has gone that has to be there.
-    """
-    if gone := [seam for seam in changed() if seam.found() is None]:
-        told = [f"{seam} ({seam.replaced_by or 'relied on'}: {seam.why})" for seam in gone]
-        raise SeamError(f"{_lightning()} does not have {', '.join(told)}.")
-
-
-class SeamError(RuntimeError):
-    """Lightning does not call this package as the versions did that were read."""
-
-    def __init__(self, seen: str) -> None:
-        super().__init__(
-            f"{seen} So windows would not be exact, and training stops. {in_words(changed())} Lightning 2.5.0 to 2.6.6 was read:"
-            f" install one of these, and report it to the issue tracker of lightning_accum."
-        )
-
-
-def in_words(differing: list[Seam]) -> str:
-    """One sentence about what is not as it was read."""
-    if not differing:
-        return f"All methods of {_lightning()} are those that were read."
-    number = f"{len(differing)} method{'s differ' if len(differing) > 1 else ' differs'}"
-    return f"{_lightning()}: {number} from those read: {', '.join(map(str, differing))}."
-
-
-def _lightning() -> str:
-    return f"Lightning {import_module('lightning.pytorch').__version__}"
-
-
-def _seams(table: str) -> Iterator[Seam]:
-    owner = ""
-    for line in table.strip().splitlines():
-        if not line.startswith(" "):
-            owner = line
-            continue
-        name, replaced_by, why, read = (column.strip() for column in line.split("|"))
-        yield Seam(owner, name, replaced_by.strip("-"), why, read)
-
+READ = "Lightning 2.5.0 to 2.6.6"
+"""The versions that fingerprints are of."""
 
 # An owner, and below it in each line a name, what stands in for it here, why, and the fingerprints of what was read.
-SEAMS = tuple(
-    _seams("""
+LIGHTNING = table(
+    "lightning.pytorch.",
+    """
 trainer.trainer.Trainer
+    _data_connector _logger_connector _signal_connector | specialised | have other classes during a fit | -
     _run | - | connects the strategy, sets it up, trains, takes it down, in this order | 3da8155b 4156b686
     _teardown | - | ends the fit, also one that failed | c4b98fdd
     callback_metrics | AccumulatingTrainer | has the last window's metrics | dfe7727b
@@ -164,6 +25,8 @@ trainer.call
     _call_lightning_module_hook | - | calls a hook of the module, once, and returns what it returned | 71767112
     _call_strategy_hook | - | calls a hook of the strategy, once, and returns what it returned | 967314ae
 strategies.strategy.Strategy
+    _launcher | naming_launcher | starts the processes of the ranks | -
+    _lightning_optimizers | - | the optimizers that the module sees | -
     connect | AccumulationMixin | the fit begins: the loops are specialised | 1e0e2ace
     _configure_launcher | AccumulationMixin | refuses notebooks where they cannot work | 68f0f086
     launcher | AccumulationMixin | all ranks raise what the first failed with | af63ddd0
@@ -180,6 +43,7 @@ strategies.strategy.Strategy
 strategies.parallel.ParallelStrategy
     block_backward_sync | DDPAccumulationStrategy, ShardedMixin | reduces once a window | 1aa2cbd7
 strategies.ddp.DDPStrategy
+    _timeout | - | how long ranks wait for each other | -
     configure_ddp | DDPAccumulationStrategy | leaves BatchNorm to joint runs | daffde51
     setup | - | wraps the module, and calls Strategy.setup | 86bfe418
     pre_backward | - | prepares DistributedDataParallel's reduction | b2401dc8
@@ -190,6 +54,8 @@ strategies.launchers.multiprocessing._MultiProcessingLauncher
 strategies.launchers.subprocess_script._SubprocessScriptLauncher
     launch | _launch | starts the processes of the ranks | 6a74faa8
 loops.fit_loop._FitLoop
+    _combined_loader _data_fetcher | - | the loaders, and what draws from them | -
+    _last_train_dl_reload_epoch | - | when the loaders were made | -
     setup_data | AccumulatingFitLoop | ranks of different lengths end together | ee7116e3 f0180ab3 f09c9a94
     reset | AccumulatingFitLoop | a checkpoint of an epoch's end begins the next | 75843e08
     run | - | sets up the data, trains epoch by epoch, ends the run | e4c8eaeb
@@ -198,6 +64,8 @@ loops.fit_loop._FitLoop
     on_run_end | AccumulatingFitLoop | the last window ends with the training | b5d1b621
     _should_accumulate | - | asks the epoch loop whether a loader batch ends its window | 76e16d73
 loops.training_epoch_loop._TrainingEpochLoop
+    _results | BatchResults | what was logged | -
+    _warning_cache | - | warns once of a batch that is None | -
     run | AccumulatingEpochLoop | an unfinished window ends with its epoch | ad885a6e
     on_run_start | AccumulatingEpochLoop | a checkpoint of an epoch's end begins the next | d3f11993 085e5587
     reset | - | where the epoch goes on | dbe637c4
@@ -210,6 +78,7 @@ loops.training_epoch_loop._TrainingEpochLoop
     update_lr_schedulers | AccumulatingEpochLoop | called twice a loader batch, the last time when it is over | 3d41394b
     _update_learning_rates | AccumulatingEpochLoop | schedulers step when their clock says | 27370be6
 loops.optimization.automatic._AutomaticOptimization
+    _skip_backward | - | the last training_step returned None | -
     run | WindowOptimization | runs the closure by itself, or through _optimizer_step at a boundary | 4097f294
     _make_closure | WindowOptimization | a loader batch begins, and is split | d8ab6a87
     _make_step_fn | - | calls _training_step | 62f36fa5
@@ -220,10 +89,12 @@ loops.optimization.automatic._AutomaticOptimization
     _training_step | WindowOptimization | does not divide the loss | c2fba7ea
     _optimizer_step | WindowOptimization | the window ends; calls the module's optimizer_step once | 23e9067a
 loops.optimization.automatic.Closure
+    _backward_fn _zero_grad_fn | - | what it was given | -
     __init__ | WindowClosure | takes training_step, backward and zero_grad | 930c47a1
     __call__ | WindowClosure | runs a loader batch, whole or in micro-batches | ee973e2c
     closure | WindowClosure | calls training_step, zero_grad, backward, each once | a6d58bd2
 loops.optimization.closure.AbstractClosure
+    _result | - | what the closure returned | -
     consume_result | - | takes what the closure left in _result | 2d4e7d75
 loops.optimization.automatic.ClosureResult
     __post_init__ | - | keeps the loss to be shown | 7c5c55a5
@@ -248,14 +119,15 @@ trainer.connectors.data_connector._DataConnector
     _prepare_dataloader | UnrepeatingData | deals a SameOrderSampler to the ranks | 7ca31a88
     _resolve_sampler | UnrepeatingData | Lightning's own sampler repeats no samples | 53f73aba
 trainer.connectors.logger_connector.logger_connector._LoggerConnector
+    _callback_metrics _logged_metrics | - | what was logged last | -
     on_batch_start | - | a loader batch begins | 7758d5bf
     on_batch_end | - | a loader batch ends | 328cf288
     should_update_logs | - | loggers get metrics at this step | a446a83e
+    should_reset_tensors | - | compares _current_fx | b5b2448f
     log_metrics | WindowRows | a window's metrics are in the row of its step | 5e7802b7 e81ba200
     update_train_step_metrics | WindowRows | a window's metrics are in the row of its step | 577833c6
 trainer.connectors.logger_connector.result._ResultCollection
-    log | BatchResults | what micro-batches log is put together | cee56682
-    update_metrics | BatchResults | what micro-batches log is put together | 0120c270
+    update_metrics | BatchResults | what a shadow batch logs has no weight | 0120c270
 trainer.connectors.logger_connector.result._ResultMetric
     update | - | reads a metric's _forward_cache | 3ee4c0f0
 trainer.connectors.signal_connector._SignalConnector
@@ -276,8 +148,12 @@ plugins.precision.amp.MixedPrecision
     pre_backward | - | scales the loss | 672be8f5
     optimizer_step | - | runs the closure, unscales, steps unless a gradient overflowed | fcca8f8e
 core.optimizer.LightningOptimizer
+    _optimizer | - | torch's | -
     step | - | calls the strategy's optimizer_step | 6047b6f4
 core.module.LightningModule
+    _compiler_ctx | - | the module is compiled | -
+    _current_fx_name | - | the hook that logs | -
+    _trainer | - | the Trainer that a module is attached to | -
     backward | - | calls the loss's backward, with gradient= | a2e90fe7
     manual_backward | - | calls the strategy's backward | 424b5073
     optimizer_step | - | calls the optimizer's step with the closure | 235652a3
@@ -285,6 +161,19 @@ core.module.LightningModule
     configure_gradient_clipping | - | calls clip_gradients | 9c6cad26
     clip_gradients | - | clips where the Trainer was asked to | a53993a4
     lr_scheduler_step | - | steps a scheduler once | 0ae03eb1
-    log | - | reads _current_fx_name | ad4009e5 74202ade
-""")
+    log | collecting_logs | what micro-batches log is put together | ad4009e5 74202ade
+trainer.setup
+    _val_check_time_interval | - | since 2.6: validation by the clock, of a Trainer | -
+loops.loop._Loop
+    _restarting | - | a checkpoint was loaded | -
+    _resuming_from_checkpoint | - | since 2.6: a checkpoint was loaded | -
+core.mixins.hparams_mixin.HyperparametersMixin
+    _hparams | - | what a module was made with | -
+strategies.single_device.SingleDeviceStrategy
+    _root_device | - | where the module is | -
+strategies.launchers.launcher
+    _Launcher | - | is the base of all launchers | -
+trainer.connectors.accelerator_connector
+    _IS_INTERACTIVE | - | it runs in a notebook | -
+""",
 )

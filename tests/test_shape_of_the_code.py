@@ -1,0 +1,206 @@
+"""What the package's own source shows: which private names of other libraries it uses, and which file imports which."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import lightning_accum
+from lightning_accum import seams
+from lightning_accum.seams.seam import has_attribute
+
+ROOT = Path(lightning_accum.__file__).parent
+FILES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics")
+ROWS = {row.name for row in seams.SEAMS} | {part for row in seams.SEAMS for part in row.owner.split(".")}
+OF_PYTHON = {"_asdict", "_fields", "_getframe", "_make", "_replace"}
+"""They have an underscore and are in Python's documentation."""
+NO_NAMES = {
+    "_fork",
+    "_spawn",
+    "_notebook",
+    "_find_unused_parameters_",
+    "_io",
+    "_thread",
+    "_C",
+    "_dynamo",
+    "_functorch",
+    "_inductor",
+}
+"""Strings that are parts of a strategy's name, and modules whose objects ``verify`` leaves as they are."""
+
+
+def is_private(name: str) -> bool:
+    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
+
+
+def module_of(file: str) -> str:
+    return ".".join(["lightning_accum", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
+
+
+@cache
+def classes() -> list[type]:
+    for found in pkgutil.walk_packages([str(ROOT)], "lightning_accum."):
+        if not found.name.endswith("__main__"):
+            import_module(found.name)
+    modules = [import_module(module_of(file)) for file in FILES if not file.endswith("__main__.py")]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+
+
+def is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in LIBRARIES
+
+
+@cache
+def lines_of(file: str, class_: str) -> set[type]:
+    """The bases of a class of the package, and of those that derive from it: what it finds on ``self``."""
+    own = vars(import_module(module_of(file))).get(class_)
+    return {base for kind in classes() if own in kind.__mro__ for base in kind.__mro__}
+
+
+def defined_in(tree: ast.AST) -> set[str]:
+    """The names that a file gives: to functions, classes, variables, and attributes of ``self``."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls"):
+            names.add(node.attr)
+    return names
+
+
+def private_names(file: str) -> Iterator[tuple[str, int]]:
+    """The private names in a file that are not the package's own, with their lines."""
+    tree = FILES[file]
+    own = defined_in(tree)
+    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    for class_ in ast.walk(tree):
+        if isinstance(class_, ast.ClassDef):
+            bases = lines_of(file, class_.name)
+            theirs = [base for base in bases if base.__module__.partition(".")[0] in LIBRARIES]
+            ours = {name for base in bases if base not in theirs for name in defined_by(base.__module__)} | own
+            for node in ast.walk(class_):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()") and is_private(node.attr):
+                    left_out.add(id(node))
+                    if node.attr not in ours or any(has_attribute(base, node.attr) for base in theirs):
+                        yield node.attr, node.lineno
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES:
+            for name in (*(node.module or "").split("."), *(alias.name for alias in node.names)):
+                if is_private(name):
+                    yield name, node.lineno
+        elif isinstance(node, (ast.Attribute, ast.Constant)) and id(node) not in left_out:
+            name = node.attr if isinstance(node, ast.Attribute) else node.value
+            if isinstance(name, str) and is_private(name) and name not in own:
+                yield name, node.lineno
+
+
+@cache
+def defined_by(module: str) -> set[str]:
+    return next((defined_in(tree) for file, tree in FILES.items() if module_of(file) == module), set())
+
+
+def test_every_private_name_of_a_library_is_in_the_table() -> None:
+    known = ROWS | OF_PYTHON | NO_NAMES
+    used = {f"{name}: {file}, line {line}" for file in FILES for name, line in private_names(file) if name not in known}
+    assert used == set(), "\n".join(sorted(used))
+
+
+def words_in(file: str) -> Iterator[str]:
+    for node in ast.walk(FILES[file]):
+        fields = (getattr(node, name, None) for name in ("attr", "id", "name", "value"))
+        yield from (field for field in fields if isinstance(field, str))
+
+
+def test_every_row_of_the_table_is_used() -> None:
+    words = {word for file in FILES if not file.startswith("seams/") for word in words_in(file)}
+    read = [row for row in seams.SEAMS if row.read == "-" or row not in seams.LIGHTNING]
+    assert [str(row) for row in read if row.name not in words] == []
+
+
+# --- imports, those for type checking included ---------------------------------------------------------------------------
+
+BELOW_THE_LINE = (
+    "arguments",  # of the callback
+    "callback",
+    "demo",
+    "listeners",
+    "loops",
+    "manual",
+    "metrics",
+    "noise",
+    "strategies",
+    "verification",
+    "__main__",
+)
+"""What may import lightning. The package's own ``__init__`` gives out what is below, and is imported by nobody."""
+STILL_ABOVE: dict[str, str] = {
+    "checkpointing.unfinished": "takes a strategy",
+    "gradient_norm": "takes a Trainer",
+    "splitting.batch_run": "takes a strategy",
+}
+"""What imports lightning, or something below the line, and should not; why."""
+STILL_IN_CIRCLES: dict[str, str] = dict.fromkeys(
+    (
+        "callback", "checkpointing.unfinished", "gradient_norm", "loops", "loops.epochs", "loops.first_batch", "loops.manual",
+        "loops.optimization", "loops.results", "loops.trainer", "loops.uneven", "manual.optimization", "metrics",
+        "splitting.batch_run", "strategies.engine", "strategies.mixin", "strategies.preparation", "strategies.window_hooks",
+    ),
+    "they take a strategy, which calls them",
+) | dict.fromkeys(("verification.figure", "verification.report"), "a report draws itself")  # fmt: skip
+"""What imports something that imports it, and should not; why."""
+MODULES = {module_of(file): tree for file, tree in FILES.items()}
+
+
+@cache
+def imported_by(module: str) -> set[str]:
+    """The whole names that a module imports, wherever in it: ``"lightning_accum.window"``, ``"torch.Tensor"``."""
+    names = set()
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    own = {name if name in MODULES else name.rpartition(".")[0] for name in names if name.startswith("lightning_accum")}
+    return {name for name in names if not name.startswith("lightning_accum")} | own - {module}
+
+
+def reached_from(module: str) -> set[str]:
+    reached, left = set(), [module]
+    while left:
+        new = {name for name in imported_by(left.pop()) if name in MODULES} - reached
+        reached |= new
+        left += new
+    return reached
+
+
+def short(module: str) -> str:
+    return module.removeprefix("lightning_accum").removeprefix(".")
+
+
+def is_below(module: str) -> bool:
+    return short(module).partition(".")[0] in ("", *BELOW_THE_LINE)
+
+
+def test_imports_make_no_circle() -> None:
+    assert {short(module) for module in MODULES if module in reached_from(module)} == set(STILL_IN_CIRCLES)
+
+
+def test_nothing_above_the_line_imports_lightning_or_what_is_below() -> None:
+    above = {
+        module: {
+            name
+            for name in imported_by(module)
+            if name.partition(".")[0] in ("lightning", "pytorch_lightning") or (name in MODULES and is_below(name))
+        }
+        for module in MODULES
+        if not is_below(module)
+    }
+    assert {short(module) for module, wrong in above.items() if wrong} == set(STILL_ABOVE)
