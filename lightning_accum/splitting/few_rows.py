@@ -72,7 +72,8 @@ class FewRows:
             with suppress(CannotCheckError):
                 losses = losses_of([partial(layout.take, [row]) for row in rows])
         for start in range(0 if at_once > 2 else 2, looked_at - 1, at_once):
-            together = sorted(range(start, min(start + at_once, looked_at)), key=losses.__getitem__)
+            first = max(0, min(start, looked_at - at_once))  # the last of them have rows of those before, not to be too few
+            together = sorted(range(first, first + at_once), key=losses.__getitem__)
             few = max(min(2, len(together) // 2), (len(together) - 1) // 2)
             found.append(_cut(layout, [rows[index] for index in together], [few, len(together) - few]))
         labels = [path for path, tensor in layout.tensors.items() if _has_ignored(tensor)]

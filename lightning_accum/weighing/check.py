@@ -161,12 +161,18 @@ class _Excess(NamedTuple):
         others: how many parts have a weight, beside one.
         size: of their sum, or of the weight of the whole.
         smallest: of their weights.
+        rows: the sizes of the parts.
     """
 
     excess: float
     others: int
     size: float
     smallest: float
+    rows: tuple[int, ...]
+
+    def deviation(self, constant: float) -> float:
+        """How far it is from a constant that each part has."""
+        return abs(self.excess - self.others * constant) / self.size
 
 
 class Check:
@@ -252,13 +258,14 @@ class Check:
         seen = [verdict for verdict in found if verdict.deviation is not None]
         if self.constant is None and self._largest(float(bool(self._excesses))):
             self.constant = self._learn_constant()
-        known = self.constant or 0.0
-        of_weights = max((abs(one.excess - one.others * known) / one.size for one in self._excesses), default=0.0)
+        of_weights = max(((one.deviation(self.constant or 0.0), one.rows) for one in self._excesses), default=(0.0, ()))
         self._excesses.clear()
         if not seen:
             return found[0]
         worst = max(seen, key=lambda verdict: verdict.deviation or 0.0)
-        return worst if of_weights <= (worst.deviation or 0.0) else replace(worst, deviation=of_weights, seen="the weight")
+        if of_weights[0] <= (worst.deviation or 0.0):
+            return worst
+        return replace(worst, deviation=of_weights[0], seen="the weight", rows=of_weights[1])
 
     def weight_that_adds_up(self, batches: Sequence[Rows]) -> str | None:
         """An argument ``weight`` with which the parts add up, in words; None where none of the usual ones does."""
@@ -322,7 +329,7 @@ class Check:
             parts = [self._measure(part, weight, whole, size) for part, size in zip(rows.parts, sizes, strict=True)]
             if abs(whole.loss) < self.tolerance * self.loss:
                 raise UnsuitableRowsError("the loss of the first rows is 0 but for rounding")
-            deviation, seen = max(_deviation(whole, parts), (self._compare_weights(whole, parts), "the weight"))
+            deviation, seen = max(_deviation(whole, parts), (self._compare_weights(whole, parts, tuple(rows.sizes)), "the weight"))
             self.loss = max(self.loss, abs(whole.loss))
             verdict = Verdict(deviation, self.tolerance, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
         except CannotCheckError as reason:
@@ -362,17 +369,16 @@ class Check:
         """The smallest and the largest, over all ranks."""
         return -self._largest(-min(numbers, default=math.inf)), self._largest(max(numbers, default=-math.inf))
 
-    def _compare_weights(self, whole: _Measured, parts: Sequence[_Measured]) -> float:
+    def _compare_weights(self, whole: _Measured, parts: Sequence[_Measured], rows: tuple[int, ...]) -> float:
         """How far what other terms were divided by is from that of the whole. What weights are off is collected."""
         if whole.counts:
-            rows = zip(*((part.weight or 0.0, *part.counts) for part in parts), strict=False)
-            return max(
-                _relative(of_parts, total) for of_parts, total in zip(rows, (whole.weight or 0.0, *whole.counts), strict=False)
-            )
+            of_terms = zip(*((part.weight or 0.0, *part.counts) for part in parts), strict=False)
+            totals = (whole.weight or 0.0, *whole.counts)
+            return max(_relative(of_parts, total) for of_parts, total in zip(of_terms, totals, strict=False))
         weights = [part.weight for part in parts if part.weight]
         if whole.is_read and whole.weight and len(weights) > 1:
             total = sum(weights)
-            self._excesses.append(_Excess(total - whole.weight, len(weights) - 1, max(total, whole.weight), min(weights)))
+            self._excesses.append(_Excess(total - whole.weight, len(weights) - 1, max(total, whole.weight), min(weights), rows))
         return 0.0
 
     def _measure(self, batch: Callable[[], Any], weight: Any, whole: _Measured | None = None, rows: int | None = None) -> _Measured:
