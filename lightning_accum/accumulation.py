@@ -496,7 +496,7 @@ class Accumulation:
             parts = [f"a window is as many loader batches as come to {tokens} {self._unit()} over all ranks"]
         else:
             parts = [window_in_words(loader_batches, self.world_size, samples)]
-        if self.splitting is not None:
+        if self.splitting is not None and self.row_wise is None:
             parts.append(f"each runs {self.splitting.describe()}")
         if self.policy.offload:
             parts.append(offload_in_words(self.ranks.device))

@@ -54,17 +54,17 @@ def row_wise_policy(row_wise: Any, micro_batch: Any) -> dict[str, Any]:
     """The fields of a :class:`Policy` for the argument ``row_wise``.
 
     Raises:
-        MisconfigurationException: it is no name, or the micro-batches have no size that is known before.
+        MisconfigurationException: it is no name, or the micro-batches have no size.
     """
     if row_wise is None:
         return {}
     names = (row_wise,) if isinstance(row_wise, str) else tuple(row_wise) if isinstance(row_wise, (list, tuple)) else ()
     if not names or not all(isinstance(name, str) and name for name in names):
         raise MisconfigurationException(f"row_wise={row_wise!r}: expected the name of a submodule, a list of names, or None")
-    if not (isinstance(micro_batch, Tokens) or _is_natural(micro_batch, 1)):
+    if micro_batch is None or micro_batch == "offload":
         raise MisconfigurationException(
-            f"row_wise={row_wise!r} runs submodules in micro-batches of a size that is given, but micro_batch={micro_batch!r}: give"
-            " a number of samples, or Tokens(...)"
+            f"row_wise={row_wise!r} runs submodules in micro-batches, but micro_batch={micro_batch!r}: give a number of samples,"
+            ' Tokens(...) or "auto"'
         )
     _check_micro_batch(micro_batch, True, None)
     return {"row_wise": names, "row_wise_size": micro_batch}

@@ -67,13 +67,14 @@ class GradientAccumulation(Callback):
             waits in the memory of the host. Nothing is split, so it is exact for any module (BatchNorm, manual optimization) and
             any loss; a step takes as much longer as the copies do that computing does not hide. A CPU has no other memory.
         row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), several, or ``"auto"``. Then
-            ``training_step`` runs once, on the loader's batch, and their calls run in micro-batches of ``micro_batch`` rows, or
-            :class:`Tokens`: first without a graph, and again with one after the backward of the loss. The loss sees the outputs of
-            the whole batch, so any loss is exact: contrastive ones, those of pairs or of batch statistics. What a submodule does
-            with one row must not depend on the others, which is tried out on two rows. ``"auto"`` names the largest for which that
-            is so. Over ranks a loss is of all rows where ``training_step`` gathers them itself, ``self.all_gather(...,
-            sync_grads=True)``. Not for sharded modules, nor for steps that differentiate through a call themselves (gradient
-            penalties).
+            ``training_step`` runs once, on the loader's batch, and their calls run in micro-batches of ``micro_batch`` rows,
+            :class:`Tokens`, or what memory has room for (``"auto"``, on one rank): first without a graph, and again with one after
+            the backward of the loss. Longest rows first, trimmed, where a mask among the arguments tells their lengths. The loss
+            sees the outputs of the whole batch, so any loss is exact: contrastive ones, those of pairs or of batch statistics. What
+            a submodule does with one row must not depend on the others, which is tried out on two rows. ``"auto"`` names the
+            largest for which that is so. Over ranks a loss is of all rows where ``training_step`` gathers them itself,
+            ``self.all_gather(..., sync_grads=True)``. Not for sharded modules, nor for steps that differentiate through a call
+            themselves (gradient penalties).
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by counts which do not

@@ -53,7 +53,7 @@ class Policy:
     check: bool = True
     row_wise: tuple[str, ...] = ()
     """Submodules that run in micro-batches while the loss sees the whole batch; then :attr:`micro_batch` is None, and"""
-    row_wise_size: int | Tokens | None = None
+    row_wise_size: MicroBatchSize | None = None
     """this is the size of theirs."""
     offload: bool = False
     """``micro_batch="offload"``: nothing is split."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -12,11 +15,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
-from support import Scalar, trainer, x
+from support import Scalar, ddp, trainer, x
 from torch.utils.data import DataLoader
 
-from lightning_accum import AccumulationStrategy, GradientAccumulation, GradientNoiseScale
+from lightning_accum import AccumulationStrategy, GradientAccumulation, GradientNoiseScale, Tokens
 
 BATCHES = [x(1, 2), x(3, 4), x(5, 6), x(7, 8), x(9, 10)]
 
@@ -308,3 +312,180 @@ def test_properties_that_a_trainer_of_the_users_own_overrides_stay_its_own() -> 
     assert logged == {"own": 2}
     assert run.asked > 0
     assert type(run) is OwnTrainer
+
+
+# --- what is reached from a Trainer, against Lightning alone --------------------------------------------------------------
+
+
+class Encoded(Small):
+    """Has a submodule, fails anywhere in a batch, keeps something that it does not pickle, and a method that it patched itself."""
+
+    def __init__(self, fails_in: str = "") -> None:
+        super().__init__(fails_in)
+        self.encoder = torch.nn.Linear(1, 1, dtype=torch.float64)
+        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
+        self.file, self.helper = open(__file__), self.help  # noqa: SIM115
+
+    def help(self) -> None:
+        pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "file"}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rows += len(batch)
+        if self.rows > 9 and self.fails_in == "an interrupt":
+            raise KeyboardInterrupt
+        if self.rows > 9:  # in the second half of a batch that is split, after a step
+            self.fail("a micro-batch")
+        loss = (self.encoder(batch[:, None].double())[:, 0] - self.w).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+        every = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [every, {"scheduler": plateau, "monitor": "train_loss", "interval": "epoch"}]
+
+
+class EncodedManual(Encoded):
+    def __init__(self, fails_in: str = "") -> None:
+        super().__init__(fails_in)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        self.lr_schedulers()[0].step()
+
+
+def shapes(run: pl.Trainer, lightnings: set[str]) -> dict[str, tuple[Any, ...]]:
+    """The type of everything that is reached from a Trainer, its attributes, and which functions are among them.
+
+    Args:
+        run: the Trainer.
+        lightnings: the attributes that the strategy is looked at for; it and the policy may have others.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    seen, left = set(), [("Trainer", run)]
+    for path, value in left:
+        if id(value) in seen or isinstance(value, (type, str, bytes, int, float, torch.Tensor, torch.device, weakref.ProxyType)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (GradientAccumulation, Placeholder)):
+            continue
+        attributes = getattr(value, "__dict__", {})
+        if value is run.strategy:
+            attributes = {name: held for name, held in attributes.items() if name in lightnings}
+        found[path] = (
+            "strategy" if value is run.strategy else f"{type(value).__module__}.{type(value).__qualname__}",
+            getattr(value, "__qualname__", ""),
+            sorted(attributes),
+        )
+        left += [(f"{path}.{name}", attributes[name]) for name in sorted(attributes)]
+        if isinstance(value, dict):
+            left += [(f"{path}[{key if isinstance(key, str) else index}]", held) for index, (key, held) in enumerate(value.items())]
+        elif isinstance(value, (list, tuple)):
+            left += [(f"{path}[{index}]", held) for index, held in enumerate(value)]
+    return found
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    differing = {path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path)}
+    return {path: (expected.get(path), found.get(path)) for path in differing}
+
+
+class Placeholder(pl.Callback):
+    """In the place of the policy, where Lightning is alone."""
+
+
+def ended(run: pl.Trainer, module: pl.LightningModule) -> pl.Trainer:
+    places = {"": None, "an interrupt": SystemExit, "a micro-batch": ValueError}
+    with nullcontext() if places[module.fails_in] is None else pytest.raises(places[module.fails_in]):
+        run.fit(module, DataLoader(torch.cat(BATCHES), batch_size=4))
+    run.fit_loop.epoch_loop.manual_optimization.on_run_end()  # Lightning leaves its hooks on optimizers where a step failed
+    return run
+
+
+MORE_POLICIES = {
+    "windows": {"window": 2},
+    "split": {"micro_batch": 1, "window": 2},
+    "token windows": {"window": Tokens(3)},
+    "offload": {"micro_batch": "offload"},
+    "row-wise": {"micro_batch": 1, "row_wise": "encoder"},
+    "auto": {"micro_batch": "auto"},
+    "float64 sums, skipped": {"window": 2, "accumulate_dtype": torch.float64},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.some_cases(9)
+@pytest.mark.parametrize("end", ["", "an interrupt", "a micro-batch"])
+@pytest.mark.parametrize(
+    ("module", "policy"), [*((Encoded, name) for name in MORE_POLICIES), (EncodedManual, "windows"), (EncodedManual, "offload")]
+)
+def test_a_trainer_and_all_that_it_reaches_is_as_lightning_alone_leaves_it(policy: str, module: type[Encoded], end: str) -> None:
+    cpu = torch.device("cpu")
+    accumulation = GradientAccumulation(**MORE_POLICIES[policy], log=False)
+    plain = ended(quiet(strategy=SingleDeviceStrategy(cpu), callbacks=[Placeholder(), TQDMProgressBar()]), module(end))
+    run = ended(quiet(strategy=AccumulationStrategy(cpu), callbacks=[accumulation, TQDMProgressBar()]), module(end))
+    lightnings = set(vars(plain.strategy))
+    assert differences(shapes(run, lightnings), shapes(plain, lightnings)) == {}
+    for copied in (pickled, cloudpickled):
+        copied(plain)
+        copied(run)
+
+
+class Rank(pl.Trainer):
+    """Writes in each process what it is after its fit, before Lightning ends the process."""
+
+    found_in: str
+    lightnings: list[str]
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._run(*args, **kwargs)
+        attributes = list(vars(self.strategy))
+        found = shapes(self, set(self.lightnings or attributes) - {"_launcher"}), attributes  # it is still launching
+        Path(f"{self.found_in}{self.global_rank}").write_bytes(pickle.dumps(found))
+        return result
+
+
+def ranks_after(
+    strategy: pl.strategies.Strategy, callback: pl.Callback, module: Encoded, found_in: str, lightnings: list[str]
+) -> list[Any]:
+    run = Rank(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        strategy=strategy,
+        callbacks=[callback, TQDMProgressBar()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    run.found_in, run.lightnings = found_in, lightnings
+    run.fit(module, DataLoader(torch.cat(BATCHES), batch_size=4))
+    return [pickle.loads(Path(f"{found_in}{rank}").read_bytes()) for rank in range(2)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize(
+    ("module", "policy"),
+    [
+        (Encoded, {"window": 2, "micro_batch": 1}),
+        (Encoded, {"window": 2}),
+        (Encoded, {"micro_batch": 1, "row_wise": "encoder"}),
+        (EncodedManual, {"window": 2}),
+        (EncodedManual, {"micro_batch": "offload"}),
+    ],
+)
+def test_every_rank_is_as_lightning_alone_leaves_it(module: type[Encoded], policy: dict[str, Any], tmp_path: Path) -> None:
+    plain = ranks_after(DDPStrategy(start_method="fork"), Placeholder(), module(), f"{tmp_path}/plain", [])
+    accumulation = GradientAccumulation(**policy, log=False)
+    accumulated = ranks_after(ddp(), accumulation, module(), f"{tmp_path}/accumulated", plain[0][1])
+    for (expected, _), (found, _) in zip(plain, accumulated, strict=True):
+        assert differences(found, expected) == {}

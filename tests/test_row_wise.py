@@ -741,10 +741,10 @@ def test_names_that_do_not_fit_are_refused_before_training(names: list[str], mes
 
 
 @pytest.mark.parametrize(
-    "policy", [{"micro_batch": None}, {"row_wise": 3}, {"row_wise": []}, {"split": lambda batch, size: [batch]}]
+    "policy", [{"micro_batch": None}, {"micro_batch": 0}, {"row_wise": 3}, {"row_wise": []}, {"split": lambda batch, size: [batch]}]
 )
 def test_arguments_that_do_not_fit_are_refused(policy: dict[str, Any]) -> None:
-    with pytest.raises(MisconfigurationException, match=r"row_wise=|split="):
+    with pytest.raises(MisconfigurationException, match=r"row_wise=|split=|micro_batch="):
         GradientAccumulation(**{"micro_batch": 4, "row_wise": "encoder", **policy})
 
 
@@ -842,6 +842,70 @@ def test_lbfgs_runs_its_closure_several_times() -> None:
 
     optimizer.step(closure)
     assert relative_error(fit(WithLBFGS(clip), [batch]).parameters(), expected.parameters()) < 1e-12
+
+
+class Limited(nn.Module):
+    """Runs out of memory with more than so many rows, in its first pass or in its backward."""
+
+    def __init__(self, module: nn.Module, rows: int, where: str) -> None:
+        super().__init__()
+        self.module, self.rows, self.where = module, rows, where
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.module(x)
+        if self.where == "first pass":
+            self._check(x)
+        elif z.requires_grad:
+            z.register_hook(lambda gradient: self._check(gradient))
+        return z
+
+    def _check(self, rows: Tensor) -> None:
+        if len(rows) > self.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. (not really)")
+
+
+@pytest.mark.parametrize("where", ["first pass", "backward"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_out_of_memory_it_is_as_if_the_step_had_not_begun(where: str, window: int, caplog: pytest.LogCaptureFixture) -> None:
+    make = TwoViews if window == 1 else Classifier
+    expected, module = make(clip, "adamw", dropout=0.3), make(clip, "adamw", dropout=0.3)
+    expected.encoder = Joined(expected.encoder, 3)
+    module.encoder = Limited(module.encoder, 4, where)
+    data = batches()
+    if window == 1:
+        train_by_hand(expected, data, 1)
+    else:  # each micro-batch of its loader batch draws, in its order
+        expected.encoder.module[2].p = module.encoder.module[2].p = 0.0
+        train_by_hand(expected, [[torch.cat(part) for part in zip(*data[i : i + 2], strict=True)] for i in (0, 2)], 1)
+    callback = GradientAccumulation(window, micro_batch="auto", row_wise="encoder")
+    run = trainer(callbacks=[callback])
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        run.fit(module, loader(data))
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+    assert caplog.text.count("do not fit into memory") == 2  # 10 rows, 5, 3
+    assert run.callback_metrics["window/micro_batch_size"] == 3
+    assert "encoder in micro-batches as large as memory allows" in caplog.text
+
+
+def test_out_of_memory_where_smaller_micro_batches_do_not_help_is_an_error() -> None:
+    class InTheLoss(TwoViews):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            super().training_step(batch, batch_idx)
+            raise torch.OutOfMemoryError("CUDA out of memory. (not really)")
+
+    with pytest.raises(torch.OutOfMemoryError, match="not really"):
+        fit(InTheLoss(clip), batches(), micro_batch="auto", check=False)
+    module = TwoViews(clip)
+    module.encoder = Limited(module.encoder, 0, "backward")
+    with pytest.raises(torch.OutOfMemoryError, match="one sample .* does not fit"):
+        fit(module, batches(), micro_batch="auto", check=False)
+
+
+def test_steps_that_cannot_run_again_refuse_auto_sizes() -> None:
+    with pytest.raises(MisconfigurationException, match="runs a step again.*automatic_optimization=False"):
+        fit(Gan(), batches(), ["generator", "critic"], micro_batch="auto")
+    with pytest.raises(Exception, match="runs a step again.*on 2 ranks"):
+        trainer(ddp(), devices=2, callbacks=[GradientAccumulation(micro_batch="auto", row_wise="encoder")]).fit(Gathering(clip))
 
 
 def test_a_loss_of_pairs_in_a_window_of_several_loader_batches_is_refused() -> None:

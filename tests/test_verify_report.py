@@ -396,7 +396,7 @@ def test_report_as_text() -> None:
         "layer.9[bold]",
         "4 more that are closer",
         "3.0e-10",
-        "0.3 apart with it, 1.0e-16 without",
+        "differs by 0.3 with it, by 1.0e-16 without",
         "1e-12 (the loss computes in float64)",
         "- A note.",
     ):

@@ -106,7 +106,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         strategy.sync,
         accumulation.weighs_terms,
         policy.micro_batch is None and not policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
-        accumulation.splitting is not None,
+        policy.micro_batch is not None,
         largest,
     )
     losses_of = None if strategy.is_waited_for_in_forward else check.losses_of  # some of which need a backward after each forward

@@ -227,7 +227,7 @@ class GradientNoiseScale(Callback):
         over_ranks = torch.cat((own, shards.reshape(1)))
         if ranks.size > 1:
             dist.all_reduce(over_ranks, group=ranks.group)
-        squares, weight, counted, taken_in, samples, sums, shards = over_ranks.unbind()
+        squares, weight, counted, as_counted, samples, sums, shards = over_ranks.unbind()
         squares = squares * closed.slope**2  # a micro-batch gives the gradient of its mean, where the loss is a function of that
         gradient = whole + shards
         if getattr(optimizer, "_step_supports_amp_scaling", False):  # it unscales by itself, when it steps
@@ -236,7 +236,7 @@ class GradientNoiseScale(Callback):
         variance, gradient = variance_and_gradient(squares, gradient, weight, counted)
         # a window that was resumed in its middle is known in part
         whole = torch.where(sums > 0, closed.micro_batches, closed.weight)
-        is_whole = (taken_in - whole).abs() <= 1e-5 * taken_in
+        is_whole = (as_counted - whole).abs() <= 1e-5 * as_counted
         self._noise.add(variance, gradient, weight, samples, is_whole & (counted > 1))
 
     def _show(self, trainer: pl.Trainer) -> None:

@@ -52,7 +52,7 @@ class NoiseScale:
             the windows, of which the last count the most.
         weight_low: the lower end of its interval of two standard errors (95 %), 0 where the noise is not seen, or has shrunk.
         weight_high: the upper end, inf where it is not known, as where the noise scale has grown.
-        weight_per_sample: the mean weight of a sample; nan where the batches do not tell how many they have.
+        weight_per_sample: the mean weight of a sample; nan where the batches do not show how many they have.
         weight_per_window: the mean weight of a window.
         variance: S, the trace of the covariance of the gradient of a unit of weight.
         gradient: |G|^2, the squared norm of the gradient without noise.

@@ -119,7 +119,9 @@ trainer.connectors.data_connector._DataConnector
     _prepare_dataloader | UnrepeatingData | deals a SameOrderSampler to the ranks | 7ca31a88
     _resolve_sampler | UnrepeatingData | Lightning's own sampler repeats no samples | 53f73aba
 trainer.connectors.logger_connector.logger_connector._LoggerConnector
+    _current_fx | - | the hook that logged last | -
     _callback_metrics _logged_metrics | - | what was logged last | -
+    _current_fx | - | the hook that logged last | -
     on_batch_start | - | a loader batch begins | 7758d5bf
     on_batch_end | - | a loader batch ends | 328cf288
     should_update_logs | - | loggers get metrics at this step | a446a83e

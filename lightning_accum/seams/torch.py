@@ -122,6 +122,7 @@ torch.optim.AdamW
 torchmetrics.Metric
     _computed | - | what compute returned last | -
     _forward_cache | - | the value of a step | -
+    _reduce_states | - | merges states that are given into its own | 8dadb454 d329bcb0
     _reductions | - | how states of two parts are merged | -
     _to_sync | - | whether compute waits for other ranks | -
     _update_count | - | how often update was called | -

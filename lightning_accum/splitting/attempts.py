@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_accum.splitting.memory import MicroBatchSizes, free, has_room_to_double, is_out_of_memory
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.plan import MicroBatchSize, Plan, Planner, Split
+from lightning_accum.splitting.plan import MicroBatchSize, Piece, Plan, Planner, Split
 from lightning_accum.splitting.proofs import Proof
 from lightning_accum.splitting.snapshot import Keeper
 
@@ -73,6 +73,18 @@ class Splitting:
         """The samples of the current micro-batch, where it is known to be made of them."""
         return self._rows_of_whole if self.plan is None else self.plan.rows
 
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """The micro-batches of the batch in hand."""
+        assert self.plan is not None
+        return self.plan.pieces
+
+    @property
+    def failed(self) -> Piece | None:
+        """The micro-batch that raised an error; None where smaller ones would not have helped."""
+        assert self.plan is not None
+        return self.plan.pieces[self.plan.current]
+
     def run(self, attempt: Callable[[Plan], T], discard: Callable[[], None], accumulated: Iterable[nn.Parameter] | None) -> T:
         """Run the batch in hand, as often as it takes.
 
@@ -97,13 +109,14 @@ class Splitting:
             try:
                 result = attempt(self.plan)
             except Exception as error:
-                if not is_out_of_memory(error):
+                piece = self.failed
+                if piece is None or not is_out_of_memory(error):
                     self.plan.note(error)
                     raise
                 seen = str(error).strip().partition("\n")[0]
             else:
-                self.sizes.end_batch(self.plan.pieces)
-                self.largest = max(piece.count for piece in self.plan.pieces)
+                self.sizes.end_batch(self.pieces)
+                self.largest = max((piece.count for piece in self.pieces), default=None)
                 return result
             if [tensor._version for tensor in self.plan.tensors] != versions:
                 raise RuntimeError(
@@ -114,7 +127,6 @@ class Splitting:
             discard()
             snapshot.restore()
             free(self._device)
-            piece = self.plan.pieces[self.plan.current]
             rows = self.sizes.halve(piece.cost, piece.count)
             self._say(
                 f'GradientAccumulation(micro_batch="auto"): {piece.count} samples of {piece.cost} elements do not fit into memory'

@@ -344,6 +344,14 @@ def _known_types() -> Iterable[tuple[type, _Kind | None]]:
 
 
 _KINDS = _Kinds()
+
+
+def ways_to_restore(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
+    """How to copy, and how to restore, what an object holds that has neither attributes nor items: a random generator, an array."""
+    kind = _KINDS[type(value)]
+    return None if kind is None or kind.copy is None or kind.contents is not None else (kind.copy, kind.put_back)
+
+
 _NO_STATE = frozenset(vars(nn.Module()))
 """Parameters, buffers and children are looked at elsewhere; the rest are hooks."""
 

@@ -37,6 +37,7 @@ from lightning_accum.strategies.window_hooks import WindowHooks
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
+from lightning_accum.whole.attempts import StepAttempts
 from lightning_accum.whole.offload import Offload
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
@@ -132,7 +133,7 @@ class AccumulationMixin(WindowHooks):
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
         assert module is not None
-        self.row_wise = row_wise(self.policy, module, self.root_device)
+        self.row_wise = row_wise(self.policy, module, self.root_device, self.world_size)
         self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)
@@ -204,6 +205,8 @@ class AccumulationMixin(WindowHooks):
 
     def _splitting(self, module: pl.LightningModule) -> Splitting | None:
         policy = self.policy
+        if self.row_wise is not None and policy.row_wise_size == "auto":
+            return StepAttempts(self.row_wise, module, self.root_device, _log.info)
         if policy.micro_batch is None:
             return None
         # whether trimming is exact is tried with two rows, where this rank would be alone in a forward

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -69,17 +70,23 @@ def wide_sums(dtype: torch.dtype, module: nn.Module, parameters: Callable[[], li
     return WideSums(dtype, parameters)
 
 
-def row_wise(policy: Policy, module: nn.Module, device: torch.device) -> RowWise | None:
+def row_wise(policy: Policy, module: pl.LightningModule, device: torch.device, ranks: int) -> RowWise | None:
     """What runs submodules in micro-batches; None where none was named.
 
     Raises:
-        MisconfigurationException: a name is no submodule, or is inside of another.
+        MisconfigurationException: a name is no submodule, or is inside of another; or a step cannot run again.
     """
     if not policy.row_wise:
         return None
     assert policy.row_wise_size is not None
+    if policy.row_wise_size == "auto" and (ranks > 1 or not module.automatic_optimization):
+        where = f"on {ranks} ranks, which may wait for each other in it" if ranks > 1 else "with automatic_optimization=False"
+        raise MisconfigurationException(
+            f'GradientAccumulation(row_wise={list(policy.row_wise)}, micro_batch="auto") runs a step again where memory ran out,'
+            f" and cannot {where}. Give a number of samples, or Tokens(...)."
+        )
     try:
-        return RowWise(module, policy.row_wise, policy.row_wise_size, device)
+        return RowWise(module, policy.row_wise, policy.row_wise_size, device, policy.trim_padding is not False)
     except RowWiseError as error:
         raise MisconfigurationException(str(error)) from error
 

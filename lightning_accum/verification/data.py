@@ -36,7 +36,7 @@ class Trial:
         full: the full batch.
         batches: the loader batches of the window that stands for it.
         padding: how the batches were padded to be joined; empty if not.
-        layout: how the full batch is made of rows; None where that cannot be told.
+        layout: how the full batch is made of rows; None where the batch does not show it.
         hooks: the data module whose transfer hooks the batches go through.
     """
 
@@ -48,7 +48,7 @@ class Trial:
 
     @property
     def rows(self) -> int | None:
-        """Samples in the full batch, where they can be told."""
+        """Samples in the full batch, where the batch shows them."""
         return None if self.layout is None else self.layout.size
 
     def reversed(self) -> Any | None:
@@ -72,7 +72,7 @@ def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window:
 
     Args:
         module: whose ``train_dataloader`` is used where there is no data.
-        state: the module's, to be put back.
+        state: the module's, to be restored.
         data: see :func:`~lightning_accum.verify`.
         window: loader batches in a window.
         join: makes one batch of several.

@@ -23,7 +23,7 @@ _SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6
 
 
 class Examination:
-    """Runs the full batch and its window, and whatever else it takes to tell them apart.
+    """Runs the full batch and its window, and whatever else shows how they differ.
 
     Args:
         bench: takes the steps.
@@ -57,7 +57,7 @@ class Examination:
         self.update = Difference.between(*ways)
         if self.gradient.largest <= self.tolerance:
             self._check_step(self.window)
-        elif not self.breaks:  # beside random numbers nothing else can be told
+        elif not self.breaks:  # beside random numbers nothing else can be found out
             self._find_breaks(self.window)
         self._check_buffers(self.window)
 
@@ -73,14 +73,14 @@ class Examination:
         trial, most = self._trial, most_noise(self.full.dtype)
         backwards = trial.reversed()
         again = trial.full if backwards is None else backwards
-        noise = self._apart(again, seed=1)
+        noise = self._difference(again, seed=1)
         if noise <= most:
             return noise
-        same = self._apart(trial.full, seed=0)
+        same = self._difference(trial.full, seed=0)
         if not same <= most:
             self.breaks.append(breaks.named("non-deterministic operations", same))
             return same
-        seeded = self._apart(trial.full, seed=1)
+        seeded = self._difference(trial.full, seed=1)
         if not seeded <= most:
             return self._even_noise(seeded, again)
         self._note_order(noise)
@@ -91,16 +91,16 @@ class Examination:
         most = most_noise(self.full.dtype)
         drawn, self._change = self.full, Change(evens_noise=True)
         self.full = self._bench.full(self._trial.full, self._change)
-        left = self._apart(self._trial.full, seed=1)
+        left = self._difference(self._trial.full, seed=1)
         if not left <= most:
             self.full, self._change = drawn, Change()
             self.breaks.append(breaks.named("random numbers", seeded))
             return left
         self.notes.append(
             f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row, to compare batches of"
-            f" different sizes: two seeds alone are {seeded:.1e} apart. In training a window is equal to its batch in distribution."
+            f" different sizes: two seeds alone differ by {seeded:.1e}. In training a window is equal to its batch in distribution."
         )
-        noise = self._apart(again, seed=1)
+        noise = self._difference(again, seed=1)
         if noise <= most:
             return noise
         self._note_order(noise)
@@ -110,8 +110,8 @@ class Examination:
         self._order = noise
         self.notes.append(f"The gradient of the full batch depends on the order of its rows: in reverse it is {noise:.1e} away.")
 
-    def _apart(self, batch: Any, seed: int) -> float:
-        return _apart(self._bench.full(batch, self._change, seed), self.full)
+    def _difference(self, batch: Any, seed: int) -> float:
+        return _difference(self._bench.full(batch, self._change, seed), self.full)
 
     # --- what breaks equality -----------------------------------------------------------------------------------------
 
@@ -124,22 +124,22 @@ class Examination:
         if layers := self.full.batch_norm:
             change = replace(self._change, freezes_batch_norm=True)
             frozen, frozen_window = self._bench.full(self._trial.full, change), self._bench.accumulated(batches, change)
-            without = _apart(frozen_window, frozen)
+            without = _difference(frozen_window, frozen)
             if without < left:
                 self.breaks.append(breaks.named("BatchNorm", left, breaks.listed(layers), without=without))
                 self._change, full, window, left = change, frozen, frozen_window, without
         if not left <= self.tolerance and len(batches) > 1:
             change = replace(self._change, fixes_batch_idx=True)
             fixed = self._bench.accumulated(batches, change)
-            if not _apart(fixed, window) <= self.tolerance:
-                without = _apart(fixed, full)
+            if not _difference(fixed, window) <= self.tolerance:
+                without = _difference(fixed, full)
                 self.breaks.append(breaks.named("batch_idx", left, without=without))
                 self._change, window, left = change, fixed, without
         padded = self._trial.padded()
         if not left <= self.tolerance and padded is not None:
             even = self._bench.accumulated(padded, self._change)
-            if not _apart(even, window) <= self.tolerance:
-                without = _apart(even, full)
+            if not _difference(even, window) <= self.tolerance:
+                without = _difference(even, full)
                 self.breaks.append(breaks.named("padding", left, self._trial.padding, without=without))
                 batches, window, left = padded, even, without
         if not left <= self.tolerance:
@@ -147,11 +147,11 @@ class Examination:
 
     def _look_into_the_rest(self, full: Step, batches: Sequence[Any], left: float, warnings: Sequence[str]) -> Break:
         """What cannot be taken out."""
-        crooked = self._nonlinearity(full)
-        if not crooked <= self.tolerance:
+        nonlinearity = self._nonlinearity(full)
+        if not nonlinearity <= self.tolerance:
             hooked = breaks.listed(full.gradient_hooks)
             hooks = f", as the hooks on the gradients of {hooked} may" if hooked else ""
-            return breaks.named("backward that is not linear", crooked, hooks)
+            return breaks.named("backward that is not linear", nonlinearity, hooks)
         if full.is_contrastive or any("contrastive" in warning for warning in warnings):
             return breaks.named("contrastive loss", left)
         carried = self._state_carried(full)
@@ -180,17 +180,17 @@ class Examination:
         """How far the gradient of a multiple of the loss is from that multiple of its gradient."""
         if full.dtype == torch.float16:  # which would overflow
             return 0.0
-        batch, change, apart = self._trial.full, self._change, [0.0]
+        batch, change, found = self._trial.full, self._change, [0.0]
         for factor in (2.0**-10, 2.0**10):  # powers of two do not round
             scaled = self._bench.full(batch, replace(change, factor=factor)).of_backward
             multiple = {name: gradient * factor for name, gradient in full.of_backward.items()}
-            apart.append(Difference.between(scaled, multiple).largest)
-        return max(apart, key=lambda value: math.inf if math.isnan(value) else value)
+            found.append(Difference.between(scaled, multiple).largest)
+        return max(found, key=lambda value: math.inf if math.isnan(value) else value)
 
     def _state_carried(self, full: Step) -> float:
         """The mean of the same batch twice is the batch's own: what differs was carried from one to the other."""
         twice = self._bench.twice(self._trial.full, replace(self._change, fixes_batch_idx=True))
-        return _apart(twice, full)
+        return _difference(twice, full)
 
     def _weights_that_fit(self, full: Step, batches: Sequence[Any]) -> tuple[Fit, list[float | None]]:
         """How near any weights come to the full batch; and the weights that were used."""
@@ -208,7 +208,7 @@ class Examination:
             self.breaks.append(breaks.named("optimizer step", self.update.largest))
         elif not self.update.largest <= self.tolerance:
             self.notes.append(
-                "Updates are farther apart than gradients, by what the optimizer makes of rounding in a gradient that is almost 0:"
+                "Updates differ by more than gradients, by what the optimizer makes of rounding in a gradient that is almost 0:"
                 " given the window's gradient, the full batch's step ends in the same parameters."
             )
         if not any(bool(way.any()) for way in minus(self.full.after, self.full.before).values()):
@@ -218,19 +218,19 @@ class Examination:
         """What the steps after this one go by."""
         if any(found.name in ("BatchNorm", "state", "random numbers") for found in self.breaks):
             return
-        apart = {name: _buffer_apart(window.buffers.get(name), buffer) for name, buffer in self.full.buffers.items()}
-        apart = {n: value for n, value in apart.items() if not value <= max(self.tolerance, _SMALLEST_DIFFERENCE_OF_BUFFERS)}
-        if not apart:
+        changed = {name: _buffer_difference(window.buffers.get(name), buffer) for name, buffer in self.full.buffers.items()}
+        changed = {n: value for n, value in changed.items() if not value <= max(self.tolerance, _SMALLEST_DIFFERENCE_OF_BUFFERS)}
+        if not changed:
             return
-        updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in apart)]
+        updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in changed)]
         left = self.gradient.largest
         if updated:
             self.breaks.append(breaks.named("BatchNorm", left, breaks.listed(updated)))
         else:
-            self.breaks.append(breaks.named("buffers", left, breaks.listed(list(apart)), max(apart.values())))
+            self.breaks.append(breaks.named("buffers", left, breaks.listed(list(changed)), max(changed.values())))
 
 
-def _apart(step: Step, full: Step) -> float:
+def _difference(step: Step, full: Step) -> float:
     return Difference.between(step.gradients, full.gradients).largest
 
 
@@ -238,7 +238,7 @@ def _flat(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([gradient.to(torch.float64).flatten() for gradient in gradients.values()])
 
 
-def _buffer_apart(found: Tensor | None, expected: Tensor) -> float:
+def _buffer_difference(found: Tensor | None, expected: Tensor) -> float:
     if found is None or found.shape != expected.shape:
         return math.inf
     if torch.equal(found, expected):

@@ -14,7 +14,7 @@ from lightning_accum.splitting.micro_batch import Cut, Layout
 from lightning_accum.splitting.padding import IGNORE_INDEX
 
 _SHOWS_PADDING = ("mask", "label")
-"""What the name of a tensor has in it that tells which of its columns are padding."""
+"""What the name of a tensor has in it that shows which of its columns are padding."""
 
 
 class JoiningError(ValueError):
@@ -39,7 +39,7 @@ def join(batches: Sequence[Any]) -> tuple[Any, str]:
 
     Raises:
         JoiningError: they are not made of the same parts; what they share differs; or columns differ, and neither a mask nor
-            labels tell what is padding.
+            labels show what is padding.
 
     Example:
         >>> join([{"x": torch.ones(2, 3), "rate": 0.5}, {"x": torch.zeros(1, 3), "rate": 0.5}])[0]["x"].shape
@@ -64,8 +64,8 @@ def join(batches: Sequence[Any]) -> tuple[Any, str]:
     first = by_path[0]
     for number, other in enumerate(by_path[1:], 1):
         if other.keys() != first.keys():
-            strange = sorted(other.keys() ^ first.keys())
-            raise JoiningError(f"batch {number} has other parts than batch 0 ({', '.join(strange[:5])})")
+            others = sorted(other.keys() ^ first.keys())
+            raise JoiningError(f"batch {number} has other parts than batch 0 ({', '.join(others[:5])})")
     columns = _Columns({path: [parts[path].value for parts in by_path] for path, part in first.items() if part.kind == "tensor"})
     joined = _Joined()
     for path, part in first.items():
@@ -146,9 +146,9 @@ class _Columns:
             return float(name.endswith("key_padding_mask"))
         if "label" in name or any(bool((value == IGNORE_INDEX).any()) for value in values):
             return IGNORE_INDEX
-        for told in self._masks:  # what it has there itself
-            for value, mask in zip(values, self._tensors[told], strict=True):
-                is_padding = (mask != 0) if told.endswith("key_padding_mask") else (mask == 0)
+        for path_of_mask in self._masks:  # what it has there itself
+            for value, mask in zip(values, self._tensors[path_of_mask], strict=True):
+                is_padding = (mask != 0) if path_of_mask.endswith("key_padding_mask") else (mask == 0)
                 if value.shape == mask.shape and bool(is_padding.any()):
                     return float(value[is_padding][0])
         return 0

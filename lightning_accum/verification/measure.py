@@ -1,4 +1,4 @@
-"""How far two optimizer steps are apart, and how far rounding alone puts them."""
+"""How much two optimizer steps differ, and how much of that is rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ The gradient of a key's bias in attention is 0 but for rounding, and would be a 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two sets of tensors are apart, relative to the second.
+    """How much two sets of tensors differ, relative to the second.
 
     Attributes:
         overall: the norm of all differences over the norm of all that was expected.
@@ -43,15 +43,16 @@ class Difference:
             >>> Difference.between({"w": torch.tensor([3.0, -3.0])}, {"w": torch.tensor([3.0, -4.0])}).overall
             0.2
         """
-        apart = {name: _norm([_minus(found[name], tensor)]) for name, tensor in expected.items()}
+        distances = {name: _norm([_minus(found[name], tensor)]) for name, tensor in expected.items()}
         sizes = {name: _norm([tensor]) for name, tensor in expected.items()}
         size = math.hypot(*sizes.values())
         numbers = sum(tensor.numel() for tensor in expected.values())
         typical = SMALLEST_SHARE * size / math.sqrt(max(1, numbers))
         by_name = {
-            name: _ratio(apart[name], max(sizes[name], typical * math.sqrt(tensor.numel()))) for name, tensor in expected.items()
+            name: _ratio(distances[name], max(sizes[name], typical * math.sqrt(tensor.numel())))
+            for name, tensor in expected.items()
         }
-        return cls(_ratio(math.hypot(*apart.values()), size), by_name)
+        return cls(_ratio(math.hypot(*distances.values()), size), by_name)
 
 
 def minus(after: Tensors, before: Tensors) -> dict[str, Tensor]:
@@ -72,7 +73,7 @@ def is_same_step(found: Tensors, expected: Tensors, before: Tensors) -> bool:
 
 
 def tolerance(dtype: torch.dtype, noise: float) -> float:
-    """How far apart the gradients of equal steps may be.
+    """How much the gradients of equal steps may differ.
 
     Sixteen roundings, or four times what was measured to be rounding; 1e-12 in float64, which is what this package promises.
 

@@ -23,7 +23,7 @@ class Break:
     Attributes:
         name: what it is: ``"BatchNorm"``, ``"contrastive loss"``, ``"batch_idx"``, ...
         found: what was seen of it, in a sentence.
-        difference: how far the gradients are apart with it, relative to the full batch's; NaN where that could not be measured.
+        difference: how much the gradients differ with it, relative to the full batch's; NaN where that could not be measured.
         without: how far without it; None where it could not be taken out.
         mend: the argument, or the change to the module, that mends it.
     """
@@ -41,9 +41,9 @@ class ParameterDifference:
 
     Attributes:
         name: of the parameter.
-        gradient: how far its gradients are apart, relative to the full batch's. A gradient of less than a hundredth of the typical
+        gradient: how much its gradients differ, relative to the full batch's. A gradient of less than a hundredth of the typical
             size, such as one that is 0 but for rounding, is measured by that hundredth.
-        update: how far apart the optimizer step has moved it, relative to the way that the full batch moved it; likewise.
+        update: how much its ways in the optimizer step differ, relative to the full batch's; likewise.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Report:
         module: the class of the module.
         compared: what was compared with what, in words.
         is_equal: the verdict.
-        gradient: how far the gradients are apart: the norm of the difference, relative to that of the full batch's gradient.
-        update: how far apart the step has moved the parameters, relative to the way that the full batch moved them.
+        gradient: how much the gradients differ: the norm of the difference, relative to that of the full batch's gradient.
+        update: how much the ways differ that the step moves the parameters, relative to the full batch's.
         losses: of the full batch, and of the window.
         tolerance: what the gradient of no parameter may exceed.
         tolerance_reason: where that comes from.
@@ -97,7 +97,7 @@ class Report:
 
     @property
     def worst(self) -> Sequence[ParameterDifference]:
-        """The ten parameters whose gradients are farthest apart."""
+        """The ten parameters whose gradients differ most."""
         return self.parameters[:SHOWN]
 
     def __repr__(self) -> str:
@@ -177,8 +177,8 @@ def _effect(found: Break) -> str:
     if found.difference != found.difference:
         return ""
     if found.without is None:
-        return f"The worst gradient is {number(found.difference)} apart."
-    return f"The worst gradient is {number(found.difference)} apart with it, {number(found.without)} without."
+        return f"The worst gradient differs by {number(found.difference)}."
+    return f"The worst gradient differs by {number(found.difference)} with it, by {number(found.without)} without."
 
 
 def _wrapped(text: str) -> str:

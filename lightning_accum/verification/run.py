@@ -40,9 +40,9 @@ def verify(
 
     The full batch runs through a plain Lightning Trainer, the window through ``Trainer(strategy="accum")`` with
     ``GradientAccumulation``. Both train the module itself, with its hooks and whatever else a copy would not have, and afterwards
-    everything that can be reached from it is put back as it was: parameters, gradients, attributes, random state, optimizers,
+    everything that can be reached from it is restored: parameters, gradients, attributes, random state, optimizers,
     data loaders' generators. What hooks write elsewhere (files, experiment trackers) stays written. Dropout is switched off
-    meanwhile. The full batch runs twice, with other random numbers and its rows in the other order, which tells what is rounding;
+    meanwhile. The full batch runs twice, with other random numbers and its rows in the other order, which shows what is rounding;
     where it differs by more, random numbers are made the same for every row. Where the two steps differ, one thing after the
     other is taken out to find what breaks equality. Takes memory for some copies of the parameters in this precision, and the
     full batch has to fit.
@@ -166,7 +166,7 @@ def _report(module: pl.LightningModule, trial: Trial, seen: Examination, policy:
             type(module).__name__, compared, False, nan, nan, (full.loss, nan), seen.tolerance, _reason(seen), (), "cannot be read",
             seen.breaks, notes,
         )  # fmt: skip
-    notes += [warning for warning in window.warnings if warning not in full.warnings and not _is_told(warning, seen)]
+    notes += [warning for warning in window.warnings if warning not in full.warnings and not _is_reported(warning, seen)]
     rows = [ParameterDifference(name, value, seen.update.by_name[name]) for name, value in seen.gradient.by_name.items()]
     parts = f"{window.micro_batches} micro-batches"
     if len(trial.batches) > 1:
@@ -215,12 +215,12 @@ def _notes(module: pl.LightningModule, trial: Trial, seen: Examination) -> Itera
         yield f"To be put together, {trial.padding}."
 
 
-def _is_told(warning: str, seen: Examination) -> bool:
+def _is_reported(warning: str, seen: Examination) -> bool:
     names = {found.name for found in seen.breaks}
-    told = {
+    texts = {
         "weight of a term": "the term of the loss that it weighs",
         "BatchNorm": "BatchNorm (",
         "contrastive loss": "The loss is contrastive",
         "terms of the loss": "terms",
     }
-    return any(text in warning for name, text in told.items() if name in names)
+    return any(text in warning for name, text in texts.items() if name in names)

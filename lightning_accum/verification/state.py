@@ -1,10 +1,8 @@
-"""A module and all that it holds, as it is now, to be put back after it was trained."""
+"""A module and all that it holds, as it is now, to be restored after it was trained."""
 
 from __future__ import annotations
 
 import io
-import random
-import sys
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -20,6 +18,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_accum.splitting.snapshot import ways_to_restore
 
 _Found = Iterator[tuple[str, Any]]
 
@@ -50,14 +50,14 @@ class ModuleState:
     that has captured the module, or a tensor of it, goes on to use the original.
 
     Everything that is reached from the module is kept: attributes of all objects, what is in containers, what functions have
-    captured, tensors, arrays and random generators. It is put back into the very objects that held it. Files, locks, loggers and
+    captured, tensors, arrays and random generators. It is restored in the very objects that held it. Files, locks, loggers and
     the insides of compiled extensions are left as they are.
 
     Args:
         module: the module.
 
     Raises:
-        MisconfigurationException: the module holds an iterator, which cannot be put back; or it is being trained over several
+        MisconfigurationException: the module holds an iterator, which cannot be restored; or it is being trained over several
             ranks, whose reduction is tied to its parameters.
 
     Example:
@@ -104,14 +104,14 @@ class ModuleState:
     @torch.no_grad()
     def _restore(self) -> None:
         failure: Exception | None = None
-        for put_back, target, saved in self._kept:
+        for restore, target, saved in self._kept:
             try:
-                put_back(target, saved)
-            except Exception as error:  # the rest has to be put back all the same
+                restore(target, saved)
+            except Exception as error:  # the rest has to be restored all the same
                 failure = failure or error
         if failure is not None:
             raise RuntimeError(
-                f"verify could not put back all of {type(self._module).__name__} as it was. Make it anew, or load a checkpoint."
+                f"verify could not restore all of {type(self._module).__name__} as it was. Make it anew, or load a checkpoint."
             ) from failure
 
     # --- what is kept of an object, and what it leads to ------------------------------------------------------------------
@@ -130,9 +130,9 @@ class ModuleState:
             yield from ((path, part) for part in (value.func, value.args, value.keywords))
         elif isinstance(value, weakref.ref):
             yield path, value()
-        elif (known := _own_kind(value)) is not None:
-            read, put_back = known
-            self._kept.append((put_back, value, read(value)))
+        elif (ways := ways_to_restore(value)) is not None:
+            copy, restore = ways
+            self._kept.append((restore, value, copy(value)))
         elif not _is_opaque(value):
             yield from self._keep_contents(path, value)
             yield from self._keep_attributes(path, value)
@@ -148,13 +148,13 @@ class ModuleState:
         with torch.no_grad():
             if not is_traceable_wrapper_subclass(tensor):  # that one is made of the tensors in its attributes
                 alias = tensor.data
-                self._kept.append((_put_back_tensor, tensor, (alias, None if alias.is_meta else alias.clone())))
+                self._kept.append((_restore_tensor, tensor, (alias, None if alias.is_meta else alias.clone())))
         if tensor.is_leaf:
-            self._kept.append((_put_back_requires_grad, tensor, tensor.requires_grad))
-            self._kept.append((_put_back_grad, tensor, tensor.grad))
+            self._kept.append((_restore_requires_grad, tensor, tensor.requires_grad))
+            self._kept.append((_restore_attribute, tensor, ("grad", tensor.grad)))
             yield path, tensor.grad
         hooks = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
-        self._kept.append((_put_back_hooks, tensor, hooks))
+        self._kept.append((_restore_hooks, tensor, hooks))
         yield from ((path, held) for held in hooks)
         yield from self._keep_attributes(path, tensor)
 
@@ -164,7 +164,7 @@ class ModuleState:
                 captured = cell.cell_contents
             except ValueError:  # it is empty
                 continue
-            self._kept.append((_put_back_cell, cell, captured))
+            self._kept.append((lambda cell, saved: setattr(cell, "cell_contents", saved), cell, captured))
             yield path, captured
         yield from ((path, held) for held in (function.__defaults__, function.__kwdefaults__, function.__dict__))
 
@@ -172,24 +172,24 @@ class ModuleState:
         if isinstance(value, (tuple, frozenset)):
             yield from ((path, item) for item in value)
         elif isinstance(value, dict):
-            self._kept.append((_put_back_dict, value, dict(value)))
+            self._kept.append((_restore_dict, value, dict(value)))
             yield from ((path, key) for key in value)
             yield from ((f"{path}[{key!r}]" if isinstance(key, (str, int)) else path, item) for key, item in value.items())
-        elif isinstance(value, (list, set, deque, bytearray)):
-            self._kept.append((_put_back_items, value, list(value)))
+        elif isinstance(value, (list, set, deque)):
+            self._kept.append((_restore_items, value, list(value)))
             yield from ((path, item) for item in value if not isinstance(item, _ATOMS))
         elif isinstance(value, Iterator) and not hasattr(value, "__dict__"):
             raise MisconfigurationException(
                 f"verify runs the module several times from the same state, but {path.lstrip('.')} is an iterator"
-                f" ({type(value).__name__}), which cannot be put back. Leave it out, or make it in setup()."
+                f" ({type(value).__name__}), which cannot be restored. Leave it out, or make it in setup()."
             )
 
     def _keep_attributes(self, path: str, value: Any) -> _Found:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._seen[id(attributes)] = attributes
-            self._kept.append((_put_back_class, value, type(value)))
-            self._kept.append((_put_back_dict, attributes, dict(attributes)))
+            self._kept.append((_restore_attribute, value, ("__class__", type(value))))
+            self._kept.append((_restore_dict, attributes, dict(attributes)))
             for name, held in attributes.items():
                 yield f"{path}.{name}", held
                 if name in ("_modules", "_parameters", "_buffers") and isinstance(
@@ -202,11 +202,11 @@ class ModuleState:
             except AttributeError:
                 self._kept.append((_remove_slot, value, name))
                 continue
-            self._kept.append((_put_back_slot, value, (name, held)))
+            self._kept.append((_restore_attribute, value, (name, held)))
             yield f"{path}.{name}", held
         if isinstance(value, torch.jit.ScriptModule):  # its tensors are not in its attributes
             for name, buffer in value.named_buffers(recurse=False):
-                self._kept.append((partial(_put_back_scripted_buffer, name=name), value, buffer))
+                self._kept.append((lambda module, saved: setattr(module, *saved), value, (name, buffer)))
             yield from ((f"{path}.{name}", held) for name, held in (*value.named_parameters(), *value.named_buffers()))
 
 
@@ -217,29 +217,6 @@ def _is_opaque(value: Any) -> bool:
         return True
     packages = [str(base.__module__) for base in type(value).__mro__]
     return any(name.partition(".")[0] in _OF_THE_MACHINE or f"{name}.".startswith(_OF_LIBRARIES) for name in packages)
-
-
-def _own_kind(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None:
-    """How to read the state of an object that is not made of attributes, and how to put it back."""
-    if isinstance(value, torch.Generator):
-        return torch.Generator.get_state, _call(torch.Generator.set_state)
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return random.Random.getstate, random.Random.setstate
-    if (numpy := sys.modules.get("numpy")) is not None:
-        if isinstance(value, numpy.random.RandomState):
-            return numpy.random.RandomState.get_state, numpy.random.RandomState.set_state
-        if isinstance(value, numpy.random.Generator):
-            return lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)
-        if isinstance(value, numpy.ndarray) and value.flags.writeable:
-            return numpy.copy, _put_back_array
-    return None
-
-
-def _call(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], None]:
-    def put_back(target: Any, saved: Any) -> None:
-        method(target, saved)
-
-    return put_back
 
 
 def _slots(type_: type) -> Iterator[str]:
@@ -262,10 +239,10 @@ def _remove_hooks_of_training(tensor: Tensor) -> None:
                 del hooks[number]
 
 
-# --- each goes back into the object that held it, and only where it is another now ------------------------------------------
+# --- each is restored in the object that held it, and only where it is another now ------------------------------------------
 
 
-def _put_back_tensor(tensor: Tensor, saved: tuple[Tensor, Tensor | None]) -> None:
+def _restore_tensor(tensor: Tensor, saved: tuple[Tensor, Tensor | None]) -> None:
     alias, value = saved
     if not _are_in_one_place(tensor, alias):
         tensor.data = alias
@@ -281,34 +258,20 @@ def _are_in_one_place(tensor: Tensor, alias: Tensor) -> bool:
     return alias.layout is torch.strided and tensor.data_ptr() == alias.data_ptr() and tensor.stride() == alias.stride()
 
 
-def _put_back_requires_grad(tensor: Tensor, saved: bool) -> None:
+def _restore_requires_grad(tensor: Tensor, saved: bool) -> None:
     if not tensor.is_leaf:  # it was changed in place by something with a graph
         tensor.detach_()
     if tensor.requires_grad != saved:
         tensor.requires_grad_(saved)
 
 
-def _put_back_grad(tensor: Tensor, saved: Tensor | None) -> None:
-    if tensor.grad is not saved:
-        tensor.grad = saved
-
-
-def _put_back_hooks(tensor: Tensor, saved: tuple[Any, Any]) -> None:
+def _restore_hooks(tensor: Tensor, saved: tuple[Any, Any]) -> None:
     for hooks, before in zip((tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)), saved, strict=True):
         if before is None and hooks:
             hooks.clear()
 
 
-def _put_back_cell(cell: Any, saved: Any) -> None:
-    cell.cell_contents = saved
-
-
-def _put_back_class(value: Any, saved: type) -> None:
-    if type(value) is not saved:
-        value.__class__ = saved
-
-
-def _put_back_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
+def _restore_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
     if len(target) == len(saved) and all(a is b and v is w for (a, v), (b, w) in zip(target.items(), saved.items(), strict=True)):
         return
     base = OrderedDict if isinstance(target, OrderedDict) else dict  # subclasses may add or forbid
@@ -316,27 +279,19 @@ def _put_back_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
     base.update(target, saved)
 
 
-def _put_back_items(target: Any, saved: list[Any]) -> None:
+def _restore_items(target: Any, saved: list[Any]) -> None:
     if len(target) == len(saved) and all(a is b for a, b in zip(target, saved, strict=True)):
         return
     target.clear()
     (target.update if isinstance(target, set) else target.extend)(saved)
 
 
-def _put_back_slot(value: Any, saved: tuple[str, Any]) -> None:
-    name, held = saved
-    if getattr(value, name, saved) is not held:
-        object.__setattr__(value, name, held)
+def _restore_attribute(target: Any, saved: tuple[str, Any]) -> None:
+    name, value = saved
+    if getattr(target, name, saved) is not value:
+        object.__setattr__(target, name, value)
 
 
 def _remove_slot(value: Any, name: str) -> None:
     if hasattr(value, name):
         object.__delattr__(value, name)
-
-
-def _put_back_array(array: Any, saved: Any) -> None:
-    array[...] = saved
-
-
-def _put_back_scripted_buffer(module: Any, buffer: Tensor, name: str) -> None:
-    setattr(module, name, buffer)

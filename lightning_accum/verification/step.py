@@ -59,7 +59,7 @@ class Bench:
 
     Args:
         module: a LightningModule, or what ``torch.compile`` made of it.
-        state: the module's, put back after each step.
+        state: the module's, restored after each step.
         policy: the arguments of GradientAccumulation.
         trainer: those of the Trainer: precision, accelerator, clipping.
         hooks: a LightningDataModule whose transfer hooks the batches go through.
@@ -188,7 +188,7 @@ def _keep_to_one_step(module: pl.LightningModule, change: Change, noise: SameFor
 
 
 class _Repeated(Dataset[Any]):
-    """The batches of one step, again and again. Each time they are copies: a module may take its batch apart."""
+    """The batches of one step, again and again. Each time they are copies: a module may change its batch."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches

@@ -1,0 +1,70 @@
+"""Row-wise submodules in micro-batches as large as memory allows: a step that runs out of it runs again, in smaller ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_accum.splitting.attempts import Splitting
+from lightning_accum.splitting.plan import Piece, Plan
+from lightning_accum.whole.row_wise import RowWise
+
+T = TypeVar("T")
+
+
+class StepAttempts(Splitting):
+    """Runs each loader batch whole. Out of memory in a call of a submodule, it is as if the step had not begun.
+
+    Args:
+        row_wise: runs the submodules, with ``"auto"``.
+        module: whose steps they are.
+        device: where it runs.
+        say: takes a line for the log of this rank.
+    """
+
+    def __init__(self, row_wise: RowWise, module: nn.Module, device: torch.device, say: Callable[[str], None]) -> None:
+        super().__init__("auto", False, None, module, device, has_ranks=False, warn=say, say=say)
+        assert row_wise.sizes is not None
+        self.sizes = row_wise.sizes
+        self._row_wise = row_wise
+
+    @override
+    def run(self, attempt: Callable[[Plan], T], discard: Callable[[], None], accumulated: Iterable[nn.Parameter] | None) -> T:
+        def discard_all() -> None:
+            self._row_wise.forget()
+            discard()
+
+        return super().run(attempt, discard_all, accumulated)
+
+    @property
+    @override
+    def failed(self) -> Piece | None:
+        return self._row_wise.running
+
+    @property
+    @override
+    def pieces(self) -> Sequence[Piece]:
+        return self._row_wise.pieces
+
+    @override
+    def _planned(self, batch: Any) -> Plan:
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        return _Whole(batch, [Piece(slice(None), 1, 1)], copy.copy, tensors=tensors, is_read=False)
+
+
+class _Whole(Plan):
+    """A loader batch as it is, in a container of its own for each attempt."""
+
+    @override
+    def note(self, error: Exception) -> None:
+        pass
+
+    @override
+    def __iter__(self) -> Any:
+        yield copy.copy(self.batch) if isinstance(self.batch, (dict, list)) else self.batch
