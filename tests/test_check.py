@@ -238,6 +238,26 @@ def test_rows_whose_loss_is_nothing_beside_that_of_others_do_not_end_a_fit() -> 
     assert module.steps == 1
 
 
+@pytest.mark.parametrize("goes_by_it", [True, False])
+def test_a_step_that_changes_what_its_loss_goes_by_is_warned_of(goes_by_it: bool) -> None:
+    class Centered(Classifier):
+        def __init__(self) -> None:
+            super().__init__(F.cross_entropy)
+            self.register_buffer("center", torch.zeros(4, dtype=torch.float64))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits = self.net(batch[0])
+            loss = self.loss(logits - self.center if goes_by_it else logits, batch[1])
+            self.center = 0.9 * self.center + 0.1 * logits.detach().mean(0)
+            return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(callbacks=[GradientAccumulation(2)]).fit(module := Centered(), loader(batches()))
+    assert module.steps == 2
+    assert any("changes what its loss goes by" in str(warning.message) for warning in caught) == goes_by_it
+
+
 # --- a constant beside the count --------------------------------------------------------------------------------------
 
 

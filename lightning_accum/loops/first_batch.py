@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -23,7 +23,7 @@ from lightning_accum.loops.results import collecting_logs
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.check import MOST_ROWS, CannotCheckError, Check, DoesNotAddUpError, Verdict
+from lightning_accum.weighing.check import MOST_ROWS, CannotCheckError, Check, DoesNotAddUpError, Rows, Verdict
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
 from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.row_wise import RowWise
@@ -146,6 +146,8 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         worst = largest(verdict.deviation or 0.0)
         if verdict.deviation is not None:
             verdict = Verdict(None, seen="another rank could not be") if is_unchecked else replace(verdict, deviation=worst)
+        if losses_of is not None and not is_begun and verdict.deviation is not None:
+            _warn_of_memory(check, rows[0], largest)
         if before is not None and not accumulation.checks_left:
             rank_zero_info(f"GradientAccumulation: {verdict}.")
     elif strategy.row_wise is None and not largest(float(not (verdict.adds_up or verdict.has_terms))):
@@ -160,6 +162,20 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
             + (_AFTER_STEPS if accumulation.is_step else "")
         )
     accumulation.verdict = verdict
+
+
+def _warn_of_memory(check: Check, rows: Rows, largest: Callable[[float], float]) -> None:
+    with suppress(CannotCheckError):
+        if largest(float(check.remembers(rows.parts[0], rows.parts[1]))):
+            rank_zero_warn(_REMEMBERS)
+
+
+_REMEMBERS = (
+    "training_step changes what its loss goes by (a buffer, a queue, a moving average, a counter): it gives the same rows another"
+    " loss after others. In a window it does so at each micro-batch, in the full batch once, so that the two differ. Have it change"
+    " once a window, as in on_before_zero_grad; or have the loader yield the window as one batch, with"
+    ' GradientAccumulation(1, micro_batch="offload") where memory is short.'
+)
 
 
 def choose_row_wise(trainer: pl.Trainer, strategy: AccumulationMixin, row_wise: RowWise, kwargs: OrderedDict[str, Any]) -> None:

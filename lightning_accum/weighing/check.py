@@ -298,6 +298,19 @@ class Check:
         with self._held():
             return [self._together(partial(self._loss_of, batch)) for batch in batches]
 
+    def remembers(self, one: Callable[[], Any], other: Callable[[], Any]) -> bool:
+        """Whether a step on ``other`` gives another loss after one on ``one``, whose changes are left. Called on all ranks.
+
+        Raises:
+            CannotCheckError: one has no loss. On all ranks.
+        """
+        with self._held():
+            alone, again, _ = (self._together(partial(self._loss_of, batch)) for batch in (other, other, one))
+            self._mode.restart()
+            after = self._together(lambda: float(self._step(other()).detach()))
+        most = self.tolerance * max(abs(alone), abs(after))
+        return abs(again - alone) <= most < abs(after - alone)
+
     def _loss_of(self, batch: Callable[[], Any]) -> float:
         self._restore()
         return float(self._step(batch()).detach())

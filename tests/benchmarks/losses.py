@@ -249,9 +249,8 @@ def main() -> None:
         print(f"\n{len(cost.of_checks)} checks: {mean * 1e3:.1f} ms on average, {max(cost.of_checks) * 1e3:.0f} ms at most")
     if cost.bytes:
         ratios = sorted(in_check / in_training for in_check, in_training in cost.bytes)
-        print(
-            f"What autograd holds in a check, of what it holds in the training: {ratios[len(ratios) // 2]:.2f}, {ratios[-1]:.2f} at most"
-        )
+        median = ratios[len(ratios) // 2]
+        print(f"Autograd holds {median:.2f} times as much in a check as in its training, {ratios[-1]:.2f} times at most")
     print("\nWrong, crashed, refused though they add up, or warned of though exact:", *notes or ["none"], sep="\n  ")
 
 
