@@ -1,32 +1,20 @@
 """Gradient accumulation for PyTorch Lightning that is right: one window, one batch."""
 
-from lightning_accum.callback import GradientAccumulation
-from lightning_accum.noise.callback import GradientNoiseScale
-from lightning_accum.samplers import SameOrderSampler
-from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.strategies import (
-    AccumulationStrategy,
-    DDPAccumulationStrategy,
-    FSDPAccumulationStrategy,
-    ModelParallelAccumulationStrategy,
-)
-from lightning_accum.user_warnings import AccumulationWarning
-from lightning_accum.verification import verify
-from lightning_accum.weighing.weight import SampleCount, TokenCount
+from typing import TYPE_CHECKING, Any
+
+from lightning_accum import families
+
+if TYPE_CHECKING:
+    from lightning_accum.names import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AccumulationStrategy",
-    "AccumulationWarning",
-    "DDPAccumulationStrategy",
-    "FSDPAccumulationStrategy",
-    "GradientAccumulation",
-    "GradientNoiseScale",
-    "ModelParallelAccumulationStrategy",
-    "SameOrderSampler",
-    "SampleCount",
-    "TokenCount",
-    "Tokens",
-    "verify",
-]
+families.install()
+
+
+def __getattr__(name: str) -> Any:
+    return families.public(name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *families.public("__all__")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +14,7 @@ from lightning_accum.boundary import Boundary
 from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.lr_schedule import StepClock
+from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.parameter_changes import ParameterChanges
 from lightning_accum.policy import Policy, window_in_words
 from lightning_accum.ranks import Ranks
@@ -22,7 +23,6 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
-from lightning_accum.weighing.functions import OfMean
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
@@ -36,12 +36,14 @@ _STATE = ("format", *_COUNTED, "is_at_boundary", "checked_weight", "takes_functi
 """What :meth:`Accumulation.state_dict` always has."""
 
 
-class Accumulates:
-    """What a strategy of this package is known by."""
+class BackwardObserver(Protocol):
+    """What is called around the backward of a micro-batch."""
 
-    accumulation: Accumulation | None = None
-    """The state of the running ``fit``; None outside of one, and in manual optimization."""
-    policy: Policy = Policy()
+    def begin_backward(self, micro_batch: MicroBatch, weight: Denominator | None) -> None:
+        """It is next, and the micro-batch is in its window."""
+
+    def end_backward(self) -> None:
+        """It is over."""
 
 
 class Accumulation:
@@ -101,28 +103,14 @@ class Accumulation:
         """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
         self.window_tokens: int | None = None
         """What the window under way has to reach, where windows are measured in tokens."""
-        self.is_inside_batch = False
-        """A window ends with a micro-batch that is not the last of its loader batch."""
-        self.is_boundary = False
-        """The micro-batch in training_step is the last of its window."""
-        self.batch: Any = None
-        """The micro-batch that is in training_step."""
-        self.weight: Denominator | None = 0.0
-        """Its weight, once it has a loss: None for a sum."""
-        self.of_mean: OfMean | None = None
-        """What makes its loss of the mean that was weighed; None where it is that."""
-        self.is_weightless = False
-        """The micro-batch is known on the host to have no weight."""
-        self.is_stand_in = False
-        """The loader batch in hand stands in for one that this rank does not have: it weighs nothing."""
-        self.has_loss = False
-        """The micro-batch in hand gave one."""
+        self.is_shadow_batch = False
+        """The loader batch that was drawn last is one that this rank runs for the sake of the others. Set by what draws it."""
         self._has_run_without_loss = False
         """In this window training_step has returned None."""
         self.is_step = False
         """The window that ended last counts as an optimizer step: it has weight, or, as in Lightning, no loss at all."""
-        self.before_backward: Callable[[], None] | None = None
-        """Called in every micro-batch that is added to the window, once its weight is known."""
+        self.observer: BackwardObserver | None = None
+        """Called around the backward of every micro-batch that is added to the window."""
         self.checks_left = 0
         """At how many loader batches more the check may be tried: until enough rows were looked at on every rank."""
         self.row_wise: RowWise | None = None
@@ -220,88 +208,73 @@ class Accumulation:
 
     @property
     def plan(self) -> Plan | None:
-        """How the loader batch in hand is split; None where it is a micro-batch."""
+        """How the last loader batch was split; None where it is a micro-batch."""
         return None if self.splitting is None else self.splitting.plan
 
-    def is_plain(self) -> bool:
+    def is_passthrough(self) -> bool:
         """One micro-batch is the whole window: there is nothing to weigh, and everything is left to Lightning."""
         return self.policy.on_nonfinite == "propagate" and self._is_one_micro_batch()
 
     def _is_one_micro_batch(self) -> bool:
-        return self.plan is None and self.world_size == 1 and self.boundary.size == 1
+        return self.world_size == 1 and self.boundary.size == 1 and self.plan is None
 
     def count_ahead(self, batch: Any) -> None:
         """A loader batch is about to run, whole or in micro-batches: what its terms are divided by is counted in all of it."""
-        if isinstance(self.window.terms, TermsCountedAhead) and not self.is_stand_in:
+        if isinstance(self.window.terms, TermsCountedAhead) and not self.is_shadow_batch:
             self.window.terms.count(batch)
 
-    def begin_micro_batch(self, batch: Any) -> None:
-        """Enter training_step."""
-        self.batch, self.has_loss = batch, False
-
-    def begin_backward(self, loss: Tensor) -> Tensor | None:
-        """Take in the loss of a micro-batch.
-
-        Args:
-            loss: the module's own loss.
-
-        Returns:
-            The ``gradient`` for its backward; None for plain 1.
-        """
-        self.has_loss = True
-        if self.has_joint_loss and self.is_stand_in:
-            raise RuntimeError(
-                "This rank has run out of data, and its last batch stands in for the next, but the loss gathers the rows of all"
-                " ranks: those of this one would count twice. Give all ranks equally many batches (drop_last=True)."
-            )
+    def add(self, loss: Tensor, micro_batch: MicroBatch) -> Weighed:
+        """Take in the loss of a micro-batch, the module's own."""
         if self.sums is not None:
-            self.sums.begin_backward(is_adding=not self.is_plain())
-        if self.is_stand_in:
-            self.weight, self.is_weightless = 0.0, True
-            self.skip()
-            return None
-        # a micro-batch of a split batch never is: without asking further, in every one of them
-        if (self.splitting is None or self.splitting.plan is None) and self.is_plain():
-            self.closed = self._plain_window(loss)
-            self.is_weightless = self.closed.is_empty
+            self.sums.begin_backward(is_adding=not self.is_passthrough())
+        if micro_batch.is_shadow_batch:
+            if self.has_joint_loss:
+                raise RuntimeError(
+                    "This rank has run out of data, and its last batch stands in for the next, but the loss gathers the rows of all"
+                    " ranks: those of this one would count twice. Give all ranks equally many batches (drop_last=True)."
+                )
+            self._add_empty(micro_batch)
+            return EMPTY
+        # the micro-batch of a split batch never is: without asking further, in every one of them
+        if micro_batch.number == 1 and self.is_passthrough():
+            self.closed = self._passthrough_window(loss, micro_batch)
             self.weigher.forget()
-            return None
+            return Weighed(self.closed.weight, is_weightless=self.closed.is_empty)
         try:
-            contribution = self.weigher(loss, self.batch, None if self.splitting is None else self.splitting.rows)
+            contribution = self.weigher(loss, micro_batch.batch, micro_batch.rows)
         except UnreadableLossError:
             if not self._is_one_micro_batch():
                 raise
             contribution = Contribution(None)  # nothing depends on its weight
-        if self.has_joint_loss and contribution.weight is None:
+        weight = contribution.weight
+        if self.has_joint_loss and weight is None:
             raise ValueError(
                 "The loss gathers the rows of all ranks, and is a sum: it may be the same on each, or that of its own rows."
                 ' Pass GradientAccumulation(weight="equal") for the mean over the ranks, as DistributedDataParallel takes it;'
                 " or divide it by the number of its own rows."
             )
-        self.weight, self.of_mean = contribution.weight, contribution.of_mean
-        self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
+        is_weightless = not isinstance(weight, Tensor) and weight == 0
         # the weight in the wide type, if there is one
-        seed = self.window.add(loss if self.sums is None else loss.detach().to(self.sums.dtype), contribution)
+        grad_output = self.window.add(loss if self.sums is None else loss.detach().to(self.sums.dtype), contribution)
         if contribution.of_mean is not None:
             self.weigher.leave_out_function(loss)
-        if self.before_backward is not None:
-            self.before_backward()
-        if self.is_boundary:
+        if self.observer is not None:
+            self.observer.begin_backward(micro_batch, weight)
+        if micro_batch.is_boundary:
             self.reduce()
         terms = self.weigher.take_terms() if self._weighs_terms else None
         if terms and (factors := self.window.factors_of_terms()) is not None:
-            self.is_weightless = not any(isinstance(factor, Tensor) or factor for factor in factors)
+            is_weightless, grad_output = not any(isinstance(factor, Tensor) or factor for factor in factors), None
             scale_terms(terms, factors)
-            return None
-        if self.sums is not None:
-            self.sums.weigh(seed)
-            return None
-        return seed
+        elif self.sums is not None:
+            self.sums.weigh(grad_output)
+            grad_output = None
+        return Weighed(weight, contribution.of_mean, grad_output, is_weightless)
 
-    def _plain_window(self, loss: Tensor) -> ClosedWindow:
+    def _passthrough_window(self, loss: Tensor, micro_batch: MicroBatch) -> ClosedWindow:
         """A window that is one micro-batch with this loss, and left to Lightning."""
         try:
-            weight = self.weigher(loss, self.batch, None if self.splitting is None else self.splitting.rows).weight
+            weight = self.weigher(loss, micro_batch.batch, micro_batch.rows).weight
         except UnreadableLossError:  # whatever the loss, nothing depends on its weight here
             weight = None
         # a batch that is not split for once counts as those that are; Lightning steps, and waits for no device
@@ -309,42 +282,28 @@ class Accumulation:
         value = loss.item() if loss.device.type == "cpu" else loss.detach()
         return ClosedWindow(value, 1.0 if weight is None else weight, 1, is_empty)
 
-    def end_micro_batch(self) -> bool:
-        """Leave training_step.
+    def add_without_loss(self, micro_batch: MicroBatch) -> None:
+        """Take in a micro-batch that training_step returned None for."""
+        self._has_run_without_loss |= micro_batch.batch is not None and not micro_batch.is_shadow_batch
+        self.closed = None
+        if self.is_passthrough():
+            self.closed = ClosedWindow(math.nan, 0.0, 0, is_empty=True)
+        else:
+            self._add_empty(micro_batch)
 
-        Returns:
-            Whether the micro-batch had a loss.
-        """
-        had_loss, has_batch = self.has_loss, self.batch is not None and not self.is_stand_in
-        self.has_loss, self.batch = False, None
-        if not had_loss:
-            self._has_run_without_loss |= has_batch
-            self.weight, self.of_mean, self.closed = 0.0, None, None
-            if self.is_plain():
-                self.closed = ClosedWindow(math.nan, 0.0, 0, is_empty=True)
-            else:
-                self.skip()
-        return had_loss
-
-    def leave_out(self) -> None:
-        """The micro-batch in hand is not finite: it is as if it had never been there."""
-        self.window.leave_out()
-        self.weight = 0.0
+    def _add_empty(self, micro_batch: MicroBatch) -> None:
+        self.window.add_empty()
+        if micro_batch.is_boundary:
+            self.reduce()
 
     def end_loader_batch(self, seen: int) -> None:
         """Loader batch number ``seen`` is done."""
-        self.position, self._micro_batches_done = self.boundary.position(seen), self.window.micro_batches
+        self.position, self._micro_batches_done = seen - self.boundary.closed_at, self.window.micro_batches
 
     @property
     def is_between_loader_batches(self) -> bool:
         """The gradients are those of whole loader batches: none has failed on its way."""
         return self.window.micro_batches == self._micro_batches_done
-
-    def skip(self) -> None:
-        """Take in a micro-batch that counts for nothing."""
-        self.window.skip()
-        if self.is_boundary:
-            self.reduce()
 
     def reduce(self) -> None:
         """Start to sum the weights over the ranks: on all of them before the last reduction of gradients."""
@@ -377,8 +336,14 @@ class Accumulation:
 
     # --- the end of a window --------------------------------------------------------------------------------------
 
-    def close(self, seen: int, parameters: Iterable[Tensor]) -> ClosedWindow:
-        """End the window with loader batch number ``seen``: its gradients become the full batch's."""
+    def close(self, seen: int, parameters: Iterable[Tensor], is_inside_batch: bool = False) -> ClosedWindow:
+        """End the window: its gradients become the full batch's.
+
+        Args:
+            seen: the number of the loader batch that it ends with.
+            parameters: what has the gradients.
+            is_inside_batch: the rest of that loader batch begins the next window.
+        """
         self.changes.end(self.window.micro_batches)
         if self.sums is None:
             self.closed = self.window.close([parameter.grad for parameter in parameters if parameter.grad is not None])
@@ -389,7 +354,7 @@ class Accumulation:
             self.closed = self._without_slope(self.closed)
         if self.closed.is_flagged:
             self._agree_on_sizes()
-        self._end(seen)
+        self._end(seen, is_inside_batch)
         self.total_left_out += self.closed.left_out
         self._add_weight(self.closed)
         if self.closed.do_terms_disagree:
@@ -427,7 +392,7 @@ class Accumulation:
             dist.all_reduce(sizes, dist.ReduceOp.MIN, group=self.ranks.group)
         self.splitting.sizes.agree(sizes)
 
-    def close_plain(self, seen: int) -> None:
+    def close_passthrough(self, seen: int) -> None:
         """End a window that was left to Lightning."""
         self._end(seen)
         if self.closed is not None:
@@ -442,13 +407,11 @@ class Accumulation:
         elif not closed.is_empty:
             self.total_weight = self.total_weight + closed.weight
 
-    def _end(self, seen: int) -> None:
-        if self.is_inside_batch:  # the rest of the loader batch begins the next window
-            seen -= 1
-            self.closed_loader_batches = self.boundary.position(seen)
-        else:
-            # a closure that runs again (LBFGS over ranks) ends the same window again
-            self.closed_loader_batches = self.boundary.position(seen) or self.closed_loader_batches
+    def _end(self, seen: int, is_inside_batch: bool = False) -> None:
+        seen -= is_inside_batch
+        # a closure that runs again (LBFGS over ranks) ends the same window again
+        before = 0 if is_inside_batch else self.closed_loader_batches
+        self.closed_loader_batches = self.boundary.position(seen) or before
         self.boundary.close(seen)
         self.is_zero_grad_due = True
         if self.sums is not None:
@@ -484,16 +447,18 @@ class Accumulation:
 
     # --- what is said and saved -------------------------------------------------------------------------------------
 
-    def describe(self, samples: int | None, loader_batches: int) -> str:
+    def describe(self, micro_batch: MicroBatch, weighed: Weighed, samples: int | None, loader_batches: int) -> str:
         """One line: what was understood.
 
         Args:
+            micro_batch: the first that has a loss, and
+            weighed: what it brought in.
             samples: in the first loader batch; None where it cannot be told.
             loader_batches: in a window.
         """
         if isinstance(self.policy.window, Tokens):
             tokens = self.policy.window.at(float(self.total_weight))
-            parts = [f"a window is as many loader batches as come to {tokens} {self._unit()} over all ranks"]
+            parts = [f"a window is as many loader batches as come to {tokens} {self._unit(micro_batch, weighed)} over all ranks"]
         else:
             parts = [window_in_words(loader_batches, self.world_size, samples)]
         if self.splitting is not None and self.row_wise is None:
@@ -511,11 +476,11 @@ class Accumulation:
             parts.append(f"the same weight for: {', '.join(self.weigher.unweighed_terms)}")
         return f"GradientAccumulation: {'; '.join(parts)}."
 
-    def _unit(self) -> str:
-        """What the weight of the micro-batch in hand counts, in words."""
+    def _unit(self, micro_batch: MicroBatch, weighed: Weighed) -> str:
+        """What the weight of a micro-batch counts, in words."""
         weight = self.policy.weight
         if weight == "auto":
-            if self.weight is not None and float(self.weight) == count_samples(self.batch):
+            if weighed.weight is not None and float(weighed.weight) == count_samples(micro_batch.batch):
                 return "samples (the loss has no tokens)"
             is_of_tokens = self.weigher.criterion is not None and self.weigher.criterion.startswith("cross entropy")
             return "tokens" if is_of_tokens else "of what the loss is divided by"
@@ -523,24 +488,27 @@ class Accumulation:
             return "tokens" if isinstance(weight, TokenCount) else "samples"
         return 'micro-batches (weight="equal")' if weight == "equal" else f"of weight={self.weigher.criterion}"
 
-    def warn_of_windows_never_full(self, batch: Any, loader_batches: float) -> None:
+    def warn_of_windows_never_full(self, micro_batch: MicroBatch, weighed: Weighed, batch: Any, loader_batches: float) -> None:
         """Called at the first micro-batch.
 
         Args:
+            micro_batch: it, and
+            weighed: what it brought in.
             batch: the loader batch that it is part of.
             loader_batches: in an epoch, on each rank.
         """
-        if not isinstance(self.policy.window, Tokens) or self.policy.tail == "carry" or not self.weight:
+        if not isinstance(self.policy.window, Tokens) or self.policy.tail == "carry" or not weighed.weight:
             return
-        part, whole = count_samples(self.batch), count_samples(batch)
-        in_batch = float(self.weight) * (whole / part if part and whole else 1)
+        part, whole = count_samples(micro_batch.batch), count_samples(batch)
+        in_batch = float(weighed.weight) * (whole / part if part and whole else 1)
+        unit = self._unit(micro_batch, weighed)
         in_epoch, tokens = in_batch * loader_batches * self.world_size, self.policy.window.at(float(self.total_weight))
         if in_epoch < tokens:
             outcome = (
                 "nothing is trained" if self.policy.tail == "drop" else "there is one optimizer step an epoch, on what is there"
             )
             self._warn_once(
-                f"A window of {tokens} {self._unit()} is never full: by the first loader batch an epoch has about {in_epoch:.0f} of"
+                f"A window of {tokens} {unit} is never full: by the first loader batch an epoch has about {in_epoch:.0f} of"
                 f' them, and with tail="{self.policy.tail}" {outcome}. Use a smaller window, or tail="carry".'
             )
 

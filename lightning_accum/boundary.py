@@ -34,7 +34,8 @@ class Boundary:
         self.size = math.inf
         """Loader batches in the window that is under way, or in the last one; inf before the first."""
         self._is_under_way = False
-        self._cut_at: int | None = None
+        self.cut_at: int | None = None
+        """The loader batch that is about to end its window, as nothing follows it; None where there is none."""
 
     def begin(self, size: float) -> None:
         """A loader batch begins: where a window begins with it, this is its size, and it keeps it.
@@ -55,7 +56,7 @@ class Boundary:
             size: returns the loader batches in a window that has not begun; see :meth:`begin`.
         """
         position = seen - self.closed_at
-        if position == 0 or seen == self._cut_at:
+        if position == 0 or seen == self.cut_at:
             return True
         return position >= (self.size if self._is_under_way else size())
 
@@ -73,11 +74,11 @@ class Boundary:
 
     def cut_short(self, seen: int) -> None:
         """Nothing follows loader batch ``seen``: it is the last of its window."""
-        self._cut_at = seen
+        self.cut_at = seen
 
     def close(self, seen: int) -> None:
         """End the window with loader batch ``seen``."""
-        self.closed_at, self._is_under_way = seen, False
+        self.closed_at, self._is_under_way, self.cut_at = seen, False, None
 
     def go_on(self, seen: int, position: int, size: float) -> None:
         """Be inside a window of ``size`` loader batches, the last of ``position`` so far being number ``seen``."""

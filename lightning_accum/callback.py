@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_accum import seams
-from lightning_accum.accumulation import Accumulates, Accumulation
+from lightning_accum import families, seams
+from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import (
     check_module,
     checked,
@@ -25,7 +25,8 @@ from lightning_accum.arguments import (
 )
 from lightning_accum.boundary import Tail
 from lightning_accum.checkpointing.resume import PartialWindow
-from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
+from lightning_accum.engine import Engine
+from lightning_accum.hook_table import callbacks_of, disable_unused_hooks, restore_unused_hooks
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
@@ -174,8 +175,12 @@ class GradientAccumulation(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        if families.adopt(self, trainer):  # it came with the module, after the strategy looked; now it is as one of the Trainer's
+            others = [callback for callback in callbacks_of(trainer) if type(callback) is not type(self)]
+            trainer.callbacks = [self, *others]  # type: ignore[attr-defined]  # set by a connector
+            return self.setup(trainer, pl_module, stage)
         self._accumulation, self._manual, self._state = None, None, {}  # of an earlier fit, or of a checkpoint that was validated
-        if not isinstance(trainer.strategy, Accumulates):
+        if not isinstance(trainer.strategy, Engine):
             raise MisconfigurationException(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 f" {what_to_use_instead_of(trainer.strategy)}"
@@ -228,7 +233,7 @@ class GradientAccumulation(Callback):
         if self.policy.log and run is not None:
             is_same_epoch = run.resumed_state.get("epoch") == trainer.current_epoch
             self._metrics = WindowMetrics(trainer, pl_module, run.resumed_state.get("epoch_loss") if is_same_epoch else None)
-        leave_out_idle_hooks(self)
+        disable_unused_hooks(self)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -296,7 +301,7 @@ class GradientAccumulation(Callback):
         if self._metrics is not None:
             self._metrics.close()
         self._accumulation, self._manual, self._metrics, self._partial_window = None, None, None, None
-        put_back_idle_hooks(self)
+        restore_unused_hooks(self)
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
             self._trainers_own = None

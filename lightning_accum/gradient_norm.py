@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
+from lightning_accum.engine import Engine
 
 
 @contextmanager
-def noting_gradient_norm(trainer: pl.Trainer, strategy: AccumulationMixin) -> Iterator[None]:
+def noting_gradient_norm(trainer: pl.Trainer, strategy: Engine) -> Iterator[None]:
     """Clip as the strategy does, and keep the norm: Lightning's precision plugin throws it away."""
     plugin, accumulation = trainer.precision_plugin, strategy.accumulation
     assert accumulation is not None

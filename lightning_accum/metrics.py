@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
-from lightning_accum import loops
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.loops import trainer_state
 from lightning_accum.window import ClosedWindow
 
 _NOTHING: Mapping[str, Tensor | float] = MappingProxyType({})
@@ -98,9 +98,9 @@ class WindowMetrics:
     def _show(self, metrics: Mapping[str, Tensor | float]) -> None:
         if not metrics:
             return
-        loops.show_metrics(self._trainer, metrics)
-        if self._trainer.loggers and loops.is_logging_due(self._trainer):
-            loops.log_metrics(self._trainer, {name: float(value) for name, value in metrics.items()})
+        trainer_state.show_metrics(self._trainer, metrics)
+        if self._trainer.loggers and trainer_state.is_logging_due(self._trainer):
+            trainer_state.log_metrics(self._trainer, {name: float(value) for name, value in metrics.items()})
 
     def _weight_per_second(self, weight: float) -> float | None:
         """Between the ends of the last two windows; None for the first, and where the clock has not moved."""
@@ -134,7 +134,7 @@ class WindowMetrics:
 
     def close(self) -> None:
         """Give the progress bar back, and the loggers what they have not got."""
-        loops.flush_metrics(self._trainer)
+        trainer_state.flush_metrics(self._trainer)
         if self._bar is not None:
             vars(self._bar).pop("get_metrics", None)
 

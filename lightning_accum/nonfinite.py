@@ -7,7 +7,6 @@ the device a micro-batch. Where a bad one is an error, what was accumulated is g
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Keeper, Snapshot
-from lightning_accum.sync.base import GradientPlace
+from lightning_accum.sync.base import GradientSlot
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.denominator import Denominator
-
-_log = logging.getLogger("lightning.pytorch.accumulation")
 
 
 class Guard:
@@ -34,9 +32,9 @@ class Guard:
     Args:
         leaves_out: whether to leave them out, or to raise an error.
         places: gives where the gradients of a window are accumulated, in the order of the parameters.
-        where: tells in words which micro-batch is in hand.
-        leave_out: has the window forget it.
+        where: says in words which micro-batch it is.
         keeper: gives what keeps the module.
+        inform: prints what was left out, after a warning about the first.
         group: ranks that run parts of the same micro-batch, and so have to find the same.
         looks_at_gradients: or at the loss alone, as where a GradScaler looks at the gradients.
     """
@@ -44,34 +42,35 @@ class Guard:
     def __init__(
         self,
         leaves_out: bool,
-        places: Callable[[], Sequence[GradientPlace]],
-        where: Callable[[], str],
-        leave_out: Callable[[], None],
+        places: Callable[[], Sequence[GradientSlot]],
+        where: Callable[[MicroBatch], str],
         keeper: Callable[[], Keeper],
+        inform: Callable[[str], None],
         group: dist.ProcessGroup | None = None,
         looks_at_gradients: bool = True,
     ) -> None:
-        self._leaves_out = leaves_out
+        self.leaves_out = leaves_out
         self._find_places = places
         self._where = where
-        self._leave_out = leave_out
+        self._micro_batch = MicroBatch(None)
         self._keeper = keeper
+        self._inform = inform
         self._group = group
         self._looks_at_gradients = looks_at_gradients
-        self._places: Sequence[GradientPlace] | None = None
+        self._places: Sequence[GradientSlot] | None = None
         self._snapshot: Snapshot | None = None
         self._has_warned = False
         self.has_left_out = False
-        """The micro-batch in hand was left out."""
+        """The last micro-batch was left out."""
 
     def end_window(self) -> None:
         """Parameters may have come and gone when the next one begins."""
         self._places = None
 
-    def begin_micro_batch(self) -> None:
+    def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Its forward is next."""
-        self.has_left_out = False
-        if self._leaves_out:
+        self._micro_batch, self.has_left_out = micro_batch, False
+        if self.leaves_out:
             self._snapshot = self._keeper().take(watches_parameters=False)
 
     @contextmanager
@@ -88,7 +87,7 @@ class Guard:
         if self._places is None:
             self._places = self._find_places()
         places = self._places
-        aside = [place.take() for place in places] if self._leaves_out else None
+        aside = [place.take() for place in places] if self.leaves_out else None
         try:
             yield
         except BaseException:
@@ -104,19 +103,18 @@ class Guard:
         if fault is not None:
             self._report(fault)
             self.has_left_out = True
-            self._leave_out()
 
     def _report(self, fault: str) -> None:
-        if not self._leaves_out:
+        if not self.leaves_out:
             raise FloatingPointError(
-                f"{self._where()} is not finite: {fault}. No optimizer step was made with it."
+                f"{self._where(self._micro_batch)} is not finite: {fault}. No optimizer step was made with it."
                 ' GradientAccumulation(on_nonfinite="skip") trains on without such micro-batches.'
             )
         if self._has_warned:
-            _log.info(f"{self._where()} is left out: {fault}.")
+            self._inform(f"{self._where(self._micro_batch)} is left out: {fault}.")
             return
         self._has_warned = True
-        told = f"{self._where()} is left out, as it is not finite: {fault}."
+        told = f"{self._where(self._micro_batch)} is left out, as it is not finite: {fault}."
         warn(f"{told} Others may follow; `window/skipped_micro_batches` counts them.")
 
     def end_micro_batch(self) -> bool:
@@ -130,7 +128,7 @@ class Guard:
             snapshot.restore()
         return self.has_left_out
 
-    def _fault(self, loss: Tensor, weight: Denominator | None, places: Sequence[GradientPlace]) -> str | None:
+    def _fault(self, loss: Tensor, weight: Denominator | None, places: Sequence[GradientSlot]) -> str | None:
         """What is not finite, in words; None for nothing. Waits for the device, once."""
         found = {place.name: place.get() for place in places} if self._looks_at_gradients else {}
         names, largest = _largest_of({name: gradient for name, gradient in found.items() if gradient is not None})
@@ -178,13 +176,13 @@ def _on_host(numbers: Sequence[Tensor]) -> list[float]:
     return [value for _, value in sorted(zip(order, values, strict=True))]
 
 
-def _put_back(places: Sequence[GradientPlace], aside: Sequence[Tensor | None]) -> None:
+def _put_back(places: Sequence[GradientSlot], aside: Sequence[Tensor | None]) -> None:
     for place, gradient in zip(places, aside, strict=True):
         place.put_back(gradient)
 
 
 @torch.no_grad()
-def _add(places: Sequence[GradientPlace], aside: Sequence[Tensor | None]) -> None:
+def _add(places: Sequence[GradientSlot], aside: Sequence[Tensor | None]) -> None:
     """Add what is there to what was put aside, as autograd would have done."""
     sums: list[Tensor] = []
     added: list[Tensor] = []
@@ -192,7 +190,7 @@ def _add(places: Sequence[GradientPlace], aside: Sequence[Tensor | None]) -> Non
         if before is None:
             continue
         new = place.take()
-        if new is not None and _is_plain(before) and _is_plain(new) and before.dtype == new.dtype:
+        if new is not None and _is_dense(before) and _is_dense(new) and before.dtype == new.dtype:
             sums.append(before)
             added.append(new)
         elif new is not None and before.layout != torch.strided and new.layout == torch.strided:
@@ -204,5 +202,5 @@ def _add(places: Sequence[GradientPlace], aside: Sequence[Tensor | None]) -> Non
         torch._foreach_add_(sums, added)
 
 
-def _is_plain(gradient: Tensor) -> bool:
+def _is_dense(gradient: Tensor) -> bool:
     return gradient.layout == torch.strided and not isinstance(gradient, DTensor)

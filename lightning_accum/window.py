@@ -108,7 +108,7 @@ class Window:
         self._contributions: list[Contribution] = []
         self._function: FunctionOfMean | None = None
         self.left_out = 0
-        """Micro-batches so far, on this rank, that were not finite, see :meth:`leave_out`."""
+        """Micro-batches so far, on this rank, that were not finite, see :meth:`skip_nonfinite`."""
         self._totals: Tensor | list[float] | None = None
         self._reduction: dist.Work | None = None
         if self.terms is not None:
@@ -167,6 +167,11 @@ class Window:
         self._losses.append(mean)
         self._contributions.append(contribution)
 
+    @property
+    def last_weight(self) -> Denominator | None:
+        """Of the micro-batch that was taken in last; None for a sum, 0 where there is none."""
+        return self._contributions[-1].weight if self._contributions else 0.0
+
     def weight_so_far(self) -> float:
         """The sum of the weights of this rank; waits for the device that they are on.
 
@@ -222,12 +227,12 @@ class Window:
         """Forget all but the first ``micro_batches`` with a loss."""
         del self._losses[micro_batches:], self._contributions[micro_batches:]
 
-    def leave_out(self) -> None:
+    def skip_nonfinite(self) -> None:
         """Forget the last micro-batch, which was not finite, but for its number."""
         self.rewind(self.micro_batches - 1)
         self.left_out += 1
 
-    def skip(self) -> None:
+    def add_empty(self) -> None:
         """Take in a micro-batch that has no loss on this rank."""
         self._agreed_reference(0.0)
 

@@ -7,7 +7,8 @@
 For each of the directories or files (of ``tests/tests_pytorch`` of the checkout) the tests run twice, in an environment with
 Lightning of the checkout's version: as they are, and with every ``SingleDeviceStrategy`` that a Trainer chooses by itself being
 ``AccumulationStrategy``, with ``log=False``. The tests that fail only so are printed, with the last line of their error, and the
-exit code is 1 where one of them is not in :data:`EXPECTED`. ``--environment DIR`` keeps the environment.
+exit code is 1 where one of them is not in :data:`EXPECTED`. ``--environment DIR`` keeps the environment; with ``--second`` all is
+that of ``pytorch_lightning``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from environments import ROOT, Environment
+from second_package import copied
 
 DIRECTORIES = ("loops", "callbacks", "checkpointing", "core", "trainer", "tuner")
 LEFT_OUT = ("checkpointing/test_legacy_checkpoints.py",)
@@ -73,7 +75,7 @@ def pytest_configure() -> None:
     setattr(mixin, "GradientAccumulation", Silent)  # noqa: B010
 
 
-def run(environment: Environment, checkout: Path, what: str, is_ours: bool) -> dict[str, str]:
+def run(environment: Environment, tests: Path, ours: Path, what: str, is_ours: bool) -> dict[str, str]:
     """Run some tests. Returns what came of each: ``"passed"``, ``"skipped"``, or the last line of its error."""
     with tempfile.TemporaryDirectory() as directory:
         results = Path(directory) / "results.xml"
@@ -84,10 +86,10 @@ def run(environment: Environment, checkout: Path, what: str, is_ours: bool) -> d
             *(f"--ignore={name}" for name in LEFT_OUT),
             what,
         ]
-        paths = [str(Path(__file__).resolve().parent), str(checkout / "tests"), str(ROOT)]
+        paths = [str(ours), str(tests), str(ROOT)]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        tests = checkout / "tests" / "tests_pytorch"
-        subprocess.run(command, cwd=tests, env=variables, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.run(command, cwd=tests / "tests_pytorch", env=variables, check=False, **silent)
         if not results.exists():
             return {what: "pytest did not come to its end"}
         return dict(outcomes(results.read_text(encoding="utf-8")))
@@ -105,9 +107,9 @@ def outcomes(junit: str) -> Iterator[tuple[str, str]]:
         yield f"{case.get('classname')}.{case.get('name')}", outcome
 
 
-def files_of(checkout: Path, what: str) -> list[str]:
+def files_of(tests: Path, what: str) -> list[str]:
     """The test files below a directory, each of which runs in a process of its own."""
-    tests = checkout / "tests" / "tests_pytorch"
+    tests = tests / "tests_pytorch"
     found = [tests / what] if (tests / what).is_file() else sorted((tests / what).rglob("test_*.py"))
     return [name for path in found if (name := path.relative_to(tests).as_posix()) not in LEFT_OUT]
 
@@ -119,6 +121,7 @@ def main() -> int:
     parser.add_argument("what", nargs="*", default=list(DIRECTORIES), help="directories or files of its tests/tests_pytorch")
     parser.add_argument("--environment", type=Path, metavar="DIR", help="make it there and keep it, or use the one that is there")
     parser.add_argument("--python", default=sys.executable, help="make the environment with this Python")
+    parser.add_argument("--second", action="store_true", help="run them on pytorch_lightning, Lightning's other package")
     options = parser.parse_intermixed_args()
     checkout = options.checkout.resolve()
     version = (checkout / "src" / "version.info").read_text(encoding="utf-8").strip()
@@ -127,10 +130,15 @@ def main() -> int:
         if not environment.python.exists():
             environment.make(options.python)
             environment.pip_install(f"lightning=={version}", "-e", str(ROOT), *REQUIREMENTS)
+        tests, ours = checkout / "tests", Path(__file__).resolve().parent
+        if options.second:
+            for source, name in ((tests, "theirs"), (ours, "ours")):
+                copied(source, Path(temporary, name))
+            tests, ours = Path(temporary, "theirs"), Path(temporary, "ours")
         unexpected = 0
         print(f"Lightning {version}")
-        for file in (name for what in options.what for name in files_of(checkout, what)):
-            before, now = (run(environment, checkout, file, is_ours) for is_ours in (False, True))
+        for file in (name for what in options.what for name in files_of(tests, what)):
+            before, now = (run(environment, tests, ours, file, is_ours) for is_ours in (False, True))
             passed = [name for name, outcome in before.items() if outcome == "passed"]
             differs = {name: now.get(name, "was not run") for name in passed if now.get(name) != "passed"}
             print(f"{file}: {len(passed)} of {len(before)} passed before, {len(passed) - len(differs)} of these now", flush=True)

@@ -54,7 +54,7 @@ class Told(Language):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
         if len(batch["input_ids"]) == 3:  # how these tests ask for None
             return None
-        if not self.trainer.strategy.accumulation.is_stand_in:
+        if not self.trainer.strategy.accumulation.is_shadow_batch:
             EVENTS.append(({key: value.clone() for key, value in batch.items()}, {}))
         return super().training_step(batch, batch_idx)
 
@@ -63,7 +63,7 @@ class Told(Language):
             parameter.register_hook(partial(self.note_gradient, name))
 
     def note_gradient(self, name: str, gradient: Tensor) -> None:
-        if not self.trainer.strategy.accumulation.is_stand_in:
+        if not self.trainer.strategy.accumulation.is_shadow_batch:
             EVENTS[-1][1][name] = gradient.clone()
 
     def train_dataloader(self) -> Any:

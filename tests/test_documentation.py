@@ -14,6 +14,7 @@ import pytest
 import lightning_accum
 
 ROOT = Path(__file__).parents[1]
+PUBLIC = {name: getattr(lightning_accum, name) for name in lightning_accum.__all__}
 PAGES = [ROOT / "README.md", ROOT / "notebooks" / "README.md", ROOT / "lightning_accum" / "README.md"]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -40,7 +41,7 @@ def test_code_of_the_pages_is_of_this_package(page: Path) -> None:
                 and isinstance(node.func, ast.Name)
                 and node.func.id in ("GradientAccumulation", "Tokens")
             ):
-                eval(ast.unparse(node), vars(lightning_accum) | {"torch": __import__("torch")})  # raises where it is refused
+                eval(ast.unparse(node), PUBLIC | {"torch": __import__("torch")})  # raises where it is refused
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -15,8 +15,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import Strategy
 from support import Scalar, trainer, x
 
 import lightning_accum
@@ -98,15 +99,15 @@ def test_a_seam_that_broke_says_where_to_report_it(monkeypatch: pytest.MonkeyPat
 def test_a_method_that_was_not_read_is_named_and_nothing_is_done_in_its_place(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = _AutomaticOptimization._make_step_fn
-    monkeypatch.setattr(_AutomaticOptimization, "_make_step_fn", lambda self, kwargs: original(self, kwargs))
+    original = _AutomaticOptimization._on_before_zero_grad
+    monkeypatch.setattr(_AutomaticOptimization, "_on_before_zero_grad", lambda self, optimizer: original(self, optimizer))
     heard = []
-    monkeypatch.setattr(Closure, "closure", counted(Closure.closure, heard))
+    monkeypatch.setattr(Strategy, "backward", counted(Strategy.backward, heard))
     module = Scalar([x(1), x(2, 3)])
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         trainer(accumulate_grad_batches=2).fit(module)
     assert (
-        "2 methods differ from those read: _AutomaticOptimization._make_step_fn, Closure.closure. Each step is watched"
+        "2 methods differ from those read: Strategy.backward, _AutomaticOptimization._on_before_zero_grad. Each step is watched"
         in caplog.text
     )
     assert len(heard) == 2

@@ -24,8 +24,9 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy, Tokens, nonfinite
+from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Keeper
-from lightning_accum.sync import Sync
+from lightning_accum.sync import GradientSync
 
 FINE, NAN_LOSS, INF_LOSS, NAN_GRADIENT, INF_GRADIENT = range(5)
 FAULTS = {NAN_LOSS: "nan loss", INF_LOSS: "inf loss", NAN_GRADIENT: "nan gradient", INF_GRADIENT: "inf gradient"}
@@ -618,8 +619,8 @@ def test_propagate_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            assert trainer.strategy.guard is None
-            assert not trainer.strategy.ends_windows_apart
+            assert trainer.strategy.session.guard is None
+            assert not trainer.strategy.session.finishes_after_backward
 
     module = OfBatches([labels(0, 1), labels(1, 2, fault=NAN_LOSS)])
     run = fit(module, "accum", 2, on_nonfinite="propagate", check=False, callbacks=[Look()])
@@ -662,13 +663,13 @@ def test_what_cannot_be_looked_at_is_refused_before_training(make: type[OfBatche
 # --- Guard, without a Trainer -----------------------------------------------------------------------------------------
 
 
-def guard_of(module: nn.Module, left_out: list[int], leaves_out: bool = True) -> nonfinite.Guard:
+def guard_of(module: nn.Module) -> nonfinite.Guard:
     return nonfinite.Guard(
-        leaves_out,
-        lambda: Sync().gradient_places(dict(module.named_parameters())),
-        lambda: "This one",
-        lambda: left_out.append(1),
+        True,
+        lambda: GradientSync().gradient_slots(dict(module.named_parameters())),
+        lambda micro_batch: "This one",
         lambda: Keeper(module, torch.device("cpu")),
+        lambda told: None,
     )
 
 
@@ -676,22 +677,20 @@ def guard_of(module: nn.Module, left_out: list[int], leaves_out: bool = True) ->
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_large_gradients_are_finite_and_sums_are_autograds(dtype: torch.dtype) -> None:
     module = nn.Linear(300, 1, bias=False).to(dtype)
-    left_out: list[int] = []
-    guard, large = guard_of(module, left_out), torch.finfo(dtype).max / 4
+    guard, large = guard_of(module), torch.finfo(dtype).max / 4
     for factor in (large, large, math.nan, -large):
-        guard.begin_micro_batch()
+        guard.begin_micro_batch(MicroBatch(None))
         gradient = torch.full((1, 300), factor, dtype=dtype)
         with guard.watching(torch.tensor(1.0), 1.0):
             module.weight.backward(gradient)
         assert guard.end_micro_batch() == math.isnan(factor)
-    assert left_out == [1]
     assert (module.weight.grad == torch.tensor(large, dtype=dtype)).all()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_stay_where_they_were_when_a_backward_fails() -> None:
     module = nn.Linear(2, 1, bias=False)
-    guard = guard_of(module, [])
+    guard = guard_of(module)
     module.weight.grad = before = torch.ones(1, 2)
 
     def fails_late() -> None:
@@ -699,7 +698,7 @@ def test_gradients_stay_where_they_were_when_a_backward_fails() -> None:
             module.weight.backward(torch.ones(1, 2))
             raise ValueError("boom")
 
-    guard.begin_micro_batch()
+    guard.begin_micro_batch(MicroBatch(None))
     with pytest.raises(ValueError, match="boom"):
         fails_late()
     assert module.weight.grad is before
@@ -709,12 +708,13 @@ def test_gradients_stay_where_they_were_when_a_backward_fails() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_loss_without_weight_may_be_anything() -> None:
     module, left_out = nn.Linear(2, 1), []
-    guard = guard_of(module, left_out)
+    guard = guard_of(module)
     for weight in (torch.tensor(0.0), 1.0):
-        guard.begin_micro_batch()
+        guard.begin_micro_batch(MicroBatch(None))
         with guard.watching(torch.tensor(math.nan), weight):
             module(torch.zeros(1, 2)).sum().backward()
-    assert left_out == [1]
+        left_out.append(guard.end_micro_batch())
+    assert left_out == [False, True]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("accum", 1), ("accum_ddp", 2)])

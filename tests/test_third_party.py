@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import pytorch_lightning
 import torch
 from third_party import PACKAGES, PAGE, ROOT, is_silently_wrong, table
 from third_party_modules import Case
@@ -44,6 +45,21 @@ class OfTheBatch(Classifier):
 @pytest.mark.parametrize("make", [Classifier, Noisy, lambda: Classifier(nn.Dropout(0.5))])
 def test_a_module_whose_loss_is_a_mean_over_rows_is_exact_and_lightnings_own_is_not(make: Any) -> None:
     row = examined(Case("", make, ROWS), "lightning")
+    assert row["said"] == {"windows": "", "split": ""}
+    assert max(row["deviations"]["windows"], row["deviations"]["split"]) < 1e-12 < 1e-3 < row["deviations"]["lightning"]
+
+
+class Theirs(pytorch_lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch["x"]), batch["y"])
+
+
+def test_a_module_of_pytorch_lightning_is_trained_by_its_trainer() -> None:
+    row = examined(Case("", Theirs, ROWS), "pytorch_lightning")
     assert row["said"] == {"windows": "", "split": ""}
     assert max(row["deviations"]["windows"], row["deviations"]["split"]) < 1e-12 < 1e-3 < row["deviations"]["lightning"]
 

@@ -138,7 +138,7 @@ def test_a_method_that_was_renamed_is_an_error_that_names_it(name: str, lightnin
         trainer()
 
 
-FIT, EPOCH, AUTOMATIC, CLOSURE = "_FitLoop", "_TrainingEpochLoop", "_AutomaticOptimization", "Closure"
+FIT, EPOCH, AUTOMATIC = "_FitLoop", "_TrainingEpochLoop", "_AutomaticOptimization"
 MODULE, PRECISION = "LightningModule", "Precision"
 # what is edited, what is there, what a release might have instead; the last one is what it calls in place of a method that has
 # been copied under another name, so that nobody calls the one that is replaced
@@ -161,19 +161,6 @@ NOT_CALLED = [
      f"{EPOCH}.update_lr_schedulers"),
     (f"{EPOCH}.update_lr_schedulers", "self._update_learning_rates(", "self._update_learning_rates_(",
      f"{EPOCH}._update_learning_rates"),
-    (f"{AUTOMATIC}.run", "self._make_closure(", "self._make_closure_(", f"{AUTOMATIC}._make_closure"),
-    (f"{AUTOMATIC}.run", "self._optimizer_step(", "self._optimizer_step_(", f"{AUTOMATIC}._optimizer_step"),
-    (f"{AUTOMATIC}.run", "self.trainer.fit_loop._should_accumulate()", "batch_idx % 2 == 0", f"{FIT}._should_accumulate"),
-    (f"{AUTOMATIC}.run", "self.trainer.fit_loop._should_accumulate()", "True", f"{AUTOMATIC}._optimizer_step"),
-    (f"{AUTOMATIC}.run", "self.trainer.fit_loop._should_accumulate()", "False", f"{FIT}._should_accumulate"),
-    (f"{AUTOMATIC}._make_step_fn", "self._training_step,", "self._training_step_,", f"{AUTOMATIC}._training_step"),
-    (f"{AUTOMATIC}._make_backward_fn", 'call._call_strategy_hook(self.trainer, "backward", loss, optimizer)', "pass",
-     "Strategy.backward"),
-    (f"{AUTOMATIC}._make_backward_fn", '"backward", loss', '"backward_", loss', "Strategy.backward"),
-    (f"{AUTOMATIC}._make_backward_fn", 'call._call_strategy_hook(self.trainer, "backward", loss, optimizer)', "loss.backward()",
-     "Strategy.backward"),
-    (f"{CLOSURE}.closure", "self._zero_grad_fn()", "pass", f"{AUTOMATIC}._make_zero_grad_fn"),
-    (f"{CLOSURE}.closure", "self._backward_fn(step_output.closure_loss)", "pass", f"{AUTOMATIC}._make_backward_fn"),
     (f"{AUTOMATIC}._optimizer_zero_grad", 'call._call_lightning_module_hook(trainer, "optimizer_zero_grad", trainer.current_epoch,'
      " batch_idx, optimizer)", "pass", f"{MODULE}.optimizer_zero_grad"),
     (f"{MODULE}.optimizer_zero_grad", "optimizer.zero_grad()", "pass", f"{AUTOMATIC}._optimizer_zero_grad"),
@@ -206,15 +193,6 @@ TWICE = [
     (f"{EPOCH}.advance", 'self.update_lr_schedulers("step", update_plateau_schedulers=False)',
      'self.update_lr_schedulers("step", update_plateau_schedulers=False); self.update_lr_schedulers("step", False)'),
     (f"{EPOCH}._update_learning_rates", "config.scheduler,", "(config.scheduler.step(), config.scheduler)[1],"),
-    (f"{AUTOMATIC}.run", "closure()\n", "closure(); closure()\n"),
-    (f"{AUTOMATIC}.run", "self._optimizer_step(batch_idx, closure)",
-     "self._optimizer_step(batch_idx, closure); self._optimizer_step(batch_idx, closure)"),
-    (f"{AUTOMATIC}.run", "closure = self._make_closure(kwargs, optimizer, batch_idx)",
-     "closure = [self._make_closure(kwargs, optimizer, batch_idx) for _ in range(2)][1]"),
-    (f"{CLOSURE}.closure", "self._step_fn()", "[self._step_fn() for _ in range(2)][1]"),
-    (f"{CLOSURE}.closure", "self._zero_grad_fn()", "self._zero_grad_fn(); self._zero_grad_fn()"),
-    (f"{CLOSURE}.closure", "self._backward_fn(step_output.closure_loss)",
-     "self._backward_fn(step_output.closure_loss), self._backward_fn(step_output.closure_loss)"),
     ("Strategy.backward", "self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)",
      "[self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **{**kwargs, 'retain_graph': keep})"
      " for keep in (True, False)]"),
@@ -228,8 +206,6 @@ TWICE = [
     ("Precision._wrap_closure", "closure_result = closure()", "closure_result = [closure() for _ in range(2)][1]"),
 ]  # fmt: skip
 DIVIDED = [
-    (f"{AUTOMATIC}._make_backward_fn", '"backward", loss,', '"backward", loss / 2,'),
-    (f"{CLOSURE}.closure", "self._backward_fn(step_output.closure_loss)", "self._backward_fn(step_output.closure_loss / 2)"),
     ("ClosureResult.from_training_step_output", "closure_loss = closure_loss / normalize", "closure_loss = closure_loss / 2"),
     ("ClosureResult.__post_init__", "self._clone_loss()", "self._clone_loss(); self.closure_loss = self.closure_loss / 2"),
     ("call._call_strategy_hook", "output = fn(*args, **kwargs)",
@@ -252,12 +228,6 @@ SIGNATURES = [
     (f"{EPOCH}.advance", 'self.update_lr_schedulers("epoch", update_plateau_schedulers=False)',
      'self.update_lr_schedulers("epoch", False, 0)', f"{EPOCH}.update_lr_schedulers"),
     (f"{EPOCH}.update_lr_schedulers", "interval=interval,", "when=interval,", f"{EPOCH}._update_learning_rates"),
-    (f"{AUTOMATIC}.run", "self._make_closure(kwargs, optimizer, batch_idx)", "self._make_closure(kwargs, optimizer)",
-     f"{AUTOMATIC}._make_closure"),
-    (f"{AUTOMATIC}.run", "self._optimizer_step(batch_idx, closure)", "self._optimizer_step(closure)",
-     f"{AUTOMATIC}._optimizer_step"),
-    (f"{AUTOMATIC}._make_step_fn", "self._training_step, kwargs", "self._training_step, **kwargs", f"{AUTOMATIC}._training_step"),
-    (f"{AUTOMATIC}._make_backward_fn", "loss, optimizer)", "optimizer, loss)", "Strategy.backward"),
     ("LightningOptimizer.step", "optimizer_step(self._optimizer, closure,", "optimizer_step(closure, self._optimizer,",
      "Strategy.optimizer_step"),
 ]  # fmt: skip

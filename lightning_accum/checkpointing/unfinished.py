@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.checkpointing.resume import PartialWindow, gather_gradients, gather_weighed, put_back
-
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
+from lightning_accum.engine import Engine
 
 
-def unfinished_window(strategy: AccumulationMixin, warn: Callable[[str], None]) -> PartialWindow | None:
+def unfinished_window(strategy: Engine, warn: Callable[[str], None]) -> PartialWindow | None:
     """The unfinished window of a training; None at a boundary. Called on all ranks.
 
     Args:
@@ -32,8 +29,8 @@ def unfinished_window(strategy: AccumulationMixin, warn: Callable[[str], None]) 
         )
         return None
     is_kept = strategy.is_global_zero
-    strategy.reduce_for_checkpoint()
-    is_reduced, named = strategy.is_reduced_inside(), strategy.parameters_by_name()
+    strategy.sync.reduce_for_checkpoint()
+    is_reduced, named = strategy.sync.is_reduced_inside, strategy.parameters_by_name()
     partial = PartialWindow(
         accumulation.policy.in_words(strategy.trainer().accumulate_grad_batches),
         accumulation.position,
@@ -45,7 +42,7 @@ def unfinished_window(strategy: AccumulationMixin, warn: Callable[[str], None]) 
         is_reduced,
         gather_gradients(named, accumulation.ranks, is_reduced, is_kept, accumulation.sums),
         strategy.loss_scale(),
-        int(accumulation.ranks.sum(accumulation.window.left_out)) if strategy.guard is not None else 0,
+        int(accumulation.ranks.sum(accumulation.window.left_out)) if strategy.session.guard is not None else 0,
     )
     rank_zero_info(
         f"The checkpoint is taken after {partial.position} loader batches of a window; their gradients add"
@@ -54,9 +51,7 @@ def unfinished_window(strategy: AccumulationMixin, warn: Callable[[str], None]) 
     return partial
 
 
-def go_on_with(
-    partial: PartialWindow, strategy: AccumulationMixin, accumulation: Accumulation, warn: Callable[[str], None]
-) -> None:
+def go_on_with(partial: PartialWindow, strategy: Engine, accumulation: Accumulation, warn: Callable[[str], None]) -> None:
     """Put the gradients and weights of an unfinished window back where they were."""
     named, rank, scale = strategy.parameters_by_name(), strategy.rank_in_group(), strategy.loss_scale()
     put_back(partial, named, accumulation.window, accumulation.ranks, rank, scale, warn, accumulation.sums)

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
+from lightning_accum.engine import Engine
 from lightning_accum.loops.first_batch import check_first_batch
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.results import current_hook
@@ -29,7 +31,6 @@ from lightning_accum.user_warnings import rank_zero_warn
 if TYPE_CHECKING:
     from lightning_accum.loops.loggers import WindowRows
     from lightning_accum.manual.windows import ManualWindows
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 _SHARES_SIGTERM = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
 
@@ -56,7 +57,7 @@ class AccumulatingFitLoop(_FitLoop):
 
     @override
     def setup_data(self) -> None:
-        before, strategy = self._data_fetcher, cast("AccumulationMixin", self.trainer.strategy)
+        before, strategy = self._data_fetcher, cast("Engine", self.trainer.strategy)
         strategy.watch.has_data = True
         super().setup_data()
         fetcher = self._data_fetcher
@@ -102,11 +103,13 @@ class AccumulatingFitLoop(_FitLoop):
 class AccumulatingEpochLoop(_TrainingEpochLoop):
     """Windows end where the boundary says; schedulers step when their clock says."""
 
-    strategy: AccumulationMixin
+    strategy: Engine
     begins_anew: bool = False
     """The epoch of the checkpoint is over."""
     batch: Any = None
     """The last loader batch, where a callback is to get it that counts optimizer steps."""
+    _begun: tuple[int, bool] = (-1, False)
+    """The loader batch that began last, counted from 1 over all epochs, and whether its window ends with it."""
     _inspected: Any = None
     _takes_batch_idx: bool = False
 
@@ -126,24 +129,19 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         self.strategy.watch.advance()
         if self.strategy.manual is not None:  # a window has one on_train_batch_start that steps, that of its first loader batch
             self.strategy.manual.windows.waits = not self.strategy.manual.windows.is_first
-        if self._is_restarting_or_unknown(data_fetcher):
+        trainer, strategy = self.trainer, self.strategy
+        if strategy.accumulation is None or self._is_restarting_or_unknown(data_fetcher):
             super().advance(data_fetcher)
             return
-        self.strategy.audience.look_again()
-        if self.strategy.audience.is_more_than_callbacks:
+        hooks = strategy.hooks
+        hooks.look_again()
+        if hooks.is_more_than_callbacks:
             super().advance(data_fetcher)
-        else:
-            self._advance_unheard(data_fetcher)
-
-    def _is_restarting_or_unknown(self, data_fetcher: _DataFetcher) -> bool:
-        is_known = type(data_fetcher) in (_PrefetchDataFetcher, EvenFetcher)
-        return not is_known or self.strategy.accumulation is None or self.restarting or self.val_loop.restarting
-
-    def _advance_unheard(self, data_fetcher: _DataFetcher) -> None:
-        """Train on a loader batch as Lightning does, without the calls of hooks that nobody has: they cost 100 us."""
-        if self.trainer.world_size > 1 and _SHARES_SIGTERM:
+            return
+        # as Lightning does, without the calls of hooks that nobody has: they cost 100 us
+        if trainer.world_size > 1 and _SHARES_SIGTERM:
             self._broadcast_sigterm_tensor()
-        trainer, strategy, progress, connector = self.trainer, self.strategy, self.batch_progress, self.trainer._logger_connector
+        progress, connector = self.batch_progress, trainer._logger_connector
         batch, batch_idx, outputs = next(data_fetcher)[0], self.batch_idx + 1, None
         progress.is_last_batch = data_fetcher.done
         batch = strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
@@ -152,7 +150,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if batch is None:
             self._warning_cache.warn("The train_dataloader yielded None. If this was on purpose, ignore this warning.")
         else:
-            if strategy.audience.hears_start:
+            if hooks.has_batch_start:
                 call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
             progress.increment_started()
             kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
@@ -161,16 +159,22 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if strategy.audience.hears_end:
+        if hooks.has_batch_end:
             call._call_callback_hooks(trainer, "on_train_batch_end", outputs, batch, batch_idx)
-        connector.on_batch_end()
+        if self._results:
+            connector.on_batch_end()
+        else:  # nothing was logged: it would only drop the batch
+            self._results.batch = self._results.batch_size = None
         progress.increment_completed()
         connector.update_train_step_metrics()
+
+    def _is_restarting_or_unknown(self, data_fetcher: _DataFetcher) -> bool:
+        return self.restarting or self.val_loop.restarting or type(data_fetcher) not in (_PrefetchDataFetcher, EvenFetcher)
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         if self.strategy.accumulation is not None:
-            self.strategy.accumulation.is_stand_in = False
+            self.strategy.accumulation.is_shadow_batch = False
         if self.strategy.manual is not None:
             self.strategy.manual.windows.waits = False  # what is stepped between loader batches is no part of one
             self.strategy.manual.windows.put_back()
@@ -189,10 +193,10 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             return not (boundary.is_reached(seen, self._window_size) or self._is_cut_by_the_end(boundary))
         if accumulation is None:
             return super()._should_accumulate()
-        if accumulation.is_inside_batch:
-            return False
-        boundary = accumulation.boundary
-        if boundary.is_reached(self.batch_progress.total.ready, self._window_size):
+        boundary, seen = accumulation.boundary, self.batch_progress.total.ready
+        if self._begun[0] == seen != boundary.cut_at:  # asked five times a loader batch
+            return not self._begun[1] and boundary.closed_at != seen
+        if boundary.is_reached(seen, self._window_size):
             return False
         return self._counts_tokens_of_parts() or not self._is_cut_by_the_end(boundary)
 
@@ -203,7 +207,9 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     def begin_loader_batch(self, boundary: Boundary) -> bool:
         """A loader batch begins, and a window with it, unless one is under way. Returns whether the window ends with it."""
         boundary.begin(self._window_size())
-        return not self._should_accumulate()
+        ends_window = not self._should_accumulate()
+        self._begun = (self.batch_progress.total.ready, ends_window)
+        return ends_window
 
     def _counts_tokens_of_parts(self) -> bool:
         """Several windows may end in one loader batch, so none of them may be the one that its step is wrapped around."""
@@ -242,9 +248,10 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         return kwargs
 
     def end_full_window(self) -> None:
-        """A loader batch has ended: so does the window, if it has come to its tokens."""
+        """A loader batch has ended: so does the window, if it is one of tokens and has come to them."""
         accumulation, seen = self.strategy.accumulation, self.batch_progress.total.ready
-        if accumulation is None or not isinstance(accumulation.policy.window, Tokens) or accumulation.boundary.position(seen) <= 0:
+        assert accumulation is not None
+        if accumulation.boundary.position(seen) <= 0:
             return
         if self.global_step == self.max_steps:  # reached inside of the loader batch
             accumulation.discard(seen)
@@ -261,18 +268,21 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         assert accumulation is not None
         if not accumulation.is_full() or self.global_step == self.max_steps:
             return
-        accumulation.is_inside_batch, steps = True, self.global_step
-        try:
-            self._step_without_batch()
-        finally:
-            accumulation.is_inside_batch = False
+        steps = self.global_step
+        self._step_without_batch(is_inside_batch=True)
         self._tell_step_counters(since=steps)
         cast("WindowRows", self.trainer._logger_connector).flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
-        zero_grad = self.optimization._make_zero_grad_fn(self.batch_idx, self.trainer.optimizers[0])
-        if zero_grad is not None:
-            zero_grad()
+        self._zero_grad()
+
+    def _zero_grad(self) -> None:
+        """Clear the gradients of an earlier window, before what is not a micro-batch may reduce them."""
+        accumulation = self.strategy.accumulation
+        assert accumulation is not None
+        if accumulation.is_zero_grad_due and not self.optimization._skip_backward:
+            accumulation.is_zero_grad_due = False
+            self.optimization.zero_grad(self.trainer.optimizers[0], self.batch_idx)
 
     def finish_window(self, is_end_of_training: bool) -> None:
         """An unfinished window meets the end of its epoch, or of the training."""
@@ -283,7 +293,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             return
         if accumulation is None or accumulation.boundary.position(seen) <= 0:
             return
-        if accumulation.is_plain() and self.optimization.visited != seen:
+        if accumulation.is_passthrough() and self.optimization.visited != seen:
             accumulation.discard(seen)  # on_train_batch_start has ended the epoch; in Lightning 2.5 nothing else ends its batch
             return
         if accumulation.policy.tail == "drop":
@@ -304,12 +314,12 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         trainer, strategy = self.trainer, self.strategy
         accumulation, module = strategy.accumulation, trainer.lightning_module
         assert accumulation is not None
-        if self.global_step == since or not strategy.audience.step_counters:
+        if self.global_step == since or not strategy.hooks.step_counters:
             return
         closed, dtype = accumulation.closed, accumulation.window.dtype
         outputs = {"loss": None if closed is None else torch.as_tensor(closed.loss, dtype=dtype, device=strategy.root_device)}
         with current_hook(module, "on_train_batch_end"):
-            for owner in strategy.audience.step_counters:
+            for owner in strategy.hooks.step_counters:
                 arguments = (outputs, self.batch, self.batch_idx)
                 owner.on_train_batch_end(*(arguments if owner is module else (trainer, module, *arguments)))
 
@@ -364,22 +374,22 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             accumulation.splitting.plan = None
         if accumulation.checks_left and strategy.world_size > 1:
             check_first_batch(self.trainer, strategy, OrderedDict())
-        accumulation.is_boundary = self.begin_loader_batch(accumulation.boundary)
-        zero_grad = optimization._make_zero_grad_fn(self.batch_idx, self.trainer.optimizers[0])
-        if zero_grad is not None:  # a reduction may be next, and stale gradients must not be in it
-            zero_grad()
-        if accumulation.is_plain():
+        ends_window = self.begin_loader_batch(accumulation.boundary)
+        self._zero_grad()
+        if accumulation.is_passthrough():
             accumulation.discard(seen)
             accumulation.after_optimizer_step(has_stepped=False)
-        elif accumulation.is_boundary:
-            self.optimization._optimizer_step(self.batch_idx, self.strategy.run_without_batch)
+        elif ends_window:
+            optimization.step(self.batch_idx, partial(strategy.session.run_without_batch, ends_window=True))
         else:
-            strategy.run_without_batch()
+            strategy.session.run_without_batch(ends_window=False)
         accumulation.end_loader_batch(seen)
-        self.end_full_window()
+        if isinstance(strategy.policy.window, Tokens):
+            self.end_full_window()
 
-    def _step_without_batch(self) -> None:
-        self.optimization._optimizer_step(self.batch_idx, self.strategy.end_window_apart)
+    def _step_without_batch(self, is_inside_batch: bool = False) -> None:
+        finish = partial(self.strategy.session.finish_window, is_inside_batch)
+        self.optimization.step(self.batch_idx, finish)
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:

@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -19,6 +19,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parameter import is_lazy
 
+from lightning_accum.engine import Engine
 from lightning_accum.loops.results import collecting_logs
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.trimming import is_narrow
@@ -27,9 +28,6 @@ from lightning_accum.weighing.check import MOST_ROWS, CannotCheckError, Check, D
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
 from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.row_wise import RowWise
-
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 MOST_BATCHES = 8
 """Loader batches that are looked at until there were enough rows."""
@@ -40,7 +38,7 @@ def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callabl
 
     It runs in full precision, where rounding is the least; a module's loss hardly changes by that.
     """
-    strategy, precision = cast("AccumulationMixin", trainer.strategy), trainer.precision_plugin
+    strategy, precision = cast("Engine", trainer.strategy), trainer.precision_plugin
 
     def training_step(batch: Any) -> Any:
         is_half = isinstance(precision, HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
@@ -54,7 +52,7 @@ def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callabl
     return training_step
 
 
-def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: OrderedDict[str, Any]) -> None:
+def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
     """Check the loader batch in ``kwargs``. Called on all ranks at each loader batch, until enough rows were looked at on all.
 
     Loader batches of few rows show little. Of a window that has several, all are checked before its step.
@@ -70,7 +68,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     accumulation, policy, ranks = strategy.accumulation, strategy.policy, strategy.ranks
     assert accumulation is not None
     assert ranks is not None
-    if strategy.is_waited_for_in_forward and accumulation.position:
+    if strategy.sync.is_waited_for_in_forward and accumulation.position:
         return  # the engine has gradients of its own, until the window ends
 
     def largest(number: float) -> float:
@@ -85,7 +83,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
     try:
         if any(map(is_lazy, chain(trainer.lightning_module.parameters(), trainer.lightning_module.buffers()))):
             raise CannotCheckError("lazy layers are made by the first batch")
-        if kwargs and not accumulation.is_stand_in:
+        if kwargs and not accumulation.is_shadow_batch:
             batch = next(iter(kwargs.values()))
             samples = strategy.samples_of_loader()
             found = FewRows(batch, samples) if policy.split is None else SplitRows(batch, policy.split, size)
@@ -109,7 +107,9 @@ def check_first_batch(trainer: pl.Trainer, strategy: AccumulationMixin, kwargs: 
         policy.micro_batch is not None,
         largest,
     )
-    losses_of = None if strategy.is_waited_for_in_forward else check.losses_of  # some of which need a backward after each forward
+    losses_of = (
+        None if strategy.sync.is_waited_for_in_forward else check.losses_of
+    )  # some of which need a backward after each forward
     rows = found.ways(number, size, MOST_BATCHES - 1 - accumulation.checks_left, losses_of)
     rows = rows[: int(-largest(-len(rows)))]
     if not rows:
@@ -178,7 +178,7 @@ _REMEMBERS = (
 )
 
 
-def choose_row_wise(trainer: pl.Trainer, strategy: AccumulationMixin, row_wise: RowWise, kwargs: OrderedDict[str, Any]) -> None:
+def choose_row_wise(trainer: pl.Trainer, strategy: Engine, row_wise: RowWise, kwargs: OrderedDict[str, Any]) -> None:
     """Decide by a few rows of the batch in ``kwargs`` which submodules run in micro-batches, if it has two.
 
     Raises:

@@ -9,14 +9,14 @@ from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from lightning_accum.loops.epochs import AccumulatingEpochLoop
-    from lightning_accum.strategies.mixin import AccumulationMixin
+    from lightning_accum.engine import Engine
+from lightning_accum.loops.epochs import AccumulatingEpochLoop
 
 
 class WindowManualOptimization(_ManualOptimization):
     """Counts the steps that do not wait, and tells where a micro-batch begins and ends."""
 
-    strategy: AccumulationMixin
+    strategy: Engine
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ class WindowManualOptimization(_ManualOptimization):
         batch = next(iter(kwargs.values()), None)
         with self.strategy.around_loader_batch(kwargs), self.strategy.running_row_wise(batch):
             outputs = self._run(kwargs)
-        self.strategy.watch.end_run(is_manual=True)
+        self.strategy.watch.end_run()
         return outputs
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:

@@ -4,80 +4,100 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.closure import AbstractClosure
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accum.backward import backward
+from lightning_accum.boundary import Boundary
+from lightning_accum.engine import Engine
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
-from lightning_accum.loops.results import collecting_logs, current_hook, show_logs
-from lightning_accum.splitting.batch_run import BatchRun
+from lightning_accum.loops.results import collecting_logs, show_logs
+from lightning_accum.splitting.batch_log import BatchLog
+from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.proofs import Verdict
 from lightning_accum.splitting.trimming import difference_by_padding
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
-    from lightning_accum.loops.epochs import AccumulatingEpochLoop
-    from lightning_accum.nonfinite import Guard
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 _NOTHING: dict[str, Any] = {}
 _NOTHING_AROUND = nullcontext()
 
 
+class EpochLoop(Protocol):
+    """What the loop of automatic optimization asks of the loop that it is a part of."""
+
+    batch_progress: Any
+    batch: Any
+
+    def begin_loader_batch(self, boundary: Boundary) -> bool:
+        """A loader batch begins. Returns whether its window ends with it."""
+
+    def end_full_window(self) -> None:
+        """A loader batch has ended: so does the window, if it has come to its tokens."""
+
+
 class WindowOptimization(_AutomaticOptimization):
     """A loader batch adds to a window instead of being a part of one."""
 
-    strategy: AccumulationMixin
+    strategy: Engine
     visited: int = 0
     """The loader batch whose training_step ran last, counted from 1 over all epochs."""
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        self.strategy.watch.run("_AutomaticOptimization")
-        with self.strategy.around_loader_batch(kwargs):
-            outputs = super().run(optimizer, batch_idx, kwargs)
-        self.strategy.watch.end_run()
-        if (accumulation := self.strategy.accumulation) is not None:
-            accumulation.end_loader_batch(self.visited)
-        self.trainer.fit_loop.epoch_loop.end_full_window()  # type: ignore[attr-defined]  # it has been made an AccumulatingEpochLoop
+        strategy = self.strategy
+        strategy.watch.run("_AutomaticOptimization")
+        with _NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(kwargs):
+            if strategy.accumulation is None:
+                outputs = super().run(optimizer, batch_idx, kwargs)
+            else:
+                closure = self._closure_of(kwargs, optimizer, batch_idx, strategy.accumulation)
+                if closure.ends_window:
+                    self.step(batch_idx, closure)
+                else:
+                    closure()
+                result = closure.consume_result()
+                outputs = {} if result.loss is None else result.asdict()
+        strategy.watch.end_run()
+        if strategy.accumulation is not None:
+            strategy.accumulation.end_loader_batch(self.visited)
+            if isinstance(strategy.policy.window, Tokens):
+                cast("EpochLoop", self.trainer.fit_loop.epoch_loop).end_full_window()
         return outputs
 
-    @override
-    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        self.strategy.watch.make_closure()
-        accumulation = self.strategy.accumulation
-        if accumulation is None:
-            return super()._make_closure(kwargs, optimizer, batch_idx)
-        epoch_loop = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop)
+    def _closure_of(
+        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int, accumulation: Accumulation
+    ) -> WindowClosure:
+        """What runs a loader batch that begins now."""
+        strategy = self.strategy
+        epoch_loop = cast("EpochLoop", self.trainer.fit_loop.epoch_loop)
         self.visited = epoch_loop.batch_progress.total.ready
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
             accumulation.window.discard()
-        accumulation.is_boundary = epoch_loop.begin_loader_batch(accumulation.boundary)
-        accumulation.batch = next(iter(kwargs.values()), None)
-        if self.strategy.audience.step_counters:
-            epoch_loop.batch = accumulation.batch
+        ends_window = epoch_loop.begin_loader_batch(accumulation.boundary)
+        batch = next(iter(kwargs.values()), None)
+        if strategy.hooks.step_counters:
+            epoch_loop.batch = batch
         if accumulation.splitting is not None:
-            accumulation.splitting.begin(accumulation.batch, partial(self._difference_by_padding, kwargs))
-        if self.strategy.row_wise is not None and self.strategy.row_wise.is_undecided:
-            choose_row_wise(self.trainer, self.strategy, self.strategy.row_wise, kwargs)
+            accumulation.splitting.begin(batch, partial(self._difference_by_padding, kwargs))
+        if strategy.row_wise is not None and strategy.row_wise.is_undecided:
+            choose_row_wise(self.trainer, strategy, strategy.row_wise, kwargs)
         if accumulation.checks_left and not self._skip_backward:
-            check_first_batch(self.trainer, self.strategy, kwargs)
-        return WindowClosure(
-            self._make_step_fn(kwargs),
-            self._make_backward_fn(optimizer),
-            self._make_zero_grad_fn(batch_idx, optimizer),
-            strategy=self.strategy,
-            kwargs=kwargs,
-        )
+            check_first_batch(self.trainer, strategy, kwargs)
+        return WindowClosure(self, strategy, kwargs, optimizer, batch_idx, ends_window)
 
     def _difference_by_padding(self, kwargs: OrderedDict[str, Any], padded: Any, *trimmed: Any) -> Verdict:
         trainer, accumulation = self.trainer, self.strategy.accumulation
@@ -93,216 +113,150 @@ class WindowOptimization(_AutomaticOptimization):
             weigh=weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
         )
 
-    @override
-    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-        accumulation = self.strategy.accumulation
-        if accumulation is None:
-            return super()._make_zero_grad_fn(batch_idx, optimizer)
-        if self._skip_backward or not accumulation.is_zero_grad_due:
-            return None
-
-        def zero_grad_fn() -> None:
-            if not accumulation.is_zero_grad_due:  # a micro-batch of the same batch
-                return
-            accumulation.is_zero_grad_due = False
-            # parameters of sharded modules are others between forward and backward
-            if not (accumulation.is_plain() or self.strategy.is_waited_for_in_forward):
-                accumulation.changes.begin(self.trainer.lightning_module, accumulation.epoch)
-            if not self.strategy.audience.hears_micro_batch:
-                progress = self.optim_progress.optimizer.zero_grad
-                progress.increment_ready()
-                progress.increment_started()
-                optimizer.zero_grad()
-                progress.increment_completed()
-                return
+    def zero_grad(self, optimizer: Optimizer, batch_idx: int) -> None:
+        """Clear the gradients of an earlier window."""
+        if self.strategy.hooks.has_backward:
             with self.strategy.watch.zero_grad(optimizer) if self.strategy.watch.is_close else _NOTHING_AROUND:
                 self._on_before_zero_grad(optimizer)
                 self._optimizer_zero_grad(batch_idx, optimizer)
-
-        return zero_grad_fn
-
-    @override
-    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        if self.strategy.accumulation is None:
-            return super()._training_step(kwargs)
-        # Lightning divides the loss by accumulate_grad_batches here, and refuses None on more than one rank
-        watch = self.strategy.watch
-        with watch.training_step(self.trainer.lightning_module) if watch.is_close else _NOTHING_AROUND:
-            output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
-        self.strategy.post_training_step()
-        result = _result_of(output)
-        watch.returned = result.closure_loss
-        return result
-
-    @override
-    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
-        strategy = self.strategy
-        if strategy.accumulation is None:
-            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return
-        if isinstance(train_step_and_backward_closure, WindowClosure):
-            strategy.watch.begin_step(train_step_and_backward_closure.runs == 0, strategy.accumulation.is_boundary)
+        progress = self.optim_progress.optimizer.zero_grad
+        progress.increment_ready()
+        progress.increment_started()
+        optimizer.zero_grad()
+        progress.increment_completed()
+
+    def step(self, batch_idx: int, closure: Callable[[], Tensor | None]) -> None:
+        """Make the optimizer step of a window that ``closure`` ends."""
+        strategy, accumulation = self.strategy, self.strategy.accumulation
+        assert accumulation is not None
         strategy.watch.expect_schedulers()
-        strategy.audience.look_again()
-        strategy.accumulation.closed = None
-        if strategy.accumulation.is_plain() or strategy.audience.hears_step or self.trainer.gradient_clip_val:
-            with noting_gradient_norm(self.trainer, strategy):
-                super()._optimizer_step(batch_idx, train_step_and_backward_closure)
-        else:
-            self._unheard_optimizer_step(train_step_and_backward_closure)
+        strategy.hooks.look_again()
+        accumulation.closed = None
+        optimizer, progress, trainer = strategy._lightning_optimizers[0], self.optim_progress.optimizer.step, self.trainer
+        progress.increment_ready()
+        with noting_gradient_norm(trainer, strategy):
+            if strategy.hooks.has_step or accumulation.is_passthrough():
+                arguments = (trainer.current_epoch, batch_idx, optimizer, closure)
+                call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
+            else:
+                strategy.optimizer_step(optimizer._optimizer, closure)
+        progress.increment_completed()
         strategy.after_optimizer_step()
-        if not strategy.accumulation.is_step:  # none is counted
-            for tracker in (self.optim_progress.optimizer.step.total, self.optim_progress.optimizer.step.current):
+        if not accumulation.is_step:  # none is counted
+            for tracker in (progress.total, progress.current):
                 tracker.ready -= 1
                 tracker.completed -= 1
 
-    def _unheard_optimizer_step(self, closure: Callable[[], Tensor | None]) -> None:
-        """As Lightning's, without the hook of the module, which is Lightning's own and would call the strategy."""
-        assert self.strategy.accumulation is not None
-        self.strategy.accumulation.gradient_norm = None
-        (optimizer, *_), progress = self.strategy._lightning_optimizers, self.optim_progress.optimizer.step
-        is_counted = not self.trainer.fit_loop._should_accumulate()
-        if is_counted:
-            progress.increment_ready()
-        self.strategy.step_unheard(optimizer._optimizer, closure)
-        if is_counted:
-            progress.increment_completed()
 
+class WindowClosure(AbstractClosure[ClosureResult]):
+    """Runs a loader batch, up to the end of its window where it is the last; and how its micro-batches are run.
 
-class WindowClosure(Closure):
-    """Lightning's closure (training_step, zero_grad, backward), and at a boundary the end of the window."""
+    Args:
+        optimization: the loop that it runs in.
+        strategy: of the Trainer.
+        kwargs: of ``training_step``.
+        optimizer: of the module.
+        batch_idx: of the loader batch.
+        ends_window: it is the last of its window.
+    """
 
-    def __init__(self, *functions: Any, strategy: AccumulationMixin, kwargs: OrderedDict[str, Any]) -> None:
-        super().__init__(*functions)
+    _warning_cache = WarningCache()
+
+    def __init__(
+        self,
+        optimization: WindowOptimization,
+        strategy: Engine,
+        kwargs: OrderedDict[str, Any],
+        optimizer: Optimizer,
+        batch_idx: int,
+        ends_window: bool,
+    ) -> None:
+        super().__init__()
+        self.ends_window = ends_window
+        self.skips_backward = optimization._skip_backward
+        self._optimization = optimization
         self._strategy = strategy
-        self._kwargs = kwargs
-        self.runs = 0
+        self._optimizer = optimizer
+        self._batch_idx = batch_idx
+        self._batch, *self._others = kwargs.values()
+        self._runs = 0
+        module, hooks = optimization.trainer.lightning_module, strategy.hooks
+        self._module = module
+        self._training_step = module.training_step if hooks.is_step_bare else strategy.training_step
+        self._has_hooks = hooks.has_backward
+        if not self._has_hooks:
+            self.backward = backward  # type: ignore[method-assign, assignment]
 
     @override
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        result = super().closure(*args, **kwargs)
-        if self._strategy.watch.returned is not None:
-            self._strategy.watch.end_closure(self._backward_fn is not None)
-        return result
+        self(*args, **kwargs)
+        assert self._result is not None
+        return self._result
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        self.runs += 1
+        self._runs += 1
         accumulation = self._strategy.accumulation
         assert accumulation is not None
-        if self.runs > 1 and accumulation.boundary.size != 1:
+        if self._runs > 1 and accumulation.boundary.size != 1:
             raise RuntimeError(
                 "The optimizer calls its closure more than once in a step, as LBFGS does. A window of several loader batches"
                 " cannot be run again: their data is gone. Use a window of 1, or another optimizer."
             )
-        with self._strategy.running_row_wise(next(iter(self._kwargs.values()), None)):
-            return self._run_or_stand_in(accumulation, *args, **kwargs)
-
-    def _run_or_stand_in(self, accumulation: Accumulation, *args: Any, **kwargs: Any) -> Tensor | None:
-        if not accumulation.is_stand_in:
-            return self._run(*args, **kwargs)
-        if self._zero_grad_fn is not None:  # what it does to the module is to last
-            self._zero_grad_fn()
-        snapshot = self._strategy.keeper.take(watches_parameters=False)
+        attributes = vars(self._module)  # as `current_hook` does: a context would take longer than the rest
+        before = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = "training_step"
         try:
-            return self._run(*args, **kwargs)
+            with torch.enable_grad():
+                outcome = self._strategy.session.run(self, self._batch, self.ends_window)
         finally:
-            snapshot.restore()
+            attributes["_current_fx_name"] = before
+        self._result = ClosureResult(None, extra=outcome.extra)
+        self._result.loss = None if outcome.loss is None else outcome.loss.detach().clone()
+        return outcome.window_loss
 
-    def _run(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        accumulation = self._strategy.accumulation
-        assert accumulation is not None
-        if accumulation.plan is not None:
-            return self._run_micro_batches()
-        if self._strategy.guard is not None:
-            return self._run_before_reduction(self._strategy.guard)
-        if accumulation.is_plain():
-            self._result = self.closure(*args, **kwargs)
-            self._strategy.end_micro_batch()
-            return self._result.loss
-        if self._strategy.row_wise is not None:
-            return self._run_before_reduction(None)
-        self._result = self._run_step()
-        return self._strategy.end_micro_batch()
+    # --- one micro-batch ------------------------------------------------------------------------------------------
 
-    def _run_step(self) -> ClosureResult:
-        is_heard = self._strategy.audience.hears_micro_batch or self._backward_fn is None
-        return self.closure() if is_heard else self._run_unheard()
+    def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+        """``training_step``: the loss of a micro-batch, and what else it returned."""
+        step = self._training_step_with_hooks if self._has_hooks else self._training_step
+        output: Any = step(batch, *self._others)
+        if isinstance(output, Tensor):
+            return output, _NOTHING
+        result = _result_of(output)
+        if result.closure_loss is None:
+            self._warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning.")
+        return result.closure_loss, result.extra
 
-    def _run_unheard(self) -> ClosureResult:
-        """As Lightning's closure, where nobody hears what it calls."""
-        strategy, trainer = self._strategy, self._strategy.trainer()
-        module = trainer.lightning_module
-        training_step = module.training_step if strategy.audience.is_step_bare else strategy.training_step
-        with current_hook(module, "training_step"), torch.enable_grad():
-            result = _result_of(training_step(*self._kwargs.values()))
-            if self._zero_grad_fn is not None:
-                self._zero_grad_fn()
-            if result.closure_loss is None:
-                self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning.")
-            else:
-                strategy.backward_without_hooks(result.closure_loss)
-        return result
+    def _training_step_with_hooks(self, *args: Any) -> Any:
+        strategy = self._strategy
+        with strategy.watch.training_step(self._module) if strategy.watch.is_close else _NOTHING_AROUND:
+            output = call._call_strategy_hook(self._optimization.trainer, "training_step", *args)
+        strategy.post_training_step()
+        return output
 
-    def _run_before_reduction(self, guard: Guard | None) -> Tensor | None:
-        """Run a loader batch that does not end its window: it may be left out, or it has more backwards than one.
+    def zero_grad(self) -> None:
+        """Clear the gradients of an earlier window."""
+        self._optimization.zero_grad(self._optimizer, self._batch_idx)
 
-        One that may be left out is not shown before it was looked at.
-        """
-        strategy, trainer = self._strategy, self._strategy.trainer()
-        accumulation = strategy.accumulation
-        assert accumulation is not None
-        ends_window, accumulation.is_boundary = accumulation.is_boundary, False
-        accumulation.count_ahead(next(iter(self._kwargs.values())))
-        with collecting_logs(trainer) if accumulation.policy.on_nonfinite == "skip" else nullcontext() as log:
-            if guard is not None:
-                guard.begin_micro_batch()
-            with strategy.blocked():
-                self._result = self.closure() if guard is not None else self._run_step()
-                strategy.end_micro_batch()
-            is_left_out = guard is not None and guard.end_micro_batch()
-        if is_left_out:
-            self._result = ClosureResult(None)
-        if log is not None:
-            log.weigh([accumulation.weight], [1])
-            show_logs(trainer, log, is_left_out)
-        return strategy.end_window_apart() if ends_window else None
+    def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
+        """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
+        strategy, kwargs = self._strategy, {}
+        if grad_output is not None and not strategy.takes_gradient:
+            loss, grad_output = loss * grad_output, None
+        if grad_output is not None:
+            kwargs["gradient"] = grad_output
+        with strategy.watching_gradient(loss, grad_output) if strategy.watch.is_close else _NOTHING_AROUND:
+            call._call_strategy_hook(self._optimization.trainer, "backward", loss, self._optimizer, **kwargs)
 
-    def _run_micro_batches(self) -> Tensor | None:
-        strategy, trainer = self._strategy, self._strategy.trainer()
-        module, zero_grad, backward = trainer.lightning_module, self._zero_grad_fn, strategy.backward_without_hooks
-        batch_name, *others = self._kwargs
-        others = [self._kwargs[name] for name in others]
-        collecting, show = partial(collecting_logs, trainer), partial(show_logs, trainer)
+    def collecting_logs(self) -> AbstractContextManager[BatchLog]:
+        """Collect what is logged in here, and log nothing yet."""
+        return collecting_logs(self._optimization.trainer)
 
-        training_step = module.training_step if strategy.audience.is_step_bare else strategy.training_step
-
-        def run_with_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
-            self._kwargs[batch_name] = batch
-            result = self.closure()
-            return result.closure_loss, result.extra
-
-        def run_without_hooks(batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
-            nonlocal zero_grad
-            output: Any = training_step(batch, *others)
-            loss, extra = output, _NOTHING
-            if not isinstance(output, Tensor):
-                result = _result_of(output)
-                loss, extra = result.closure_loss, result.extra
-            if zero_grad is not None:
-                zero_grad()
-                zero_grad = None
-            if loss is not None:
-                backward(loss)
-            return loss, extra
-
-        run_micro_batch = run_with_hooks if strategy.audience.hears_micro_batch or self._backward_fn is None else run_without_hooks
-        run = BatchRun(strategy, run_micro_batch, collecting, show)
-        with current_hook(module, "training_step"), torch.enable_grad():
-            loss, extra, window_loss = run()
-        self._result = ClosureResult(None, extra=extra)
-        self._result.loss = loss
-        return window_loss
+    def show_logs(self, log: BatchLog, is_left_out: bool) -> None:
+        """Log what was collected."""
+        show_logs(self._optimization.trainer, log, is_left_out)
 
 
 def loss_unlogged(trainer: pl.Trainer, batch: Any) -> Tensor | None:

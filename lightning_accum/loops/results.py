@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Number
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -18,16 +18,14 @@ from torchmetrics.wrappers import ClasswiseWrapper, MultitaskWrapper
 from torchmetrics.wrappers.abstract import WrapperMetric
 from typing_extensions import override
 
+from lightning_accum.engine import Engine
 from lightning_accum.splitting.batch_log import Arguments, BatchLog, name_of_reduction
-
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 class BatchResults(_ResultCollection):
     """Counts what a shadow batch logs without weight, and stores how the batches of this fit are logged."""
 
-    strategy: AccumulationMixin | None = None
+    strategy: Engine | None = None
     batch_log: BatchLog | None = None
     """Takes what is logged, while a split batch runs."""
     metrics_of_module: tuple[int, list[Metric]] | None = None
@@ -40,7 +38,7 @@ class BatchResults(_ResultCollection):
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         accumulation = None if self.strategy is None else self.strategy.accumulation
-        if accumulation is not None and accumulation.is_stand_in and isinstance(value, Tensor):
+        if accumulation is not None and accumulation.is_shadow_batch and isinstance(value, Tensor):
             # it takes part in the other ranks' reduction, and adds nothing: the same batch was counted before
             value, batch_size = _weightless(value, self[key]), 0
         super().update_metrics(key, value, batch_size)

@@ -18,14 +18,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum.boundary import count_windows
-from lightning_accum.listeners import callbacks_of
+from lightning_accum.engine import Engine
+from lightning_accum.hook_table import callbacks_of
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.weight import count_samples, expected_weight
 
 if TYPE_CHECKING:
     from lightning_accum.splitting.plan import MicroBatchSize
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 class AccumulatingTrainer(pl.Trainer):
@@ -67,7 +67,7 @@ class AccumulatingTrainer(pl.Trainer):
     @override
     def estimated_stepping_batches(self) -> int | float:
         lightnings = super().estimated_stepping_batches  # also sets up the data, and knows the cases without a length
-        policy = cast("AccumulationMixin", self.strategy).policy
+        policy = cast("Engine", self.strategy).policy
         batches, epochs = self.num_training_batches, self.max_epochs
         if epochs is None or epochs == -1 or batches == float("inf"):
             return lightnings
@@ -88,7 +88,7 @@ class AccumulatingTrainer(pl.Trainer):
 
     def _estimated_windows(self, window: Tokens, batches: int) -> int:
         """How many windows of tokens there will be, by the first loader batches. It is counted once, on all ranks."""
-        strategy = cast("AccumulationMixin", self.strategy)
+        strategy = cast("Engine", self.strategy)
         if strategy.estimated_windows is None:
             fetcher = self.fit_loop._data_fetcher
             assert fetcher is not None

@@ -19,13 +19,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
 
+from lightning_accum.engine import Engine
 from lightning_accum.failures import RankFailedError, failure_of, note_failure
+from lightning_accum.loops.trainer_state import stop
 from lightning_accum.ranks import Turn
 from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 @dataclass
@@ -53,7 +54,7 @@ class EvenFetcher(_PrefetchDataFetcher):
     the loaders are set up; else each tells before every batch what it has.
     """
 
-    strategy: AccumulationMixin
+    strategy: Engine
     lengths: Lengths | None = None
     _own_done: bool = False
     _last: Any = None
@@ -73,8 +74,8 @@ class EvenFetcher(_PrefetchDataFetcher):
         accumulation = self.strategy.accumulation
         assert accumulation is not None
         batch = self._next_by_agreement(accumulation) if self.lengths is None else self._next_by_length(accumulation, self.lengths)
-        accumulation.is_stand_in = batch is None and self._last is not None
-        if accumulation.is_stand_in:
+        accumulation.is_shadow_batch = batch is None and self._last is not None
+        if accumulation.is_shadow_batch:
             return self._last, self.fetched - 1, 0
         self._last = batch
         return batch, self.fetched - 1, 0
@@ -224,7 +225,7 @@ class PatientSignals(_SignalConnector):
     @override
     def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:
         trainer = self.trainer
-        accumulation = cast("AccumulationMixin", trainer.strategy).accumulation
+        accumulation = cast("Engine", trainer.strategy).accumulation
         has_begun = trainer.fit_loop._data_fetcher is not None  # the sanity check comes before
         if accumulation is None or trainer.world_size == 1 or (has_begun and not is_agreeing(trainer)):
             # without super(), since Lightning restores the handlers after this object has its own class again
@@ -234,8 +235,3 @@ class PatientSignals(_SignalConnector):
         if launcher is not None and not accumulation.window.is_last:
             launcher.kill(signum)
         accumulation.window.is_last = self.is_waiting = True
-
-
-def stop(trainer: pl.Trainer) -> None:
-    """All ranks know that one was told to end: Lightning ends them after the loader batch in hand."""
-    trainer._signal_connector.received_sigterm = True

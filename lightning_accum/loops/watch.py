@@ -27,7 +27,6 @@ class At(Enum):
     NOWHERE = auto()
     ADVANCE = auto()
     RUN = auto()
-    CLOSURE = auto()
     DONE = auto()
 
 
@@ -52,7 +51,6 @@ class Watch:
         is_set_up: the strategy is.
         has_data: the loaders are set up.
         is_unfinished: the last window has not ended.
-        returned: the loss that ``training_step`` returned, until its backward begins.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -63,7 +61,6 @@ class Watch:
         self._epoch: int | None = None
         self._at = At.NOWHERE
         self._step = Step.OPEN
-        self.returned: Tensor | None = None
         self._own: Tensor | None = None
         self._stepped: tuple[Tensor, int] | None = None
         self._left: set[bool] = set()
@@ -107,14 +104,6 @@ class Watch:
             raise seams.SeamError(f"{optimization}.run was called twice for a loader batch, or not by _TrainingEpochLoop.advance.")
         self._at = At.RUN
 
-    def make_closure(self) -> None:
-        """What runs it is made."""
-        if self._at is not At.RUN:
-            raise seams.SeamError(
-                "_AutomaticOptimization._make_closure was called twice for a loader batch, or not by _AutomaticOptimization.run."
-            )
-        self._at = At.CLOSURE
-
     def end_batch(self, optimization: str) -> None:
         """A loader batch is over."""
         if self._at is At.ADVANCE:
@@ -147,23 +136,6 @@ class Watch:
             if before is not None:
                 attributes["training_step"] = before
 
-    def backward(self, loss: Tensor, is_zero_grad_due: bool) -> None:
-        """A backward is about to begin.
-
-        Raises:
-            SeamError: of another loss than was returned, or onto the gradients of an earlier window.
-        """
-        if loss is not self.returned:
-            raise seams.SeamError(
-                "Strategy.backward got another loss than training_step returned: it was divided or replaced on the way"
-                " (_AutomaticOptimization._make_step_fn, Closure.closure, _AutomaticOptimization._make_backward_fn)."
-            )
-        self.returned = None
-        if is_zero_grad_due:
-            raise seams.SeamError(
-                "A window's first backward began before its zero_grad (Closure.closure, _AutomaticOptimization._make_zero_grad_fn)."
-            )
-
     @contextmanager
     def gradient_of_loss(self, loss: Tensor, gradient: Tensor | None, scale: float | None) -> Iterator[None]:
         """The backward of a micro-batch: its loss gets the gradient that it was given, once.
@@ -194,15 +166,6 @@ class Watch:
                 " Strategy.backward, Precision.pre_backward, Precision.backward, LightningModule.backward)."
             )
 
-    def end_closure(self, has_backward: bool) -> None:
-        """Lightning's closure has run, and nobody called backward on what was returned."""
-        self.returned = None
-        if has_backward:
-            raise seams.SeamError(
-                "A loss had no backward: Strategy.backward was not called (Closure.closure,"
-                " _AutomaticOptimization._make_backward_fn)."
-            )
-
     @contextmanager
     def zero_grad(self, optimizer: Optimizer) -> Iterator[None]:
         """The gradients of an earlier window are cleared in here."""
@@ -218,20 +181,6 @@ class Watch:
 
     # --- the step -------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, is_first: bool, is_boundary: bool) -> None:
-        """Lightning ends a loader batch with a step.
-
-        Args:
-            is_first: the closure of the loader batch has not run yet.
-            is_boundary: a window ends with it.
-        """
-        if not is_first:
-            raise seams.SeamError("_AutomaticOptimization._optimizer_step was called after its loader batch had run.")
-        if not is_boundary:
-            raise seams.SeamError(
-                "Lightning steps inside a window: it did not ask _FitLoop._should_accumulate as the window began."
-            )
-
     def close(self, optimizer: Optimizer) -> None:
         """A window has ended."""
         if self._step is not Step.DONE:
@@ -242,20 +191,20 @@ class Watch:
         self._close_windows -= 1
         self.is_close = self._close_windows > 0
 
-    def before_optimizer(self, is_plain: Callable[[], bool]) -> None:
+    def before_optimizer(self, is_passthrough: Callable[[], bool]) -> None:
         """The optimizer is about to change parameters.
 
         Args:
-            is_plain: whether it runs the closure itself, since the window is one micro-batch.
+            is_passthrough: whether it runs the closure itself, since the window is one micro-batch.
 
         Raises:
             SeamError: no window has ended, or it has stepped before.
         """
         if self._step is Step.CLOSED:
             self._step = Step.DONE
-        elif self._step is Step.OPEN and is_plain():
+        elif self._step is Step.OPEN and is_passthrough():
             self._step = Step.BEGUN
-        elif self._is_lightnings["optimizer_step"] and self._at in (At.RUN, At.CLOSURE):  # else it is the user who steps
+        elif self._is_lightnings["optimizer_step"] and self._at is At.RUN:  # else it is the user who steps
             seen = "no window has ended" if self._step is Step.OPEN else "for the second time in a window"
             raise seams.SeamError(
                 f"The optimizer steps, {seen} (LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step,"
@@ -277,13 +226,11 @@ class Watch:
                 " Strategy.optimizer_step, Precision.optimizer_step)."
             )
 
-    def end_run(self, is_manual: bool = False) -> None:
+    def end_run(self) -> None:
         """A loader batch has run."""
-        at, self._at = self._at, At.DONE
-        if at is At.RUN and not is_manual:
-            raise seams.SeamError("A loader batch was trained on without a call of _AutomaticOptimization._make_closure.")
+        self._at = At.DONE
         if self._step is not Step.OPEN:
-            raise seams.SeamError("A window ended without a call of _AutomaticOptimization._optimizer_step.")
+            raise seams.SeamError("A window ended, and no step followed (LightningModule.optimizer_step).")
 
     # --- schedulers -----------------------------------------------------------------------------------------------------
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_accum import loops
 from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow, gather_gradients, gather_weighed, put_back
+from lightning_accum.loops.trainer_state import loader_batches_seen, samples_of_loader
 from lightning_accum.manual.waiting import intercept_steps, make_scheduler_wait
 from lightning_accum.manual.windows import Call, ManualWindows
 from lightning_accum.policy import Policy, window_in_words
@@ -26,8 +28,39 @@ from lightning_accum.splitting.packed import samples_of
 from lightning_accum.weighing.safeguards import gradients_of_zero, warn_of_batch_norm
 from lightning_accum.whole.offload import offload_in_words
 
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
+
+class ManualEngine(Protocol):
+    """What manual optimization asks of its strategy."""
+
+    policy: Policy
+    ranks: Ranks | None
+    takes_gradient: bool
+    reduces_every_backward_by_itself: bool
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[LRSchedulerConfig]
+
+    @property
+    def lightning_module(self) -> pl.LightningModule | None:
+        """That is trained."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """This is the first rank."""
+
+    def trainer(self) -> pl.Trainer:
+        """That of the module."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All that may get a gradient."""
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """The same, by names that are the same in another run."""
+
+    def rank_in_group(self) -> int:
+        """Of this rank, among those whose gradients are averaged."""
+
+    def loss_scale(self) -> float:
+        """What a GradScaler multiplies losses by."""
 
 
 class ManualOptimization:
@@ -43,7 +76,7 @@ class ManualOptimization:
         MisconfigurationException: the policy asks for what only a Trainer that optimizes can do.
     """
 
-    def __init__(self, strategy: AccumulationMixin, policy: Policy, ranks: Ranks, warn: Callable[[str], None]) -> None:
+    def __init__(self, strategy: ManualEngine, policy: Policy, ranks: Ranks, warn: Callable[[str], None]) -> None:
         _check(policy)
         if any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
             raise MisconfigurationException(
@@ -149,7 +182,7 @@ class ManualOptimization:
         if self._is_announced or not windows.calls:
             return
         self._is_announced = True
-        samples = samples_of(batch, loops.samples_of_loader(self._strategy.trainer()))
+        samples = samples_of(batch, samples_of_loader(self._strategy.trainer()))
         parts = [window_in_words(loader_batches, windows.ranks.size, samples)]
         if windows.policy.offload:
             parts.append(offload_in_words(windows.ranks.device))
@@ -176,7 +209,7 @@ class ManualOptimization:
     def unfinished_window(self, may_gather: bool) -> dict[str, Any]:
         """What a checkpoint needs to go on inside a window. Called on all ranks where it ``may_gather`` what they have."""
         windows, strategy = self.windows, self._strategy
-        position = windows.boundary.position(loops.loader_batches_seen(strategy.trainer()))
+        position = windows.boundary.position(loader_batches_seen(strategy.trainer()))
         if position <= 0:
             return {}
         if windows.is_under_way or not may_gather:
@@ -272,7 +305,7 @@ def _check(policy: Policy) -> None:
         )
 
 
-def begin_manual(strategy: AccumulationMixin, batches: int, warn: Callable[[str], None]) -> ManualOptimization | None:
+def begin_manual(strategy: ManualEngine, batches: int, warn: Callable[[str], None]) -> ManualOptimization | None:
     """The windows of a module that optimizes by itself; None where each is one micro-batch on one rank.
 
     Args:

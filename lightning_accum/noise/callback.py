@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -17,9 +17,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import loops
-from lightning_accum.accumulation import Accumulates, Accumulation
-from lightning_accum.listeners import leave_out_idle_hooks, put_back_idle_hooks
+from lightning_accum import families
+from lightning_accum.accumulation import Accumulation
+from lightning_accum.engine import Engine
+from lightning_accum.hook_table import disable_unused_hooks, restore_unused_hooks
+from lightning_accum.loops import trainer_state
+from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.noise.measurement import MeasuredMicroBatch, totals
 from lightning_accum.noise.report import LargestMicroBatch, report
 from lightning_accum.noise.scale import NoiseScale, SmoothedNoise, variance_and_gradient
@@ -27,10 +30,8 @@ from lightning_accum.noise.watch import GradientWatch, squared_norm_of_gradients
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.sync import ShardedSync
 from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.weight import TokenCount, count_samples
-
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
 
 
 class GradientNoiseScale(Callback):
@@ -119,8 +120,10 @@ class GradientNoiseScale(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        if families.adopt(self, trainer):
+            return self.setup(trainer, pl_module, stage)
         self._begin_fit()
-        if not isinstance(trainer.strategy, Accumulates):
+        if not isinstance(trainer.strategy, Engine):
             raise MisconfigurationException(
                 f"GradientNoiseScale needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 ' Use Trainer(strategy="accum") on one device, "accum_ddp" on several, "accum_model_parallel" for fully_shard.'
@@ -134,7 +137,7 @@ class GradientNoiseScale(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._let_go()
-        strategy = cast("AccumulationMixin", trainer.strategy)
+        strategy = cast("Engine", trainer.strategy)
         accumulation = strategy.accumulation
         assert accumulation is not None
         assert strategy.model is not None
@@ -153,18 +156,18 @@ class GradientNoiseScale(Callback):
         if has_one and not accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
             self._warn(f"GradientNoiseScale will have no estimate. {_ONE_MICRO_BATCH}")
         self._noise.move(accumulation.window.device, accumulation.window.dtype)
-        self._watch = GradientWatch(lambda: accumulation.has_loss and not accumulation.is_stand_in)
+        self._watch = GradientWatch()
         if isinstance(strategy.sync, ShardedSync):
             self._watch.watch_units(strategy.sync.units)
         self._accumulation, self._micro_batches = accumulation, []
-        accumulation.before_backward = self._begin_micro_batch
+        accumulation.observer = self
         self._optimizers = strategy.optimizers
-        leave_out_idle_hooks(self)
+        disable_unused_hooks(self)
 
     # --- one micro-batch ----------------------------------------------------------------------------------------------
 
-    def _begin_micro_batch(self) -> None:
-        """A micro-batch has a weight, and its backward is next."""
+    def begin_backward(self, micro_batch: MicroBatch, weight: Denominator | None) -> None:
+        """A micro-batch has a weight, and its backward is next. Called by the strategy."""
         accumulation, watch, micro_batches = self._accumulation, self._watch, self._micro_batches
         assert accumulation is not None
         assert watch is not None
@@ -177,12 +180,15 @@ class GradientNoiseScale(Callback):
         else:
             watch.has_parts = False
             watch.watch(_parameters_of(self._optimizers))  # some may have been frozen so far
-        samples, reference = count_samples(accumulation.batch), accumulation.window.reference
+        samples, reference = count_samples(micro_batch.batch), accumulation.window.reference
         assert reference is not None
         watch.norms = {}
-        micro_batches.append(
-            MeasuredMicroBatch(accumulation.weight, math.nan if samples is None else samples, reference, watch.norms)
-        )
+        micro_batches.append(MeasuredMicroBatch(weight, math.nan if samples is None else samples, reference, watch.norms))
+
+    def end_backward(self) -> None:
+        """It is over: backwards that keep other ranks company are not looked at. Called by the strategy."""
+        if self._watch is not None:
+            self._watch.norms = None
 
     # --- the end of a window ------------------------------------------------------------------------------------------
 
@@ -191,18 +197,18 @@ class GradientNoiseScale(Callback):
         accumulation, watch = self._accumulation, self._watch
         if accumulation is None or watch is None:
             return
-        is_measured = self._windows % self.every_n_windows == 0 and not accumulation.is_plain()
+        is_measured = self._windows % self.every_n_windows == 0 and not accumulation.is_passthrough()
         self._windows += 1
         watch.norms = None
         if is_measured:
-            self._measure(cast("AccumulationMixin", trainer.strategy), optimizer)
+            self._measure(cast("Engine", trainer.strategy), optimizer)
             self._show(trainer)
         self._micro_batches.clear()
         splitting = accumulation.splitting
         if splitting is not None and splitting.largest is not None and splitting.plan is not None:
             self._largest.note(splitting.largest, len(splitting.plan.pieces))
 
-    def _measure(self, strategy: AccumulationMixin, optimizer: Optimizer) -> None:
+    def _measure(self, strategy: Engine, optimizer: Optimizer) -> None:
         """Estimate S and |G|^2 from the window that has just ended. On all ranks together."""
         accumulation, watch = self._accumulation, self._watch
         assert accumulation is not None
@@ -241,10 +247,10 @@ class GradientNoiseScale(Callback):
 
     def _show(self, trainer: pl.Trainer) -> None:
         shown = self._noise.shown()
-        loops.show_metrics(trainer, shown)
-        if trainer.loggers and loops.is_logging_due(trainer):
+        trainer_state.show_metrics(trainer, shown)
+        if trainer.loggers and trainer_state.is_logging_due(trainer):
             numbers = {name: value.item() for name, value in shown.items()}
-            loops.log_metrics(trainer, {name: value for name, value in numbers.items() if math.isfinite(value)})
+            trainer_state.log_metrics(trainer, {name: value for name, value in numbers.items() if math.isfinite(value)})
 
     # --- after training -----------------------------------------------------------------------------------------------
 
@@ -273,9 +279,9 @@ class GradientNoiseScale(Callback):
         self._let_go()
 
     def _let_go(self) -> None:
-        put_back_idle_hooks(self)
+        restore_unused_hooks(self)
         if self._accumulation is not None:
-            self._accumulation.before_backward = None
+            self._accumulation.observer = None
         if self._watch is not None:
             self._watch.close()
         self._accumulation, self._watch, self._micro_batches, self._optimizers = None, None, [], []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -17,17 +17,13 @@ class GradientWatch:
 
     A hook on a leaf gets the sum over all uses of the parameter in the graph, before it is added to ``.grad`` and before
     DistributedDataParallel reduces it (read in torch 2.13; tests/test_noise_scale.py fails where a release changes it).
-
-    Args:
-        is_counting: whether the backward under way is one that counts, and not one that only keeps other ranks company.
     """
 
-    def __init__(self, is_counting: Callable[[], bool]) -> None:
+    def __init__(self) -> None:
         self.norms: dict[int, Tensor] | None = None
         """Takes the norms, by the number of the parameter; None while nobody looks."""
         self.has_parts = False
         """A gradient came in several parts, as from reentrant checkpointing: their norms do not tell that of the sum."""
-        self._is_counting = is_counting
         self._handles: list[RemovableHandle] = []
         self._watched = WeakTensorKeyDictionary()  # those of FSDP2 come and go
 
@@ -55,7 +51,7 @@ class GradientWatch:
 
     def _see(self, number: int, gradient: Tensor) -> None:
         norms = self.norms
-        if norms is None or not self._is_counting():
+        if norms is None:
             return
         self.has_parts |= number in norms
         norms[number] = norm_of(gradient.detach() if gradient.requires_grad else gradient)

@@ -11,6 +11,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, metadata
 from itertools import groupby
 
+import lightning.pytorch as pl
+
 from lightning_accum.seams import lightning, torch
 from lightning_accum.seams.lightning import LIGHTNING
 from lightning_accum.seams.seam import Seam
@@ -72,6 +74,7 @@ def in_words(differing: list[Seam]) -> str:
 
 
 def _library(seam: Seam) -> str:
+    if seam.owner.startswith(f"{pl.__name__}."):
+        return f"Lightning {pl.__version__}"
     name = seam.owner.partition(".")[0]
-    module = import_module("lightning.pytorch" if name == "lightning" else name)
-    return f"{name.replace('lightning', 'Lightning')} {module.__version__}"
+    return f"{name} {import_module(name).__version__}"

@@ -34,12 +34,12 @@ strategies.strategy.Strategy
     setup | AccumulationMixin | accumulation begins | 52a40677
     on_train_start | AccumulationMixin | goes on inside the window of a checkpoint | 2f4bff3a
     teardown | AccumulationMixin | the fit ends | 99b4981d
-    batch_to_device | WindowHooks | is left out for a batch that is there | f914efb7
+    batch_to_device | Engine | is left out for a batch that is there | f914efb7
     training_step | - | runs the module's training_step once, and returns what it returned | 022c774d
     post_training_step | - | does nothing | fa7ddeab
     save_checkpoint | ShardedMixin | a checkpoint is written whole, or not at all | 5bd2a608
-    backward | WindowHooks | the loss is weighed | 910f9f26
-    optimizer_step | WindowHooks | the window ends before the optimizer's step | f2e3a488
+    backward | Engine | runs the backward of a micro-batch once, with gradient= | 910f9f26
+    optimizer_step | Engine | the window ends before the optimizer's step | f2e3a488
 strategies.parallel.ParallelStrategy
     block_backward_sync | DDPAccumulationStrategy, ShardedMixin | reduces once a window | 1aa2cbd7
 strategies.ddp.DDPStrategy
@@ -79,22 +79,13 @@ loops.training_epoch_loop._TrainingEpochLoop
     _update_learning_rates | AccumulatingEpochLoop | schedulers step when their clock says | 27370be6
 loops.optimization.automatic._AutomaticOptimization
     _skip_backward | - | the last training_step returned None | -
-    run | WindowOptimization | runs the closure by itself, or through _optimizer_step at a boundary | 4097f294
-    _make_closure | WindowOptimization | a loader batch begins, and is split | d8ab6a87
-    _make_step_fn | - | calls _training_step | 62f36fa5
-    _make_backward_fn | - | calls the strategy's backward | c928a53c
-    _make_zero_grad_fn | WindowOptimization | gradients are cleared once a window | 1062a50f
+    run | WindowOptimization | runs a loader batch, and steps at a boundary | 4097f294
     _on_before_zero_grad | - | calls the hooks before | 041f75f4
     _optimizer_zero_grad | - | clears the gradients | 213c7f67
-    _training_step | WindowOptimization | does not divide the loss | c2fba7ea
-    _optimizer_step | WindowOptimization | the window ends; calls the module's optimizer_step once | 23e9067a
-loops.optimization.automatic.Closure
-    _backward_fn _zero_grad_fn | - | what it was given | -
-    __init__ | WindowClosure | takes training_step, backward and zero_grad | 930c47a1
-    __call__ | WindowClosure | runs a loader batch, whole or in micro-batches | ee973e2c
-    closure | WindowClosure | calls training_step, zero_grad, backward, each once | a6d58bd2
 loops.optimization.closure.AbstractClosure
     _result | - | what the closure returned | -
+    __call__ | WindowClosure | runs a loader batch, whole or in micro-batches | c8773f8b
+    closure | WindowClosure | does so too | 5b5cc404
     consume_result | - | takes what the closure left in _result | 2d4e7d75
 loops.optimization.automatic.ClosureResult
     __post_init__ | - | keeps the loss to be shown | 7c5c55a5
@@ -121,7 +112,6 @@ trainer.connectors.data_connector._DataConnector
 trainer.connectors.logger_connector.logger_connector._LoggerConnector
     _current_fx | - | the hook that logged last | -
     _callback_metrics _logged_metrics | - | what was logged last | -
-    _current_fx | - | the hook that logged last | -
     on_batch_start | - | a loader batch begins | 7758d5bf
     on_batch_end | - | a loader batch ends | 328cf288
     should_update_logs | - | loggers get metrics at this step | a446a83e

@@ -12,6 +12,8 @@ from hashlib import sha256
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
+from lightning_accum import families
+
 _NO_SOURCE = "-"
 
 
@@ -120,7 +122,7 @@ def fingerprint(function: Any) -> str:
 @cache
 def _of_source(function: Any) -> str:
     try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        (tree,) = ast.parse(families.first(textwrap.dedent(inspect.getsource(function)))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return ""
     return of_tree(tree)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import (
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_accum.callback import GradientAccumulation
+from lightning_accum.session import counts_tokens_of_parts, finishes_after_backward
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.strategies.mixin import AccumulationMixin
 from lightning_accum.strategies.preparation import check_reduces_once_a_window, check_row_wise_reduction, checked
-from lightning_accum.sync import DDPSync, SyncPolicy, WideDDPSync
+from lightning_accum.sync import DDPSync, GradientSync, SyncPolicy, WideDDPSync
 
 
 class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
@@ -45,24 +44,22 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     """
 
     strategy_name = "accum_ddp"
-    _ddp_sync: DDPSync
 
     def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sync_policy = checked(sync)
 
     @override
-    def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
-        super()._begin(trainer, callback)
-        if self.accumulation is None:
-            return
+    def _make_sync(self) -> GradientSync:
+        assert self.accumulation is not None
         assert isinstance(self.model, DistributedDataParallel)
         self._check_what_ranks_cannot_split(self.model)
-        if (sums := self.accumulation.sums) is None:
-            self.sync = self._ddp_sync = DDPSync(self.model, self._sync_policy)
-            return
-        self._check_what_sums_cannot_do(self.model, sums.dtype)
-        self.sync = self._ddp_sync = WideDDPSync(self.model, sums, self.accumulation.ranks)
+        if (sums := self.accumulation.sums) is not None:
+            self._check_what_sums_cannot_do(self.model, sums.dtype)
+            return WideDDPSync(self.model, sums, self.accumulation.ranks)
+        # when a window of tokens ends, some ranks may have run their last micro-batch and others not
+        sync_policy = "window" if counts_tokens_of_parts(self.policy) else self._sync_policy
+        return DDPSync(self.model, sync_policy, finishes_after_backward(self.policy))
 
     def _check_what_sums_cannot_do(self, ddp: DistributedDataParallel, dtype: torch.dtype) -> None:
         if self._sync_policy == "micro_batch":
@@ -117,21 +114,8 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        if self.accumulation is None:
-            with super().block_backward_sync():
-                yield
-        else:
-            with self.sync.blocked() if self.accumulation.plan is None else nullcontext():  # split, it blocks by itself
-                yield
-
-    @override
-    def blocked(self) -> AbstractContextManager[None]:
-        if self.accumulation is None:
-            return self.block_backward_sync()
-        plan = self.accumulation.plan
-        is_last = plan is None or plan.current == len(plan.pieces) - 1
-        # when a window of tokens ends, some ranks may have run their last micro-batch and others not
-        return self.sync.blocked(is_last_of_batch=is_last and not self.counts_tokens_of_parts)
+        with super().block_backward_sync() if self.accumulation is None else nullcontext():  # else the session blocks
+            yield
 
     @override
     def begin_manual_loader_batch(self) -> None:
@@ -156,37 +140,4 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         if self.accumulation is None:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
-            if self.ends_windows_apart:  # it may fail on this rank alone, so the others must not wait for it in there
-                return self.lightning_module.training_step(*args, **kwargs)
-            return self._ddp_sync.forward(self.lightning_module.training_step, *args, **kwargs)
-
-    @override
-    def _run_shadow_batch(self) -> Tensor | None:
-        if not self.ends_windows_apart:
-            return super()._run_shadow_batch()
-        assert self.accumulation is not None
-        self.accumulation.window.skip()  # as the others agree on a scale in their first micro-batch
-        return self.end_window_apart() if self.accumulation.is_boundary else None
-
-    @override
-    def _forward_without_batch(self) -> None:
-        self._ddp_sync.forward_without_batch()
-
-    @override
-    def _backward_without_loss(self) -> None:
-        self._ddp_sync.backward_without_loss()
-
-    @override
-    def drop_gradients(self) -> None:
-        self._ddp_sync.forget()
-        super().drop_gradients()
-
-    @override
-    def is_reduced_inside(self) -> bool:
-        return self._sync_policy == "micro_batch" and not self.counts_tokens_of_parts  # as in `blocked`
-
-    @override
-    def _reduce_apart(self) -> None:
-        self._ddp_sync.forward_without_batch()
-        super()._reduce_apart()
-        self._ddp_sync.reduce_without_loss()
+            return self.sync.forward(self.lightning_module.training_step, *args, **kwargs)

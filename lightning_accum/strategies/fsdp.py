@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
-from lightning_accum.sync import FSDP1Sync, SyncPolicy, forward_replaced
+from lightning_accum.sync import FSDP1Sync, ShardedSync, SyncPolicy, forward_replaced
 from lightning_accum.user_warnings import rank_zero_warn
 
 
@@ -46,14 +46,14 @@ class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
         self._sync_policy = checked(sync)
 
     @override
-    def _make_sync(self) -> FSDP1Sync:
+    def _sync_of_units(self) -> FSDP1Sync:
         assert self.model is not None
         if self.policy.on_nonfinite != "propagate":
             raise MisconfigurationException(
                 f"GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) looks at gradients before they are reduced, but"
                 ' FSDP1 gives them to nobody until then. Use strategy="accum_model_parallel" (FSDP2, fully_shard).'
             )
-        return FSDP1Sync(self.model, self._sync_policy)
+        return FSDP1Sync(self.model, self._sync_policy, self)
 
     @override
     def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
             return self.model(*args, **kwargs)
 
     @override
-    def _check_accumulate_dtype(self, dtype: torch.dtype) -> None:
+    def _check_accumulate_dtype(self, dtype: torch.dtype, sync: ShardedSync) -> None:
         raise MisconfigurationException(
             f"GradientAccumulation(accumulate_dtype={dtype}): FSDP1 adds up the gradients of a window in the type that it computes"
             ' in. Use FSDPAccumulationStrategy(sync="micro_batch") without accumulate_dtype and keep the parameters in float32'

@@ -17,38 +17,39 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_accum import loops, seams
+from lightning_accum import families, seams
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
-from lightning_accum.listeners import Audience, callbacks_of
+from lightning_accum.engine import Engine
+from lightning_accum.hook_table import HookTable, callbacks_of
 from lightning_accum.loops.first_batch import MOST_BATCHES
+from lightning_accum.loops.installation import handle_sigterm_before_training, installed
+from lightning_accum.loops.launch import naming_launcher
 from lightning_accum.loops.specialised import drop_own_attributes
+from lightning_accum.loops.trainer_state import loader_batches_into_window, loader_batches_seen, trainer_of
 from lightning_accum.loops.watch import Watch
 from lightning_accum.manual.optimization import begin_manual
 from lightning_accum.policy import Policy
+from lightning_accum.session import Session
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.snapshot import Keeper
-from lightning_accum.strategies.preparation import check_optimizers, guard, row_wise
-from lightning_accum.strategies.window_hooks import WindowHooks
+from lightning_accum.strategies.preparation import check_optimizers, guard, row_wise, wide_sums
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
 from lightning_accum.whole.attempts import StepAttempts
 from lightning_accum.whole.offload import Offload
+from lightning_accum.wide_sums import WideSums
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
 
-class AccumulationMixin(WindowHooks):
+class AccumulationMixin(Engine):
     """To be put in front of a strategy of Lightning's."""
 
-    estimated_windows: int | None = None
-    """How many windows of tokens a training will have; None where it was not asked."""
-    _keeper: Keeper | None = None
     _hidden_size: int | None = None
     _fit: ExitStack | None = None
     """Undoes what a fit does to the Trainer, its optimizers and callbacks, and to this strategy."""
@@ -57,16 +58,21 @@ class AccumulationMixin(WindowHooks):
         seams.check_nothing_is_missing()
         super().__init__(*args, **kwargs)
 
+    def __repr__(self) -> str:
+        return families.in_words(self)
+
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        trainer = loops.trainer_of(model)
+        trainer = trainer_of(model)
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         self._end_fit()  # one that could not be torn down
+        for callback in callbacks_of(trainer):
+            families.adopt(callback, trainer)
         before, self._fit, self.watch = set(vars(self)), ExitStack(), Watch(model)
         self._fit.callback(self._forget_fit, before)
-        self._fit.enter_context(loops.installed(trainer))
+        self._fit.enter_context(installed(trainer))
         self._fit.callback(self._show_window_size)  # if something fails before it is
         if not model.automatic_optimization:
             # Lightning refuses manual optimization with it, and looks only once, before the environment is set up
@@ -89,7 +95,7 @@ class AccumulationMixin(WindowHooks):
     @property
     @override
     def launcher(self) -> Any:
-        return loops.naming_launcher(self)
+        return naming_launcher(self)
 
     @override
     def _configure_launcher(self) -> None:
@@ -110,7 +116,7 @@ class AccumulationMixin(WindowHooks):
         self._show_window_size()
         self.ranks = self._ranks()
         if self._fit is not None and self.ranks.world_size > 1:
-            loops.handle_sigterm_before_training(self.trainer())
+            handle_sigterm_before_training(self.trainer())
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             let_gloo_rest_at_exit()
 
@@ -154,17 +160,23 @@ class AccumulationMixin(WindowHooks):
                 self.accumulation.checks_left = MOST_BATCHES
             else:
                 self.accumulation.verdict = Verdict(None, seen=reason)
-        self._callback = callback
+        self.listener = callback
         self._keeper = None
-        self.guard = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
+        self.sync = self._make_sync()
+        looks = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
+        self.session = Session(self, module, self.accumulation, self.sync, lambda: self.keeper, looks, self.row_wise)
         self._watch = self._step_watch(self.optimizers[0])
         self._fit.callback(lambda: self._watch.remove())  # there may be another by then
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self.takes_gradient = not is_overridden("backward", module)
-        self._is_announced = False
-        self.audience = Audience(trainer)
+        self.hooks = HookTable(trainer)
         if callback is not None:
             callback.connect(self.accumulation, self.partial_window)
+
+    def _wide_sums(self, dtype: torch.dtype) -> WideSums | None:
+        """Where gradients are added up; None where that is done in ``dtype`` without."""
+        assert self.lightning_module is not None
+        return wide_sums(dtype, self.lightning_module, self.parameters)
 
     def _may_deviate(self, is_long: bool) -> bool:
         """Whether windows are more than one micro-batch on one rank."""
@@ -189,14 +201,9 @@ class AccumulationMixin(WindowHooks):
             return
         assert self._fit is not None
         self._fit.callback(self.manual.end)
-        self._callback = callback
+        self.listener = callback
         if callback is not None:
             callback.connect_manual(self.manual)
-
-    def end_manual_window(self) -> None:
-        """A window of a module that optimizes by itself has ended."""
-        if self._callback is not None:
-            self._callback.show_manual_window(self.trainer())
 
     def _show_window_size(self) -> None:
         size, self._hidden_size = self._hidden_size, None
@@ -210,22 +217,18 @@ class AccumulationMixin(WindowHooks):
         if policy.micro_batch is None:
             return None
         # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
-        trim = False if self.is_waited_for_in_forward else policy.trim_padding
+        trim = False if self.reduces_every_backward_by_itself else policy.trim_padding
         device, has_ranks = self.root_device, self.world_size > 1
         return Splitting(
             policy.micro_batch, trim, policy.split, module, device, has_ranks, rank_zero_warn, _log.info, self.samples_of_loader
         )
-
-    def samples_of_loader(self) -> frozenset[int]:
-        """How many samples the loaders put into a batch; empty where one of them does not say so."""
-        return loops.samples_of_loader(self.trainer())
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self.watch.begin()
         if self.manual is not None:
-            self.manual.restart(loops.loader_batches_seen(self.trainer()))
+            self.manual.restart(loader_batches_seen(self.trainer()))
         if self.accumulation is not None:
             trainer = self.trainer()
             smallest = self.policy.smallest_from(trainer.current_epoch, trainer.max_epochs, trainer.global_step)
@@ -235,15 +238,15 @@ class AccumulationMixin(WindowHooks):
                     f"An epoch has {trainer.num_training_batches} loader batches, and a window of {size} would never be full: with"
                     ' tail="drop" nothing would be trained. Use a smaller window, or tail="step" or "carry".'
                 )
-            seen, into_window = loops.loader_batches_seen(trainer), loops.loader_batches_into_window(trainer)
+            seen, into_window = loader_batches_seen(trainer), loader_batches_into_window(trainer)
             batches, now = seen - into_window, trainer.accumulate_grad_batches
             partial = self.accumulation.restart(seen, into_window, trainer.global_step, batches, now)
             if partial is not None:
                 go_on_with(partial, self, self.accumulation, rank_zero_warn)
                 self.accumulation.end_loader_batch(seen)
             self.accumulation.resumed_state = {}
-            if self._callback is not None:
-                self._callback.set_size(trainer)
+            if self.listener is not None:
+                self.listener.set_size(trainer)
 
     @override
     def teardown(self) -> None:
@@ -251,17 +254,6 @@ class AccumulationMixin(WindowHooks):
             self._end_fit()
         finally:
             super().teardown()
-
-    @property
-    def keeper(self) -> Keeper:
-        """Keeps what a batch may change that is run for others only, or that may have to run again."""
-        assert self.accumulation is not None
-        if self.accumulation.splitting is not None:
-            return self.accumulation.splitting.keeper
-        if self._keeper is None:
-            assert self.lightning_module is not None
-            self._keeper = Keeper(self.lightning_module, self.root_device)
-        return self._keeper
 
     def partial_window(self) -> PartialWindow | None:
         """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""

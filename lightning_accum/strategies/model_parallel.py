@@ -19,7 +19,7 @@ from lightning_accum.gradient_norm import clip_sharded_by_norm
 from lightning_accum.ranks import Ranks
 from lightning_accum.strategies.preparation import check_reduces_once_a_window, checked
 from lightning_accum.strategies.sharded import ShardedMixin
-from lightning_accum.sync import FSDP2Sync, SyncPolicy
+from lightning_accum.sync import FSDP2Sync, ShardedSync, SyncPolicy
 from lightning_accum.wide_sums import is_narrower
 
 
@@ -69,8 +69,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         return clip_sharded_by_norm(parameters, largest)
 
     @override
-    def _check_accumulate_dtype(self, dtype: torch.dtype) -> None:
-        sync = self._sharded_sync
+    def _check_accumulate_dtype(self, dtype: torch.dtype, sync: ShardedSync) -> None:
         assert isinstance(sync, FSDP2Sync)
         sharded = sync.parameters()
         narrow = [parameter for parameter in self.parameters() if is_narrower(parameter.dtype, dtype)]
@@ -88,12 +87,12 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
             )
 
     @override
-    def _make_sync(self) -> FSDP2Sync:
+    def _sync_of_units(self) -> FSDP2Sync:
         assert self.lightning_module is not None
         if self.policy.on_nonfinite != "propagate":
             check_reduces_once_a_window(self, self._sync_policy)
         seams.check_nothing_is_missing(seams.FSDP2)
-        sync = FSDP2Sync(self.lightning_module, self._sync_policy)
+        sync = FSDP2Sync(self.lightning_module, self._sync_policy, self)
         size = self.device_mesh["data_parallel"].size()
         sharded = sync.parameters()
         left = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in sharded]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import torch
@@ -13,15 +13,16 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.engine import Engine
+from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
-from lightning_accum.sync import GradientPlace, SumPlace, SyncPolicy
+from lightning_accum.sync import GradientSlot, SumSlot, SyncPolicy
 from lightning_accum.whole.calls import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
 
-if TYPE_CHECKING:
-    from lightning_accum.strategies.mixin import AccumulationMixin
+_log = logging.getLogger("lightning.pytorch.accumulation")
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], policy: Policy, is_window_long: bool) -> None:
@@ -91,20 +92,19 @@ def row_wise(policy: Policy, module: pl.LightningModule, device: torch.device, r
         raise MisconfigurationException(str(error)) from error
 
 
-def guard(strategy: AccumulationMixin, accumulation: Accumulation) -> Guard:
+def guard(strategy: Engine, accumulation: Accumulation) -> Guard:
     """What looks whether the micro-batches of a training are finite."""
 
-    def places() -> list[GradientPlace]:
+    def places() -> list[GradientSlot]:
         """Where the gradients of a micro-batch arrive."""
         named, sums = strategy.parameters_by_name(), accumulation.sums
         if sums is None:
-            return strategy.sync.gradient_places(named)
-        return [SumPlace(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
+            return strategy.sync.gradient_slots(named)
+        return [SumSlot(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
 
-    def in_words() -> str:
-        """The micro-batch in hand."""
-        trainer, plan = strategy.trainer(), accumulation.plan
-        part = f" (micro-batch {plan.current} of {len(plan.pieces)})" if plan is not None and len(plan.pieces) > 1 else ""
+    def in_words(micro_batch: MicroBatch) -> str:
+        trainer = strategy.trainer()
+        part = f" (micro-batch {micro_batch.position} of {micro_batch.number})" if micro_batch.number > 1 else ""
         batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
         return f"Batch {batch}{part} of epoch {epoch} on rank {strategy.global_rank}"
 
@@ -112,8 +112,8 @@ def guard(strategy: AccumulationMixin, accumulation: Accumulation) -> Guard:
         accumulation.policy.on_nonfinite == "skip",
         places,
         in_words,
-        accumulation.leave_out,
         lambda: strategy.keeper,
+        _log.info,
         strategy.ranks_of_micro_batch(),
         looks_at_gradients=getattr(strategy.precision_plugin, "scaler", None) is None,  # which looks at them by itself
     )
@@ -136,7 +136,7 @@ def check_row_wise_reduction(is_static: bool, sync: SyncPolicy) -> None:
         )
 
 
-def check_reduces_once_a_window(strategy: AccumulationMixin, sync: SyncPolicy) -> None:
+def check_reduces_once_a_window(strategy: Engine, sync: SyncPolicy) -> None:
     """Refuse to look at gradients that are reduced before."""
     if sync == "micro_batch":
         raise MisconfigurationException(

@@ -1,18 +1,18 @@
 """When gradients are reduced over the ranks: one small object an engine."""
 
-from lightning_accum.sync.base import GradientPlace, Sync, SyncPolicy, forward_replaced
+from lightning_accum.sync.base import GradientSlot, GradientSync, SyncPolicy, forward_replaced
 from lightning_accum.sync.ddp import DDPSync
 from lightning_accum.sync.fsdp import FSDP1Sync, FSDP2Sync, ShardedSync
-from lightning_accum.sync.wide import SumPlace, WideDDPSync
+from lightning_accum.sync.wide import SumSlot, WideDDPSync
 
 __all__ = [
     "DDPSync",
     "FSDP1Sync",
     "FSDP2Sync",
-    "GradientPlace",
+    "GradientSlot",
+    "GradientSync",
     "ShardedSync",
-    "SumPlace",
-    "Sync",
+    "SumSlot",
     "SyncPolicy",
     "WideDDPSync",
     "forward_replaced",

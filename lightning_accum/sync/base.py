@@ -9,10 +9,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_accum.micro_batch import MicroBatch
+
 SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
 
 
-class GradientPlace:
+class GradientSlot:
     """Where the gradient of a parameter is accumulated until it is reduced: its ``grad``.
 
     Args:
@@ -44,26 +46,42 @@ class GradientPlace:
         self.put(gradient)
 
 
-class Sync:
-    """When gradients are reduced over the ranks. This one is for one rank: never."""
+class GradientSync:
+    """When gradients are reduced over the ranks, and how this one takes part in that. This one is for one rank: never."""
 
-    def blocked(self, is_last_of_batch: bool = True) -> AbstractContextManager[Any]:
-        """A micro-batch that is not the last of its window: no reduction in its forward and backward.
+    is_waited_for_in_forward = False
+    """The forward and backward of a micro-batch wait for those of the other ranks, whether gradients are reduced or not."""
+    is_reduced_inside = False
+    """The gradients of an unfinished window are averaged over the ranks already."""
 
-        Args:
-            is_last_of_batch: it is the last of its loader batch.
-        """
+    def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+        """A micro-batch that is not the last of its window: no reduction in its forward and backward."""
         return nullcontext()
 
-    def begin_backward(self) -> None:
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``step``, a forward with a loss, where the engine prepares its reduction."""
+        return step(*args, **kwargs)
+
+    def forward_without_batch(self) -> None:
+        """Take part in the other ranks' forward."""
+
+    def backward_without_loss(self) -> None:
+        """Take part in the other ranks' backward, adding nothing."""
+
+    def begin_backward(self, micro_batch: MicroBatch) -> None:
         """A micro-batch has a loss, and its backward is next."""
 
-    def complete_reduction(self, is_shadow_batch: bool = False) -> None:
-        """A backward is done, maybe the last of a window.
+    def complete_reduction(self, micro_batch: MicroBatch) -> None:
+        """A backward is done, maybe the last of a window."""
 
-        Args:
-            is_shadow_batch: it was that of a batch that stands in for one that this rank does not have.
-        """
+    def reduce_accumulated(self) -> None:
+        """Reduce what was accumulated without reduction. On all ranks together."""
+
+    def drop_accumulated(self) -> None:
+        """What was accumulated is about to be dropped. On all ranks together."""
+
+    def reduce_for_checkpoint(self) -> None:
+        """Have the gradients where a checkpoint finds them. On all ranks together."""
 
     def note_gradients(self) -> None:
         """The gradients of an unfinished window were put back."""
@@ -71,9 +89,9 @@ class Sync:
     def end_window(self) -> None:
         """The gradients of a window are reduced."""
 
-    def gradient_places(self, named: Mapping[str, nn.Parameter]) -> list[GradientPlace]:
+    def gradient_slots(self, named: Mapping[str, nn.Parameter]) -> list[GradientSlot]:
         """Where the gradients of the parameters of these names are accumulated before they are reduced."""
-        return [GradientPlace(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
+        return [GradientSlot(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
 
     def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
         """The gradients of ``share`` times a loss that is in no window. They are added to nothing.

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_accum.sync.base import Sync, SyncPolicy, forward_replaced
+from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.sync.base import GradientSync, SyncPolicy, forward_replaced
 from lightning_accum.weighing.nodes import Node, nodes_below
 from lightning_accum.weighing.safeguards import no_gradients, zero_loss_of
 
 
-class DDPSync(Sync):
+class DDPSync(GradientSync):
     """Reduction of the gradients of a DistributedDataParallel module.
 
     Reducing more often than once a window is exact too: an averaged gradient stays what it is under another average.
@@ -25,23 +26,24 @@ class DDPSync(Sync):
     Args:
         ddp: the wrapped module.
         policy: reduce once a window, or at every micro-batch (in split batches at the last of each loader batch).
+        finishes_after_backward: what was accumulated is reduced after the last backward of a window. Until then a micro-batch may
+            fail on this rank alone, so it runs outside of the wrapper, whose forward the other ranks may wait for.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, policy: SyncPolicy = "window") -> None:
+    def __init__(self, ddp: DistributedDataParallel, policy: SyncPolicy = "window", finishes_after_backward: bool = False) -> None:
         self._ddp = ddp
+        self._finishes_after_backward = finishes_after_backward
         self._policy = policy
+        self.is_reduced_inside = policy == "micro_batch"
         self._trainable = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         self._used: list[nn.Parameter] = []
         self._stand_in: Tensor | None = None
         self._last_node: Node | None = None
 
     @override
-    def blocked(self, is_last_of_batch: bool = True) -> AbstractContextManager[Any]:
-        """A micro-batch that is not the last of its window: no reduction in its forward and backward.
-
-        The ranks have the same number of loader batches, but not of micro-batches in each.
-        """
-        if self._policy == "micro_batch" and is_last_of_batch:
+    def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+        # the ranks have the same number of loader batches, but not of micro-batches in each
+        if self._policy == "micro_batch" and micro_batch.ends_loader_batch:
             return nullcontext()
         # A static graph is recorded at the first backward and reduced with it: torch raises "SystemError" or an internal assert
         # where that happens under no_sync (Lightning-AI/pytorch-lightning #19354, #20704; still so in torch 2.13).
@@ -53,7 +55,11 @@ class DDPSync(Sync):
         """A static graph is recorded in the next forward and backward, and both have to be the module's own."""
         return bool(self._ddp.static_graph and not self._ddp._static_graph_delay_allreduce_enqueued)
 
+    @override
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs) if self._finishes_after_backward else self._forward_in_wrapper(step, *args, **kwargs)
+
+    def _forward_in_wrapper(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``step`` inside the wrapper's forward, where it prepares its reduction.
 
         Where ``step`` returns None, this rank still has to take part in the reduction of the others: a loss of 0 that depends on
@@ -79,7 +85,7 @@ class DDPSync(Sync):
         return output
 
     @override
-    def complete_reduction(self, is_shadow_batch: bool = False) -> None:
+    def complete_reduction(self, micro_batch: MicroBatch) -> None:
         """Reduce what earlier micro-batches gave gradients to, and the last one did not reach.
 
         DistributedDataParallel waits for every parameter in the backward of the last, and would leave all unreduced.
@@ -95,28 +101,32 @@ class DDPSync(Sync):
         except RuntimeError:
             reached = {below.variable for below in nodes_below(node) if below.name().endswith("AccumulateGrad")}
             left = [parameter for parameter in self._trainable if parameter not in reached]
-            if not is_shadow_batch:  # what this rank's own batches use is not what the other ranks' do
+            if not micro_batch.is_shadow_batch:  # what this rank's own batches use is not what the other ranks' do
                 left = [parameter for parameter in left if parameter.grad is not None]
             if not left:
                 raise
             _backward_without_gradients(zero_loss_of(left))
             self._ddp.reducer._check_reducer_finalized()
 
+    @override
     def forward_without_batch(self) -> None:
         """Take part in the other ranks' forward: DistributedDataParallel may rebuild its buckets and broadcast buffers there."""
         self.forward(lambda: None)
 
+    @override
     def backward_without_loss(self) -> None:
         """Take part in the other ranks' backward, adding nothing."""
         if self._stand_in is not None:
             _backward_without_gradients(self._stand_in)
             self._stand_in = None
 
-    def reduce_without_loss(self) -> None:
+    @override
+    def reduce_accumulated(self) -> None:
         """Reduce, in a backward of its own, what was accumulated without reduction.
 
         It leaves zeros where no rank has a gradient: there the None comes back, since weight decay would move the parameter.
         """
+        self._forward_in_wrapper(lambda: None)
         if self._stand_in is None:
             return
         lacking = [parameter for parameter in self._trainable if parameter.grad is None]
@@ -135,14 +145,11 @@ class DDPSync(Sync):
                 parameter.grad = None
         self._settle()
 
-    def forget(self) -> None:
-        """The gradients of a window are about to be dropped. Called on all ranks.
-
-        With ``find_unused_parameters``, torch remembers until the next reduction which parameters were used.
-        """
+    @override
+    def drop_accumulated(self) -> None:
+        # with `find_unused_parameters`, torch remembers until the next reduction which parameters were used
         if self._ddp.find_unused_parameters:
-            self.forward_without_batch()
-            self.reduce_without_loss()
+            self.reduce_accumulated()
 
     @override
     def note_gradients(self) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from typing_extensions import override
 
-from lightning_accum.sync.base import GradientPlace, Sync, SyncPolicy
+from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.splitting.snapshot import Snapshot
+from lightning_accum.sync.base import GradientSlot, GradientSync, SyncPolicy
 from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.wide_sums import is_narrower
 
@@ -21,20 +24,48 @@ _NO_WAY_BACK = (
 )
 
 
-class ShardedSync(Sync):
+class ShardedEngine(Protocol):
+    """What the reduction of sharded modules asks of their engine."""
+
+    def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step as the engine wants it."""
+
+    def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
+        """The loss of a batch that had one before, of which nothing is logged."""
+
+    def snapshot(self) -> Snapshot:
+        """What puts back what a step changes."""
+
+
+class ShardedSync(GradientSync):
     """What FSDP1 and FSDP2 have in common: each forward and backward gathers parameters, and waits for the other ranks.
 
     Without reduction, gradients of all parameters are held whole on every rank until the window ends. ``"micro_batch"`` reduces,
     and holds shards only. Both are exact: a sum of averages is the average of sums.
 
+    Where this rank has no loss, it takes part in the forward and backward of the others: with what its sharded modules have given
+    before training_step returned None, or else with the last micro-batch that had a loss, again. Its gradients are zeros, nothing
+    that it logs is taken, and what it changed in the module is put back.
+
     Args:
         units: the modules that were sharded.
         policy: reduce once a window, or at every micro-batch.
+        engine: runs them.
     """
 
-    def __init__(self, units: list[nn.Module], policy: SyncPolicy) -> None:
+    is_waited_for_in_forward = True
+    is_reduced_inside = True
+
+    def __init__(self, units: list[nn.Module], policy: SyncPolicy, engine: ShardedEngine) -> None:
         self.units = units
         self.policy = policy
+        self.batch_on_host: Any = None
+        """The loader batch that was drawn last, as it was before it was moved to the device."""
+        self._engine = engine
+        self._last: tuple[Any, bool] | None = None
+        """The batch that had a loss last, or the last part of one, and whether it is on the device."""
+        self._shadow_loss: Tensor | None = None
+        self._snapshot: Snapshot | None = None
         below = {child for unit in units for child in unit.modules() if child is not unit}
         self._roots = [unit for unit in units if unit not in below]
         self._unused_roots = set(self._roots)
@@ -47,20 +78,73 @@ class ShardedSync(Sync):
             tensors = [output] if isinstance(output, Tensor) else torch.utils._pytree.tree_leaves(output)
             self._outputs += [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
 
-    def forget_outputs(self) -> None:
-        """A training_step is about to begin."""
-        self._outputs.clear()
+    @override
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def step_or_shadow(*args: Any, **kwargs: Any) -> Any:
+            self._outputs.clear()
+            output = step(*args, **kwargs)
+            if output is None:
+                output = self._shadow_loss = self._loss_without_batch()
+            return output
+
+        self._shadow_loss = None
+        output = self._engine.run_in_engine(step_or_shadow, *args, **kwargs)
+        if self._shadow_loss is None:
+            return output
+        self._shadow_loss = output  # as the engine returned it
+        return None
+
+    def _loss_without_batch(self) -> Tensor:
+        """A loss that depends on all that the other ranks' losses do."""
+        outputs, self._outputs = self._outputs, []
+        if outputs:
+            return torch.stack([output.flatten()[:1].sum().float() for output in outputs]).sum()
+        if self._last is None:
+            raise RuntimeError(
+                f"Rank {dist.get_rank()} has had no batch with a loss yet, so it cannot take part in the forward and backward that"
+                f" the other ranks wait for with {type(self._engine).__name__}. Begin with a batch that has one."
+            )
+        self._snapshot = self._engine.snapshot()
+        return self._engine.loss_again(*self._last)
 
     @override
-    def begin_backward(self) -> None:
-        self._outputs.clear()  # logits are large, and a backward does not need them
+    def forward_without_batch(self) -> None:
+        self.forward(lambda: None)
 
-    def loss_of_outputs(self) -> Tensor | None:
-        """A number that depends on all that the sharded modules have given since :meth:`forget_outputs`; None for nothing."""
-        outputs, self._outputs = self._outputs, []
-        if not outputs:
-            return None
-        return torch.stack([output.flatten()[:1].sum().float() for output in outputs]).sum()
+    @override
+    def backward_without_loss(self) -> None:
+        loss, self._shadow_loss = self._shadow_loss, None
+        snapshot, self._snapshot = self._snapshot, None
+        if loss is None:
+            return
+        self._outputs.clear()
+        with gradients_of_zero(loss):
+            torch.autograd.backward(loss)
+        if snapshot is not None:
+            snapshot.restore()
+
+    @override
+    def begin_backward(self, micro_batch: MicroBatch) -> None:
+        self._outputs.clear()  # logits are large, and a backward does not need them
+        if self._last is None or not micro_batch.is_shadow_batch:
+            # a part of a batch is on the device, a whole one stays on the host
+            is_part = micro_batch.number > 1
+            self._last = (micro_batch.batch if is_part else self.batch_on_host, is_part)
+
+    @override
+    def reduce_accumulated(self) -> None:
+        # sharded modules give out what they keep whole only when they reduce it
+        if self.policy == "window" and not self._reduce_without_forward():
+            self.forward_without_batch()
+            self.backward_without_loss()
+
+    @override
+    def reduce_for_checkpoint(self) -> None:
+        self.reduce_accumulated()
+
+    @override
+    def drop_accumulated(self) -> None:
+        self.reduce_accumulated()
 
     @override
     def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
@@ -75,7 +159,7 @@ class ShardedSync(Sync):
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
 
-    def reduce(self) -> bool:
+    def _reduce_without_forward(self) -> bool:
         """Reduce what was accumulated without reduction. Returns whether that is possible without another forward and backward."""
         return False
 
@@ -92,15 +176,16 @@ class FSDP2Sync(ShardedSync):
     Args:
         module: what they are in.
         policy: reduce once a window, or at every micro-batch.
+        engine: runs it.
     """
 
-    def __init__(self, module: nn.Module, policy: SyncPolicy = "window") -> None:
-        super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy)
+    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: ShardedEngine) -> None:
+        super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine)
         self._kept: list[nn.Module] | None = None
 
     @override
     @contextmanager
-    def blocked(self, is_last_of_batch: bool = True) -> Iterator[None]:
+    def blocked(self, micro_batch: MicroBatch) -> Iterator[None]:
         kept: list[Any] = self._units_kept_whole() if self.policy == "window" else []
         self._set_blocked(True, kept)
         try:
@@ -130,7 +215,7 @@ class FSDP2Sync(ShardedSync):
         return self._kept
 
     @override
-    def reduce(self) -> bool:
+    def _reduce_without_forward(self) -> bool:
         return _reduce_accumulated([root for root in self._roots if root not in self._unused_roots])
 
     @override
@@ -156,13 +241,13 @@ class FSDP2Sync(ShardedSync):
         return None
 
     @override
-    def gradient_places(self, named: Mapping[str, nn.Parameter]) -> list[GradientPlace]:
+    def gradient_slots(self, named: Mapping[str, nn.Parameter]) -> list[GradientSlot]:
         sharded = [parameter for unit in self.units for parameter in _sharded_of(unit)]
         by_parameter = {parameter.sharded_param: parameter for parameter in sharded}
         # between forward and backward a module has whole ones, and its optimizer shards
         by_parameter.update({whole: parameter for parameter in sharded if (whole := _whole(parameter)) is not None})
-        places: dict[Any, GradientPlace] = {}
-        for place in super().gradient_places(named):
+        places: dict[Any, GradientSlot] = {}
+        for place in super().gradient_slots(named):
             sharding = by_parameter.get(named[place.name])
             if sharding is None:
                 places[named[place.name]] = place
@@ -239,10 +324,10 @@ def _reduce_accumulated(roots: Iterable[nn.Module]) -> bool:
     return True
 
 
-class _Unsharded(GradientPlace):
+class _Unsharded(GradientSlot):
     """Of a sharded parameter: whole, in one of the two places where fully_shard may have it until it reduces it."""
 
-    def __init__(self, place: GradientPlace, sharded: Any) -> None:
+    def __init__(self, place: GradientSlot, sharded: Any) -> None:
         super().__init__(place.name, sharded.sharded_param)
         self._sharded = sharded
 
@@ -277,11 +362,12 @@ class FSDP1Sync(ShardedSync):
     Args:
         module: one, or what they are in.
         policy: reduce once a window, or at every micro-batch.
+        engine: runs it.
     """
 
-    def __init__(self, module: nn.Module, policy: SyncPolicy = "window") -> None:
+    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: ShardedEngine) -> None:
         units = [unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel)]
-        super().__init__(list(units), policy)
+        super().__init__(list(units), policy, engine)
 
     @override
     def forget_forward(self) -> None:
@@ -290,7 +376,7 @@ class FSDP1Sync(ShardedSync):
             raise RuntimeError(_NO_WAY_BACK)
 
     @override
-    def blocked(self, is_last_of_batch: bool = True) -> AbstractContextManager[Any]:
+    def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         if self.policy == "micro_batch":
             return nullcontext()
         stack = ExitStack()

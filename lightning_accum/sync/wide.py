@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync.base import GradientPlace
+from lightning_accum.sync.base import GradientSlot
 from lightning_accum.sync.ddp import DDPSync
 from lightning_accum.wide_sums import WideSums
 
 
-class SumPlace(GradientPlace):
+class SumSlot(GradientSlot):
     """Where the gradient of a parameter is accumulated in a wider type.
 
     Args:
@@ -59,7 +60,7 @@ class WideDDPSync(DDPSync):
         self._parameters = [parameter for name, parameter in named if name not in ddp.parameters_to_ignore]
 
     @override
-    def blocked(self, is_last_of_batch: bool = True) -> AbstractContextManager[Any]:
+    def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         return nullcontext()
 
     @override
@@ -68,6 +69,10 @@ class WideDDPSync(DDPSync):
 
     @override
     def forward_without_batch(self) -> None:
+        pass
+
+    @override
+    def reduce_accumulated(self) -> None:
         pass
 
     @override

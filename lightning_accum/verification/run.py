@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.families import by_module
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.verification.breaks import listed
@@ -23,6 +24,7 @@ from lightning_accum.verification.state import ModuleState
 from lightning_accum.verification.step import Bench, uncompiled
 
 
+@by_module
 def verify(
     module: pl.LightningModule,
     data: Any = None,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.accumulation import Accumulates
+from lightning_accum.engine import Engine
 from lightning_accum.randomness import seed_everything, switch_off_dropout
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import terms_of
@@ -109,7 +109,7 @@ class Watches(pl.Callback):
         if not (self.step.after or is_last):
             return
         self.step.buffers = {name: buffer.detach().cpu().clone() for name, buffer in pl_module.named_buffers()}
-        accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Accumulates) else None
+        accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Engine) else None
         if accumulation is not None and accumulation.closed is not None:
             self.step.loss = float(accumulation.closed.loss)
             self.step.micro_batches = accumulation.closed.micro_batches
@@ -157,8 +157,8 @@ class WatchesPieces(Watches):
         added = {name: gradient - self._sum.get(name, 0.0) for name, gradient in now.items()}
         self._sum = now
         accumulation, weight, factor = None, None, 1.0
-        if isinstance(trainer.strategy, Accumulates) and (accumulation := trainer.strategy.accumulation) is not None:
-            weight = accumulation.weight
+        if isinstance(trainer.strategy, Engine) and (accumulation := trainer.strategy.accumulation) is not None:
+            weight = accumulation.window.last_weight
             factor /= cast("Any", trainer.strategy).loss_scale()
             if accumulation.window.terms is None and weight:  # a sum has none
                 factor *= (accumulation.window.reference or 1.0) / float(weight)

@@ -116,9 +116,7 @@ def examined(case: Case, imports: str) -> Row:
 
 def accumulation_for(imports: str) -> str:
     """The import of this package for modules of that Lightning."""
-    own = "lightning_accum.pytorch_lightning"
-    has_own = imports == "pytorch_lightning" and importlib.util.find_spec(own) is not None
-    return own if has_own else "lightning_accum"
+    return "lightning_accum.pytorch_lightning" if imports == "pytorch_lightning" else "lightning_accum"
 
 
 def trained(

@@ -1,4 +1,4 @@
-"""Whether anybody listens: what nobody hears needs not be called, and Lightning's calls cost more than a small micro-batch."""
+"""Which of Lightning's hooks somebody overrides: only those are called, as a call of Lightning's takes longer than a small step."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins"
 _are_disjoint: Callable[..., bool] = type({}.keys()).isdisjoint
 
 
-def leave_out_idle_hooks(callback: pl.Callback) -> None:
-    """Have Lightning pass over the hooks of a micro-batch that a callback does not use; one that a subclass overrides stays.
+def disable_unused_hooks(callback: pl.Callback) -> None:
+    """Have Lightning skip the hooks of a micro-batch that a callback does not use; one that a subclass overrides stays.
 
-    It calls those of every callback at every micro-batch, 2 us for an empty one, and passes over what cannot be called.
+    It calls those of every callback at every micro-batch, 2 us for an empty one, and skips what cannot be called.
     """
     for hook in _HOOKS_OF_A_MICRO_BATCH:
         if getattr(type(callback), hook) is getattr(pl.Callback, hook):
             setattr(callback, hook, None)
 
 
-def put_back_idle_hooks(callback: pl.Callback) -> None:
-    """After :func:`leave_out_idle_hooks`."""
+def restore_unused_hooks(callback: pl.Callback) -> None:
+    """After :func:`disable_unused_hooks`."""
     for hook in _HOOKS_OF_A_MICRO_BATCH:
         vars(callback).pop(hook, None)
 
@@ -101,21 +101,20 @@ def _is_on_cpu(value: Any) -> bool:
     return type(value) is Tensor and value.is_cpu
 
 
-class Audience:
-    """Who hears what Lightning calls in a training.
+class HookTable:
+    """Which of Lightning's hooks somebody overrides in a training.
 
     Args:
-        trainer: whose callbacks, module, data, strategy and precision plugin may listen. Where Lightning's methods are not those
-            that were read, everybody is taken to: all that Lightning calls is called.
+        trainer: whose callbacks, module, data, strategy and precision plugin may override hooks. Where Lightning's methods are not
+            those that were read, all of them count as overridden.
 
     Attributes:
         has_own_transfer: a batch may be another on the device than on the host: augmented, or moved by the user's own rules.
-        is_profiled: somebody reads how long Lightning's calls take, or it is not known what they are.
+        is_profiled: a profiler measures how long Lightning's calls take, or it is not known what they are.
         is_more_than_callbacks: not only callbacks have hooks around a loader batch, or its way to the device.
-        hears_start: a callback has one before a loader batch is trained on.
-        hears_end: a callback has one after.
-        hears_micro_batch: there are hooks around the backward of a micro-batch.
-        hears_step: there is something between the gradients of a window and its optimizer step.
+        has_batch_start: a callback overrides ``on_train_batch_start``.
+        has_batch_end: a callback overrides ``on_train_batch_end``.
+        has_backward: there are hooks around the backward of a micro-batch.
         is_step_bare: ``training_step`` needs nothing around it: no wrapper of the module, no autocast.
         step_counters: the module and callbacks whose ``on_train_batch_end`` reads ``global_step``, as Lightning's
             EMAWeightAveraging does to see each optimizer step once. No checkpoint callbacks: theirs are of whole loader batches.
@@ -137,6 +136,11 @@ class Audience:
         ):
             self._look()
 
+    @property
+    def has_step(self) -> bool:
+        """There is something between the gradients of a window and its optimizer step."""
+        return self._has_step or bool(self._trainer.gradient_clip_val)
+
     def _look(self) -> None:
         trainer = self._trainer
         self._callbacks, self._profiler = list(callbacks_of(trainer)), trainer.profiler  # type: ignore[attr-defined]
@@ -147,13 +151,13 @@ class Audience:
             + [(trainer.strategy, _HOOKS_OF_A_STRATEGY), (trainer.precision_plugin, _HOOKS_OF_A_PRECISION)]
         )
         self.has_own_transfer, self.is_profiled = _has_own_transfer(trainer), _is_profiled(trainer) or not self._is_read
-        self.is_more_than_callbacks = self.is_profiled or _is_batch_heard(trainer)
-        self.hears_start, self.hears_end = (
+        self.is_more_than_callbacks = self.is_profiled or _has_batch_hooks(trainer)
+        self.has_batch_start, self.has_batch_end = (
             not all(_is_inherited(callback, pl.Callback, (hook,)) for callback in self._callbacks)
             for hook in ("on_train_batch_start", "on_train_batch_end")
         )
-        self.hears_micro_batch = self.is_profiled or _is_micro_batch_heard(trainer)
-        self.hears_step = self.is_profiled or _is_step_heard(trainer)
+        self.has_backward = self.is_profiled or _has_backward_hooks(trainer)
+        self._has_step = self.is_profiled or _has_step_hooks(trainer)
         self.is_step_bare = self._is_read and _is_step_bare(trainer)
         owners: list[Any] = [callback for callback in self._callbacks if not isinstance(callback, Checkpoint)]
         owners.append(trainer.lightning_module)
@@ -161,7 +165,7 @@ class Audience:
 
 
 class _Hooks:
-    """Those that objects have, by themselves and by their classes.
+    """The hooks that objects have, in themselves and in their classes.
 
     Args:
         owners: objects, and the hooks that they may have. The classes of libraries stay as they are.
@@ -202,7 +206,7 @@ def _data_of(trainer: pl.Trainer) -> pl.LightningDataModule | None:
     return data
 
 
-def _is_batch_heard(trainer: pl.Trainer) -> bool:
+def _has_batch_hooks(trainer: pl.Trainer) -> bool:
     data = _data_of(trainer)
     hooks = ("on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer")
     return not (
@@ -212,19 +216,20 @@ def _is_batch_heard(trainer: pl.Trainer) -> bool:
     )
 
 
-def _is_micro_batch_heard(trainer: pl.Trainer) -> bool:
-    # what goes unheard takes several times as long as the rest of a small micro-batch: two scopes, four hooks of every callback
+def _has_backward_hooks(trainer: pl.Trainer) -> bool:
+    # Lightning's calls take several times as long as the rest of a small micro-batch: two scopes, four hooks of every callback
     hooks, strategy = ("on_before_backward", "on_after_backward", "on_before_zero_grad"), trainer.strategy
     return not (
         all(_is_inherited(callback, pl.Callback, hooks) for callback in callbacks_of(trainer))
         and _is_inherited(trainer.lightning_module, pl.LightningModule, (*hooks, "backward", "optimizer_zero_grad"))
         and _is_inherited(trainer.precision_plugin, Precision, ("pre_backward", "backward", "post_backward"))
-        and _is_inherited(strategy, Strategy, ("pre_backward", "post_backward", "post_training_step"))
+        # those of Lightning's DDPStrategy are for manual optimization
+        and all(_is_of_libraries(strategy, hook) for hook in ("pre_backward", "post_backward", "post_training_step"))
         and _is_of_this_package(strategy, "backward")
     )
 
 
-def _is_step_heard(trainer: pl.Trainer) -> bool:
+def _has_step_hooks(trainer: pl.Trainer) -> bool:
     hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
     own = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients", "clip_gradients")
     return not (
@@ -274,6 +279,11 @@ def _names_in(code: CodeType | None) -> Iterator[str]:
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
                 yield from _names_in(inner)
+
+
+def _is_of_libraries(strategy: Strategy, name: str) -> bool:
+    """No strategy that was derived from one of this package's or Lightning's has the method itself."""
+    return name not in vars(strategy) and getattr(type(strategy), name).__module__.startswith(_LIBRARIES)
 
 
 def _is_of_this_package(strategy: Strategy, name: str) -> bool:

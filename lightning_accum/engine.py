@@ -1,0 +1,311 @@
+"""A strategy of this package, as loops, callbacks and sessions see it: what an engine does otherwise than another, and Lightning's
+hooks of a micro-batch and of an optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_accum.accumulation import Accumulation
+from lightning_accum.hook_table import HookTable, already_on_cpu
+from lightning_accum.loops import trainer_state
+from lightning_accum.loops.watch import Watch
+from lightning_accum.lr_schedule import StepWatch
+from lightning_accum.manual.optimization import ManualOptimization
+from lightning_accum.micro_batch import MicroBatch, Weighed
+from lightning_accum.policy import Policy
+from lightning_accum.ranks import Ranks
+from lightning_accum.session import Session
+from lightning_accum.splitting.packed import samples_of
+from lightning_accum.splitting.snapshot import Keeper
+from lightning_accum.sync import GradientSync
+from lightning_accum.weighing.weight import count_samples
+from lightning_accum.whole.offload import Offload
+from lightning_accum.whole.row_wise import RowWise
+
+
+class WindowListener(Protocol):
+    """What is told of the windows of a training."""
+
+    def show_window(self) -> None:
+        """One has ended."""
+
+    def show_manual_window(self, trainer: pl.Trainer) -> None:
+        """One of a module that optimizes by itself has ended."""
+
+    def set_size(self, trainer: pl.Trainer) -> None:
+        """One is about to begin."""
+
+
+class Engine(Strategy):
+    """What all strategies of this package are; the methods that do nothing here are for engines with several ranks."""
+
+    accumulation: Accumulation | None = None
+    """The state of the running ``fit``; None outside of one, and in manual optimization."""
+    policy: Policy = Policy()
+    estimated_windows: int | None = None
+    """How many windows of tokens a training will have; None where it was not asked."""
+    listener: WindowListener | None = None
+    _keeper: Keeper | None = None
+    world_size: int
+    global_rank: int
+    ranks: Ranks | None = None
+    """Those of the training; None before there are any."""
+    sync: GradientSync = GradientSync()
+    """When gradients are reduced over the ranks."""
+    reduces_every_backward_by_itself = False
+    """Where the module optimizes by itself, the engine averages gradients over the ranks in every backward."""
+    manual: ManualOptimization | None = None
+    """The windows of a module that optimizes by itself; None for any other, and where a window is one micro-batch on one rank."""
+    takes_gradient: bool = True
+    """``backward`` takes the ``gradient`` argument."""
+    watch: Watch
+    """Whether Lightning calls what stands in for its own; there in a fit."""
+    row_wise: RowWise | None = None
+    """Runs submodules in micro-batches, in steps that see the whole batch; None where nothing was asked to."""
+    offload: Offload | None = None
+    """Moves what autograd saves; None where it stays."""
+    hooks: HookTable
+    """Which of Lightning's hooks somebody overrides; there with :attr:`accumulation`."""
+    session: Session
+    """Runs loader batches; there with :attr:`accumulation`."""
+    _watch: StepWatch
+
+    # --- ranks ------------------------------------------------------------------------------------------------------
+
+    def _ranks(self) -> Ranks:
+        """Those whose gradients are averaged."""
+        return Ranks(self.root_device, self.world_size, None, self.world_size, self.global_rank, getattr(self, "_timeout", None))
+
+    def ranks_of_micro_batch(self) -> dist.ProcessGroup | None:
+        """Those that run parts of the same micro-batch; None where each has its own."""
+        return None
+
+    def rank_in_group(self) -> int:
+        """Of this rank, among those whose gradients are averaged."""
+        return self.global_rank
+
+    def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step as the engine wants it."""
+        return step(*args, **kwargs)
+
+    def begin_manual_loader_batch(self) -> None:
+        """A loader batch of a module that optimizes by itself is about to run."""
+
+    def _make_sync(self) -> GradientSync:
+        """When gradients are reduced, in a fit that begins. May refuse what the engine cannot do."""
+        return GradientSync()
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def loss_scale(self) -> float:
+        """What a GradScaler multiplies losses by, and so their gradients."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """Those of :meth:`parameters`, by names that are the same in another run."""
+        assert self.lightning_module is not None
+        named = dict(self.lightning_module.named_parameters())
+        known = set(named.values())
+        left = [parameter for parameter in self.parameters() if parameter not in known]
+        return {**named, **{f"optimizer.{index}": parameter for index, parameter in enumerate(left)}}
+
+    def drop_gradients(self) -> None:
+        """Clear what was accumulated."""
+        self.sync.drop_accumulated()
+        assert self.lightning_module is not None
+        self.lightning_module.zero_grad()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the module and of the optimizers."""
+        assert self.lightning_module is not None
+        parameters = dict.fromkeys(self.lightning_module.parameters())
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                parameters.update(dict.fromkeys(group["params"]))
+        return list(parameters)
+
+    def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
+        """Clip the gradients of ``parameters`` to a norm. Returns the norm that they had."""
+        return torch.nn.utils.clip_grad_norm_(parameters, largest)
+
+    def trainer(self) -> pl.Trainer:
+        """The Trainer of the module."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def running_row_wise(self, batch: Any) -> AbstractContextManager[None]:
+        """In here, a step and its backward, the submodules that were named run in micro-batches."""
+        return nullcontext() if self.row_wise is None else self.row_wise.step(count_samples(batch))
+
+    def around_loader_batch(self, batch: Any) -> AbstractContextManager[None]:
+        """What a loader batch runs in, whole or in micro-batches."""
+        module = self.lightning_module
+        if self.offload is None or module is None:
+            return nullcontext()
+        return self.offload.engaged((*module.parameters(), *module.buffers(), *tree_leaves(batch)))
+
+    # --- one micro-batch --------------------------------------------------------------------------------------------
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self.accumulation is None or self.hooks.has_own_transfer:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        splitting = self.accumulation.splitting
+        if self.root_device.type == "cpu":
+            moved = None if self.hooks.is_profiled else already_on_cpu(batch)
+            if moved is not None:
+                return moved
+        elif splitting is not None and batch is not None and self.trainer().training:
+            splitting.planner.look_at(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.manual is not None:
+            return self.manual.backward(super().backward, closure_loss, optimizer, *args, **kwargs)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def watching_gradient(self, loss: Tensor, grad_output: Tensor | None) -> AbstractContextManager[None]:
+        """A backward in here: its loss is to get the gradient that it was given."""
+        return self.watch.gradient_of_loss(loss, grad_output, self.loss_scale() if self._is_precision_lightnings else None)
+
+    @property
+    def _may_skip_steps(self) -> bool:
+        return getattr(self.precision_plugin, "scaler", None) is not None or not self._is_precision_lightnings
+
+    @property
+    def _is_precision_lightnings(self) -> bool:
+        return type(self.precision_plugin).__module__.startswith(("lightning.", "pytorch_lightning."))
+
+    def end_manual_window(self) -> None:
+        """A window of a module that optimizes by itself has ended."""
+        if self.listener is not None:
+            self.listener.show_manual_window(self.trainer())
+
+    def samples_of_loader(self) -> frozenset[int]:
+        """How many samples the loaders put into a batch; empty where one of them does not say so."""
+        return trainer_state.samples_of_loader(self.trainer())
+
+    @property
+    def keeper(self) -> Keeper:
+        """Keeps what a batch may change that is run for others only, or that may have to run again."""
+        assert self.accumulation is not None
+        if self.accumulation.splitting is not None:
+            return self.accumulation.splitting.keeper
+        if self._keeper is None:
+            assert self.lightning_module is not None
+            self._keeper = Keeper(self.lightning_module, self.root_device)
+        return self._keeper
+
+    # --- what a session asks for ------------------------------------------------------------------------------------
+
+    def loader_batches_seen(self) -> int:
+        """Those that training has drawn so far, over all epochs."""
+        return trainer_state.loader_batches_seen(self.trainer())
+
+    def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
+        """Say in one line what was understood."""
+        accumulation, trainer = self.accumulation, self.trainer()
+        assert accumulation is not None
+        batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
+        samples = samples_of(batch, trainer_state.samples_of_loader(trainer))
+        rank_zero_info(accumulation.describe(micro_batch, weighed, samples, trainer.accumulate_grad_batches))
+        accumulation.warn_of_windows_never_full(micro_batch, weighed, batch, trainer.num_training_batches)
+
+    def note_end_of_window(self) -> None:
+        """The watch is to see that an optimizer step follows."""
+        self.watch.close(self._watch.optimizer)
+
+    def end_window_inside_batch(self) -> None:
+        """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
+        trainer_state.end_window_inside_batch(self.trainer())
+
+    def stop(self) -> None:
+        """All ranks end after the loader batch under way."""
+        trainer_state.stop(self.trainer())
+
+    # --- the optimizer step -----------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        if self.manual is not None:
+            return self.manual.optimizer_step(super().optimizer_step, optimizer, closure, model, **kwargs)
+        if self.accumulation is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.accumulation.is_passthrough():
+            with suppress(_EmptyWindowError):
+                return super().optimizer_step(optimizer, self._raising_where_empty(closure), model, **kwargs)
+            return None
+        if self._watch.optimizer is not optimizer:
+            self._watch.remove()
+            self._watch = self._step_watch(optimizer)
+        loss = closure()
+        if self.accumulation.is_closed_empty:  # nothing had any weight: optimizer and hooks see no step
+            return loss
+        if self.hooks.has_step:
+            return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
+        return optimizer.step(_already_run(closure, loss))
+
+    def _step_watch(self, optimizer: Optimizer) -> StepWatch:
+        return StepWatch(optimizer, lambda: self.watch.before_optimizer(self._is_passthrough))
+
+    def _is_passthrough(self) -> bool:
+        return self.accumulation is None or self.accumulation.is_passthrough()
+
+    def _raising_where_empty(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that Lightning calls inside of the optimizer's step, and that ends this step if the window has no weight."""
+        is_first = True
+
+        def run() -> Any:
+            nonlocal is_first
+            result = closure()
+            assert self.accumulation is not None
+            if is_first and self.accumulation.is_closed_empty:
+                raise _EmptyWindowError
+            is_first = False
+            return result
+
+        return run
+
+    def after_optimizer_step(self) -> None:
+        """Count the step, if it really happened."""
+        assert self.accumulation is not None
+        has_stepped, is_empty = self._watch.has_stepped(), self.accumulation.is_closed_empty
+        self.watch.after_optimizer(has_stepped or is_empty or self._may_skip_steps)
+        is_counted = (has_stepped or is_empty) and self.accumulation.is_step
+        self.accumulation.after_optimizer_step(is_counted)
+        if is_counted and self.lr_scheduler_configs:
+            self.watch.schedulers_due()
+        if self.listener is not None:
+            self.listener.show_window()
+            self.listener.set_size(self.trainer())
+
+
+class _EmptyWindowError(Exception):
+    """Ends the step of an optimizer before it changes anything."""
+
+
+def _already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
+    """A closure whose first call has been made."""
+    calls = 0
+
+    def first_result_then_again() -> Any:
+        nonlocal calls
+        calls += 1
+        return result if calls == 1 else closure()
+
+    return first_result_then_again

@@ -1,0 +1,67 @@
+"""The places where Lightning's training loop decides about accumulation, handed over to the strategy for one fit.
+
+The loops of a Trainer keep their identity and their progress, since checkpoints, tuners and callbacks hold on to them: each
+gets a subclass of its own class instead of a successor, for as long as a fit takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_accum.engine import Engine
+from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
+from lightning_accum.loops.loggers import WindowRows
+from lightning_accum.loops.manual import WindowManualOptimization
+from lightning_accum.loops.optimization import WindowOptimization
+from lightning_accum.loops.results import BatchResults
+from lightning_accum.loops.specialised import specialised
+from lightning_accum.loops.trainer import AccumulatingTrainer
+from lightning_accum.loops.uneven import PatientSignals, UnrepeatingData
+from lightning_accum.seams import SeamError
+
+
+@contextmanager
+def installed(trainer: pl.Trainer) -> Iterator[None]:
+    """Hand the decisions of the Trainer's fit loop over to its strategy, for one fit.
+
+    Afterwards the Trainer, its loops and its connectors have the types and attributes that they had.
+
+    Raises:
+        SIGTERMException: (at the end) SIGTERM has come, and there was no window any more that could have told the other ranks.
+    """
+    strategy = cast("Engine", trainer.strategy)
+    fit_loop, epoch_loop, signals = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector
+    with (
+        specialised(trainer, AccumulatingTrainer, is_users_first=True, window_metrics={}),
+        specialised(trainer._data_connector, UnrepeatingData),
+        specialised(signals, PatientSignals, before_training=ExitStack()),
+        specialised(trainer._logger_connector, WindowRows, pending={}),
+        specialised(fit_loop, AccumulatingFitLoop, seams=ExitStack()),
+        specialised(epoch_loop, AccumulatingEpochLoop, strategy=strategy),
+        specialised(epoch_loop.automatic_optimization, WindowOptimization, strategy=strategy),
+        specialised(epoch_loop.manual_optimization, WindowManualOptimization, strategy=strategy),
+        specialised(epoch_loop._results, BatchResults, strategy=strategy),
+        cast("PatientSignals", signals).before_training,
+        cast("AccumulatingFitLoop", fit_loop).seams,
+    ):
+        yield
+        epoch_loop.manual_optimization.on_run_end()  # a step that raised left the optimizers' hooks in place
+        cast("AccumulatingTrainer", trainer).show_window_metrics()  # those of another run take their place
+        is_over = trainer.state.status == TrainerStatus.RUNNING
+        if is_over and strategy.watch.is_unfinished:
+            raise SeamError("Training is over, and _FitLoop.on_run_end was not called: an unfinished window took no step.")
+        is_unheard = cast("PatientSignals", signals).is_waiting and not signals.received_sigterm
+    if is_unheard and is_over:
+        raise SIGTERMException
+
+
+def handle_sigterm_before_training(trainer: pl.Trainer) -> None:
+    """The ranks of a fit are connected: have one that gets SIGTERM name itself on the others."""
+    signals = cast("PatientSignals", trainer._signal_connector)
+    signals.before_training.enter_context(signals.handled_before_training())

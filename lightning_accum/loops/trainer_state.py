@@ -1,0 +1,79 @@
+"""What a Trainer in a fit is asked and told; its loops and connectors are of the classes of this folder by then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
+
+
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """The Trainer that a module is attached to."""
+    return module._trainer
+
+
+def loader_batches_seen(trainer: pl.Trainer) -> int:
+    """Loader batches that training has drawn so far, over all epochs."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def loader_batches_into_window(trainer: pl.Trainer) -> int:
+    """Where in its window a run goes on that was restarted in the middle of an epoch, as Lightning counts."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    ready = epoch_loop.batch_progress.current.ready
+    if not epoch_loop.restarting or ready >= trainer.num_training_batches:
+        return 0
+    return ready % trainer.accumulate_grad_batches
+
+
+def samples_of_loader(trainer: pl.Trainer) -> frozenset[int]:
+    """How many samples the loaders put into a batch; empty where one of them does not say so."""
+    combined = trainer.fit_loop._combined_loader
+    sizes = [_batch_size(loader) for loader in ([] if combined is None else combined.flattened)]
+    return frozenset() if None in sizes else frozenset(size for size in sizes if size is not None)
+
+
+def _batch_size(loader: Any) -> int | None:
+    if not isinstance(loader, DataLoader):
+        return None
+    sampler = loader.batch_sampler
+    size = sampler.batch_size if type(sampler) is BatchSampler else loader.batch_size
+    return size if isinstance(size, int) else None
+
+
+def end_window_inside_batch(trainer: pl.Trainer) -> None:
+    """A micro-batch has ended, but not its loader batch. Called on all ranks together."""
+    _specialised(trainer.fit_loop.epoch_loop).end_window_inside_batch()
+
+
+def is_logging_due(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer's loggers get metrics at this optimizer step."""
+    return trainer._logger_connector.should_update_logs
+
+
+def show_metrics(trainer: pl.Trainer, metrics: Mapping[str, Tensor | float]) -> None:
+    """Add to ``trainer.callback_metrics`` and ``logged_metrics``, numbers in double precision."""
+    _specialised(trainer).window_metrics.update(metrics)
+
+
+def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    """Give metrics to the Trainer's loggers, in the row that the module's own metrics of the step get."""
+    _specialised(trainer._logger_connector).hold(metrics)
+
+
+def flush_metrics(trainer: pl.Trainer) -> None:
+    """The loader batch of the last window has ended, or never will: what :func:`log_metrics` got is a row by itself."""
+    _specialised(trainer._logger_connector).flush()
+
+
+def stop(trainer: pl.Trainer) -> None:
+    """All ranks know that one was told to end: Lightning ends them after the loader batch in hand."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def _specialised(part: Any) -> Any:
+    """A part of the Trainer, without its type: the classes that it has in a fit import this file."""
+    return part

@@ -1,0 +1,355 @@
+"""How a loader batch is run: whole or in micro-batches, each of which adds to its window, and how a window ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accum.accumulation import Accumulation
+from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
+from lightning_accum.nonfinite import Guard
+from lightning_accum.policy import Policy
+from lightning_accum.splitting.batch_log import BatchLog
+from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.outputs import Outputs
+from lightning_accum.splitting.plan import Plan
+from lightning_accum.splitting.snapshot import Keeper
+from lightning_accum.sync import GradientSync
+from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
+from lightning_accum.weighing.weight import count_samples
+from lightning_accum.whole.row_wise import RowWise
+
+_NOTHING_AROUND = nullcontext()
+
+
+class SessionEngine(Protocol):
+    """What a session asks of the strategy that it belongs to."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All that may get a gradient."""
+
+    def loader_batches_seen(self) -> int:
+        """Those that training has drawn so far, over all epochs."""
+
+    def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
+        """The first loss was weighed: say what was understood."""
+
+    def note_end_of_window(self) -> None:
+        """The last backward of a window is over, and its gradients are reduced."""
+
+    def end_window_inside_batch(self) -> None:
+        """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
+
+    def stop(self) -> None:
+        """A rank was told to end: all end after the loader batch under way."""
+
+
+class Step(Protocol):
+    """How the micro-batches of one loader batch are run."""
+
+    skips_backward: bool
+    """Nothing is trained."""
+
+    def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+        """``training_step``: the loss of a micro-batch, and what else it returned."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of an earlier window."""
+
+    def backward(self, loss: Tensor, grad_output: Tensor | None, /) -> None:
+        """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
+
+    def collecting_logs(self) -> AbstractContextManager[BatchLog]:
+        """Collect what is logged in here, and log nothing yet."""
+
+    def show_logs(self, log: BatchLog, is_left_out: bool) -> None:
+        """Log what was collected; or take part in what other ranks log, if it is as if it had never been there."""
+
+
+class Outcome(NamedTuple):
+    """What came of a loader batch.
+
+    Attributes:
+        loss: its loss, None where it had none.
+        extra: what else ``training_step`` returned.
+        window_loss: the loss of the window that it ends, which is its own where everything is left to Lightning; None inside of a
+            window, and where the window had no weight.
+    """
+
+    loss: Tensor | None
+    extra: dict[str, Any]
+    window_loss: Tensor | None
+
+
+class Session:
+    """Runs the loader batches of one fit.
+
+    Args:
+        engine: what it belongs to.
+        module: that is trained.
+        accumulation: what the window is made of.
+        sync: when gradients are reduced over the ranks.
+        keeper: gives what puts back what a micro-batch has changed.
+        guard: looks whether micro-batches are finite; None where nobody does.
+        row_wise: runs submodules in micro-batches; None where nothing was asked to.
+    """
+
+    def __init__(
+        self,
+        engine: SessionEngine,
+        module: nn.Module,
+        accumulation: Accumulation,
+        sync: GradientSync,
+        keeper: Callable[[], Keeper],
+        guard: Guard | None,
+        row_wise: RowWise | None,
+    ) -> None:
+        self.sync = sync
+        self.guard = guard
+        self._engine = engine
+        self._module = module
+        self._accumulation = accumulation
+        self._keeper = keeper
+        self._row_wise = row_wise
+        self._is_announced = False
+        self._has_ranks = accumulation.ranks.world_size > 1
+        policy = accumulation.policy
+        self.finishes_after_backward = finishes_after_backward(policy)
+        self.counts_tokens_of_parts = counts_tokens_of_parts(policy)
+        self._has_rounds = self.counts_tokens_of_parts or (sync.is_waited_for_in_forward and policy.micro_batch is not None)
+
+    # --- one loader batch -----------------------------------------------------------------------------------------
+
+    def run(self, step: Step, batch: Any, ends_window: bool) -> Outcome:
+        """Run a loader batch, as the training loop hands it over."""
+        accumulation = self._accumulation
+        if accumulation.window.terms is not None:
+            accumulation.count_ahead(batch)
+        with _NOTHING_AROUND if self._row_wise is None else self._row_wise.step(count_samples(batch)):
+            splitting = accumulation.splitting
+            run = self._run_whole if splitting is None or splitting.plan is None else self._run_in_micro_batches
+            if not accumulation.is_shadow_batch:
+                return run(step, batch, ends_window)
+            self._zero_grad(step)  # what it does to the module is to last
+            snapshot = self._keeper().take(watches_parameters=False)
+            try:
+                return run(step, batch, ends_window)
+            finally:
+                snapshot.restore()
+
+    def _run_whole(self, step: Step, batch: Any, ends_window: bool) -> Outcome:
+        accumulation = self._accumulation
+        rows = None if accumulation.splitting is None else accumulation.splitting.rows
+        is_boundary = ends_window and not self.finishes_after_backward
+        micro_batch = MicroBatch(batch, rows, is_boundary=is_boundary, is_shadow_batch=accumulation.is_shadow_batch)
+        if self.guard is None or not self.guard.leaves_out:
+            loss, extra, _ = self._run_micro_batch(step, micro_batch)
+        else:  # what may be left out is not shown before it was looked at
+            with step.collecting_logs() as log:
+                loss, extra, weighed = self._run_micro_batch(step, micro_batch)
+            if self.guard.has_left_out:
+                loss, extra = None, {}
+            log.weigh([weighed.weight], [1])
+            step.show_logs(log, self.guard.has_left_out)
+        if not ends_window:
+            return Outcome(loss, extra, None)
+        window_loss = self._end_window() if is_boundary else self.finish_window()
+        return Outcome(loss, extra, loss if accumulation.is_passthrough() else window_loss)
+
+    def _run_in_micro_batches(self, step: Step, batch: Any, ends_window: bool) -> Outcome:
+        accumulation, splitting = self._accumulation, self._accumulation.splitting
+        assert splitting is not None
+        begun, is_zero_grad_due = accumulation.window.micro_batches, accumulation.is_zero_grad_due
+        left_out, sums = accumulation.window.left_out, accumulation.sums if splitting.is_retried else None
+        kept = {} if sums is None else sums.copies()
+
+        def discard() -> None:
+            accumulation.window.rewind(begun)
+            accumulation.window.left_out = left_out
+            if sums is not None:
+                sums.put_back(kept)
+            if is_zero_grad_due and not accumulation.is_zero_grad_due:
+                for parameter in self._engine.parameters():
+                    parameter.grad = None
+
+        def attempt(plan: Plan) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
+            return self._attempt(step, plan, ends_window and not self.finishes_after_backward)
+
+        accumulated = None if is_zero_grad_due else self._engine.parameters()
+        outputs, order, log, window_loss = splitting.run(attempt, discard, accumulated)
+        step.show_logs(log, not outputs.weights)
+        if ends_window and self.finishes_after_backward:
+            window_loss = self.finish_window()
+        is_window = ends_window and begun == 0 and accumulation.world_size == 1 and not self.counts_tokens_of_parts
+        return Outcome(outputs.loss(window_loss if is_window else None), outputs.extra(order), window_loss)
+
+    def _attempt(self, step: Step, plan: Plan, has_boundary: bool) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
+        guard, is_shadow_batch = self.guard, self._accumulation.is_shadow_batch
+        own, window_loss = len(plan.pieces), None
+        rounds, outputs = self._rounds(own), Outputs([piece.count for piece in plan.pieces])
+        with step.collecting_logs() as log:
+            for index, batch in enumerate(plan):
+                is_boundary = has_boundary and index == rounds - 1
+                log.micro_batch = len(outputs.weights)
+                rows = plan.pieces[index].count if plan.is_read else None
+                micro_batch = MicroBatch(batch, rows, index, own, is_boundary, is_shadow_batch)
+                loss, extra, weighed = self._run_micro_batch(step, micro_batch)
+                log.note_loss(loss)
+                if is_boundary:
+                    window_loss = self._end_window()
+                if guard is not None and guard.has_left_out:
+                    outputs.leave_out()
+                    if not (index == own - 1 and self._has_ranks and not outputs.weights):  # others may wait for what it logs
+                        log.forget_micro_batch()
+                else:
+                    outputs.add(loss, weighed.weight, extra, weighed.of_mean)
+                del loss, extra, batch, micro_batch  # before the next forward
+                if self.counts_tokens_of_parts and index < rounds - 1:
+                    self._engine.end_window_inside_batch()
+        if rounds > own:
+            window_loss = self._run_shadow_batches(own, rounds, has_boundary)
+        log.weigh(outputs.weights or [0.0], outputs.rows or [1], outputs.of_means)
+        return outputs, plan.order, log, window_loss
+
+    # --- one micro-batch ------------------------------------------------------------------------------------------
+
+    def _run_micro_batch(self, step: Step, micro_batch: MicroBatch) -> tuple[Tensor | None, dict[str, Any], Weighed]:
+        """Forward, weight, backward. Returns the loss, what else was returned, and what the window got."""
+        guard = self.guard
+        if guard is not None:
+            guard.begin_micro_batch(micro_batch)
+        with self.sync.blocked(micro_batch) if self._has_ranks and not micro_batch.is_boundary else _NOTHING_AROUND:
+            loss, extra = step.forward(micro_batch.batch)
+            if self._accumulation.is_zero_grad_due:
+                self._zero_grad(step)
+            weighed = EMPTY
+            if loss is None or step.skips_backward:
+                self._accumulation.add_without_loss(micro_batch)
+                self.sync.backward_without_loss()
+            else:
+                weighed = self._accumulation.add(loss, micro_batch)
+                if not self._is_announced:
+                    self._is_announced = True
+                    self._engine.announce(micro_batch, weighed)
+                if self._has_ranks:
+                    self.sync.begin_backward(micro_batch)
+                if guard is None and not weighed.is_weightless:
+                    step.backward(loss, weighed.grad_output)
+                else:
+                    with self._around_backward(loss, micro_batch, weighed):
+                        step.backward(loss, weighed.grad_output)
+                if self._accumulation.observer is not None:
+                    self._accumulation.observer.end_backward()
+            if self._has_ranks:
+                self.sync.complete_reduction(micro_batch)
+        if guard is not None and guard.end_micro_batch():
+            self._accumulation.window.skip_nonfinite()
+            weighed = EMPTY
+        return loss, extra, weighed
+
+    def _zero_grad(self, step: Step) -> None:
+        """Clear the gradients of an earlier window, if it was not done."""
+        accumulation = self._accumulation
+        if step.skips_backward or not accumulation.is_zero_grad_due:
+            return
+        accumulation.is_zero_grad_due = False
+        # parameters of sharded modules are others between forward and backward
+        if not (accumulation.is_passthrough() or self.sync.is_waited_for_in_forward):
+            accumulation.changes.begin(self._module, accumulation.epoch)
+        step.zero_grad()
+
+    def _around_backward(self, loss: Tensor, micro_batch: MicroBatch, weighed: Weighed) -> AbstractContextManager[None]:
+        if micro_batch.is_shadow_batch and not self.sync.is_waited_for_in_forward:
+            return self._weightless(no_gradients(loss))
+        if weighed.is_weightless:
+            return self._weightless(gradients_of_zero(loss))
+        assert self.guard is not None
+        return self.guard.watching(loss, weighed.weight)
+
+    def _weightless(self, context: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """A backward in ``context``, of which row-wise submodules get nothing."""
+        return context if self._row_wise is None else self._row_wise.dropping(context)
+
+    # --- a rank without a batch -----------------------------------------------------------------------------------
+
+    def run_without_batch(self, ends_window: bool) -> Tensor | None:
+        """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0.
+
+        Returns:
+            The loss of the window, if it ends one.
+        """
+        window_loss = self._run_shadow_batches(0, max(1, self._rounds(0)), ends_window and not self.finishes_after_backward)
+        return self.finish_window() if ends_window and self.finishes_after_backward else window_loss
+
+    def _run_shadow_batches(self, done: int, rounds: int, has_boundary: bool) -> Tensor | None:
+        """Other ranks have more micro-batches in a loader batch: this one takes part in them, with weight 0.
+
+        Args:
+            done: micro-batches that this rank has run.
+            rounds: those of the rank with the most.
+            has_boundary: the last of them ends the window.
+        """
+        for index in range(done, rounds):
+            is_last = index == rounds - 1
+            micro_batch = MicroBatch(None, None, index, rounds, has_boundary and is_last)
+            with _NOTHING_AROUND if micro_batch.is_boundary else self.sync.blocked(micro_batch):
+                self.sync.forward_without_batch()
+                self._accumulation.add_without_loss(micro_batch)
+                self.sync.backward_without_loss()
+                self.sync.complete_reduction(micro_batch)
+            if self.counts_tokens_of_parts and not is_last:
+                self._engine.end_window_inside_batch()
+        return self._end_window() if has_boundary else None
+
+    def _rounds(self, own: int) -> int:
+        """The micro-batches of a loader batch, after each of which this rank may have to wait for others. Called on all ranks."""
+        return int(self._accumulation.ranks.largest(own)[0]) if self._has_rounds else own
+
+    # --- the end of a window --------------------------------------------------------------------------------------
+
+    def finish_window(self, is_inside_batch: bool = False) -> Tensor | None:
+        """End the window after its last backward, which reduced nothing. On all ranks together.
+
+        Args:
+            is_inside_batch: the rest of the loader batch begins the next window.
+
+        Returns:
+            Its loss; None where it had no weight.
+        """
+        self._accumulation.reduce()
+        self.sync.reduce_accumulated()
+        return self._end_window(is_inside_batch)
+
+    def _end_window(self, is_inside_batch: bool = False) -> Tensor | None:
+        accumulation, engine = self._accumulation, self._engine
+        engine.note_end_of_window()
+        self.sync.end_window()
+        if self.guard is not None:
+            self.guard.end_window()
+        seen = engine.loader_batches_seen()
+        if accumulation.is_passthrough():
+            accumulation.close_passthrough(seen)
+            return None
+        closed = accumulation.close(seen, engine.parameters(), is_inside_batch)
+        if closed.is_last and accumulation.ranks.size == accumulation.ranks.world_size:
+            engine.stop()
+        if closed.is_empty:
+            return None
+        return torch.as_tensor(closed.loss, dtype=accumulation.window.dtype, device=accumulation.ranks.device)
+
+
+def finishes_after_backward(policy: Policy) -> bool:
+    """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
+    return policy.on_nonfinite != "propagate" or policy.micro_batch == "auto" or bool(policy.row_wise)
+
+
+def counts_tokens_of_parts(policy: Policy) -> bool:
+    """A window ends with any micro-batch of a split batch, as soon as it has its tokens.
+
+    With its last, where an attempt at a batch may fail, which cannot take a step back.
+    """
+    return isinstance(policy.window, Tokens) and policy.micro_batch not in (None, "auto")

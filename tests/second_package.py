@@ -1,0 +1,61 @@
+"""The same tests with ``import pytorch_lightning as pl``: pytest on a copy of them with the other package's names.
+
+python tests/second_package.py                             # all of them
+python tests/second_package.py tests/test_ddp.py -k spawn  # with pytest's arguments
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from lightning_accum import families
+
+ROOT = Path(__file__).resolve().parent.parent
+_IN_A_STRING = re.compile(r'(?<=["=])(lightning_accum\.(?!pytorch_lightning|user_warnings|__main__)|lightning\.)')
+
+
+def copied(source: Path, target: Path) -> None:
+    """Copy a folder of tests, with the names of ``pytorch_lightning`` in its Python files."""
+    for file in source.rglob("*"):
+        if not file.is_file() or "__pycache__" in file.parts:
+            continue
+        there = target / file.relative_to(source)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        content = file.read_bytes()
+        there.write_bytes(of_second(content.decode()).encode() if file.suffix == ".py" else content)
+
+
+def of_second(source: str) -> str:
+    """A test, with the names of ``pytorch_lightning``, also where they are strings.
+
+    Example:
+        >>> of_second('assert type(loss).__module__.startswith("lightning.")')
+        'assert type(loss).__module__.startswith("pytorch_lightning.")'
+    """
+    others = {"lightning_accum.": "lightning_accum.pytorch_lightning.", "lightning.": "pytorch_lightning."}
+    return _IN_A_STRING.sub(lambda found: others[found[1]], families.second(source))
+
+
+def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Copy the tests to a directory, and run pytest there on the package as it is here."""
+    copied(ROOT / "tests", directory / "tests")
+    with (directory / "tests" / "conftest.py").open("a") as conftest:
+        print("logging.getLogger('pytorch_lightning').addHandler(logging.StreamHandler())", file=conftest)  # as `lightning` does
+    for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):
+        (directory / name).write_text(families.second((ROOT / name).read_text(encoding="utf-8")), encoding="utf-8")
+    for name in ("lightning_accum", "notebooks", ".ci"):  # where tests look for them
+        (directory / name).symlink_to(ROOT / name)
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(arguments or ("tests",))]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(command, cwd=directory, env={**environment, "PYTHONPATH": paths}, check=False, text=True)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        sys.exit(run(Path(temporary), *sys.argv[1:]).returncode)
