@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -22,10 +22,12 @@ from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.check import Verdict
+from lightning_accum.weighing.counts import SampleCount, TokenCount, count_samples
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
+from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
-from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher, count_samples
+from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums
@@ -135,7 +137,10 @@ class Accumulation:
         if state:
             check_format(state)
             check_keys(
-                state, _STATE, ("micro_batch_sizes", "padding", "epoch_loss", "window", "weight_constant"), "GradientAccumulation"
+                state,
+                _STATE,
+                ("micro_batch_sizes", "padding", "epoch_loss", "window", "weight_constant", "shares"),
+                "GradientAccumulation",
             )
         self.resumed_state = state
 
@@ -179,6 +184,8 @@ class Accumulation:
         self._was_checked = state.get("checked_weight") == self.policy.weight_in_words
         if self._was_checked:
             self.window.constant = state.get("weight_constant")
+        if self._was_checked and "shares" in state:
+            self.weigher.shares = ShareWeight(**state["shares"])
         if self._was_checked and self.checks_left:
             self.checks_left, self.verdict = 0, Verdict(None, seen="the checkpoint is of a training that was")
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
@@ -219,9 +226,11 @@ class Accumulation:
         return self.world_size == 1 and self.boundary.size == 1 and self.plan is None
 
     def count_ahead(self, batch: Any) -> None:
-        """A loader batch is about to run, whole or in micro-batches: what its terms are divided by is counted in all of it."""
-        if isinstance(self.window.terms, TermsCountedAhead) and not self.is_shadow_batch:
-            self.window.terms.count(batch)
+        """A loader batch is about to run that is a window: what its terms are divided by is counted in all of it."""
+        terms = self.window.terms
+        if isinstance(terms, TermsCountedAhead) and self.boundary.size == 1 and not (self.is_shadow_batch or self.is_passthrough()):
+            terms.discard()
+            terms.add(batch)
 
     def add(self, loss: Tensor, micro_batch: MicroBatch) -> Weighed:
         """Take in the loss of a micro-batch, the module's own."""
@@ -319,10 +328,14 @@ class Accumulation:
         Raises:
             ValueError: the loss is a sum, which has no weight.
         """
+        return self.comes_to_tokens(self.window.weight_so_far())
+
+    def comes_to_tokens(self, weight: float) -> bool:
+        """Whether ``weight``, summed over the ranks, is that of a window of tokens. Called on all of them."""
         assert isinstance(self.policy.window, Tokens)
         if self.window_tokens is None:
             self.window_tokens = self.policy.window.at(float(self.total_weight))
-        return self.ranks.sum(self.window.weight_so_far()) >= self.window_tokens
+        return self.ranks.sum(weight) >= self.window_tokens
 
     @property
     def _is_proven(self) -> bool:
@@ -478,7 +491,7 @@ class Accumulation:
 
     def _unit(self, micro_batch: MicroBatch, weighed: Weighed) -> str:
         """What the weight of a micro-batch counts, in words."""
-        weight = self.policy.weight
+        weight = self.policy.main_weight
         if weight == "auto":
             if weighed.weight is not None and float(weighed.weight) == count_samples(micro_batch.batch):
                 return "samples (the loss has no tokens)"
@@ -529,6 +542,8 @@ class Accumulation:
         }
         if self.window.constant:
             state["weight_constant"] = self.window.constant
+        if self.weigher.shares is not None:
+            state["shares"] = asdict(self.weigher.shares)
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()
         if self.splitting is not None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import (
@@ -19,6 +17,8 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 
+from lightning_accum.asked import Asked
+from lightning_accum.exclusions import why_refused
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import Tokens
 
@@ -27,15 +27,13 @@ def checked(policy: Policy) -> Policy:
     """The policy, with a list of weights as a tuple.
 
     Raises:
-        MisconfigurationException: an argument is out of its range.
+        MisconfigurationException: an argument is out of its range, or two exclude each other.
     """
     for argument, example in (("window", "Tokens(8_192)"), ("micro_batch", "Tokens(8_192)"), ("weight", "TokenCount()")):
         _check_is_no_class(argument, getattr(policy, argument), example)
-    if policy.offload:
-        _check_nothing_is_split(policy)
     _check_window(policy.window)
     _check_micro_batch(policy.micro_batch, policy.trim_padding, policy.split)
-    weight = _checked_weight(policy.weight, policy.window, policy.micro_batch)
+    weight = _checked_weight(policy.weight)
     _check_is_one_of("tail", policy.tail, "step", "drop", "carry")
     _check_is_one_of("scheduler_counts", policy.scheduler_counts, "optimizer_steps", "micro_batches")
     dtype: Any = policy.accumulate_dtype
@@ -47,7 +45,19 @@ def checked(policy: Policy) -> Policy:
     for name, value in (("log", policy.log), ("check", policy.check)):
         if not isinstance(value, bool):
             raise MisconfigurationException(f"{name}={value!r}: expected True or False")
-    return replace(policy, weight=weight)
+    policy = replace(policy, weight=weight)
+    refuse(Asked(policy))
+    return policy
+
+
+def refuse(asked: Asked) -> None:
+    """Refuse what cannot be had together.
+
+    Raises:
+        MisconfigurationException: a row of the table applies.
+    """
+    if (reason := why_refused(asked)) is not None:
+        raise MisconfigurationException(reason)
 
 
 def row_wise_policy(row_wise: Any, micro_batch: Any) -> dict[str, Any]:
@@ -127,7 +137,7 @@ def _check_window(window: Any) -> None:
         )
 
 
-def _checked_weight(weight: Any, window: Any, micro_batch: Any) -> Any:
+def _checked_weight(weight: Any) -> Any:
     if isinstance(weight, (list, tuple)) and len(weight) == 1:
         weight = weight[0]
     if not isinstance(weight, (list, tuple)):
@@ -140,18 +150,7 @@ def _checked_weight(weight: Any, window: Any, micro_batch: Any) -> Any:
         raise MisconfigurationException(
             f"weight={weight!r}: expected a callable of the batch for each term of the loss, such as [TokenCount(), SampleCount()]"
         )
-    if micro_batch is None or not (window in (None, 1) or isinstance(window, Mapping)):
-        raise MisconfigurationException(needs_one_batch(weight, window))
     return tuple(weight)
-
-
-def needs_one_batch(weight: Any, window: Any) -> str:
-    """Why a weight for each term cannot be had in windows of several loader batches."""
-    return (
-        f"weight={weight!r} weighs each term of the loss by itself, for which a whole window has to be counted before it runs: it"
-        f" has to be one loader batch that is split (micro_batch=). Here window={window!r}. Let the loader yield the batch that is"
-        " wanted, and set only micro_batch=."
-    )
 
 
 def _is_natural(number: Any, least: int) -> bool:
@@ -169,30 +168,5 @@ def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
         raise MisconfigurationException(
             f"trim_padding={trim_padding!r}: expected True, False, or the key of a mask or of lengths in the batch"
         )
-    if isinstance(trim_padding, str) and micro_batch is None:
-        raise MisconfigurationException(
-            f"trim_padding={trim_padding!r} is the key of a mask or of lengths, by which the micro-batches of a split batch are"
-            " trimmed, but no batch is split: set micro_batch= too"
-        )
     if split is not None and not callable(split):
         raise MisconfigurationException(f"split={split!r}: expected a function of a batch and a size")
-    if split is not None and micro_batch is None:
-        raise MisconfigurationException("split= cuts a batch into micro-batches, but says not how large: set micro_batch= too")
-
-
-def _check_nothing_is_split(policy: Policy) -> None:
-    given = "split=" if policy.split is not None else "trim_padding=" if isinstance(policy.trim_padding, str) else None
-    if given is not None:
-        raise MisconfigurationException(
-            f'GradientAccumulation(micro_batch="offload") runs each loader batch as it is: leave out {given}, which is for those'
-            " that are split"
-        )
-
-
-def check_module(policy: Policy, module: pl.LightningModule) -> None:
-    """Refuse modules that draw their batches by themselves, where batches are to be split."""
-    name, setting = type(module).__name__, f"GradientAccumulation(micro_batch={policy.micro_batch!r})"
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise MisconfigurationException(
-            f"{setting} splits the batches of the loader, but the training_step of {name} draws them by itself (`dataloader_iter`)."
-        )

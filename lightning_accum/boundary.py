@@ -72,6 +72,15 @@ class Boundary:
         """Loader batches in the window so far."""
         return seen - self.closed_at
 
+    def left(self, seen: int, size: Callable[[], float]) -> float:
+        """Loader batches that the window has after number ``seen``, if none of them is the last of the data.
+
+        Args:
+            seen: loader batches so far.
+            size: returns the loader batches in a window that has not begun; see :meth:`begin`.
+        """
+        return (self.size if self._is_under_way else size()) - self.position(seen)
+
     def cut_short(self, seen: int) -> None:
         """Nothing follows loader batch ``seen``: it is the last of its window."""
         self.cut_at = seen

@@ -16,9 +16,7 @@ from typing_extensions import override
 from lightning_accum import families, seams
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import (
-    check_module,
     checked,
-    needs_one_batch,
     row_wise_policy,
     what_to_use_instead_of,
     why_unexpected,
@@ -32,7 +30,7 @@ from lightning_accum.metrics import WindowMetrics
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
-from lightning_accum.weighing.weight import Weight
+from lightning_accum.weighing.counts import Weight
 
 if TYPE_CHECKING:
     from lightning_accum.manual.optimization import ManualOptimization
@@ -79,8 +77,8 @@ class GradientAccumulation(Callback):
         weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by counts which do not
-            go together, a list with one of those for each, in their order, where a window is one loader batch that is split:
-            ``[TokenCount(), SampleCount()]``. What is logged goes by the first.
+            go together, a list with one of those for each, in their order: ``[TokenCount(), SampleCount()]``. The loader batches of
+            a window are then drawn before the first of them runs, and counted on the host. What is logged goes by the first.
         tail: what the end of an epoch, or an early stop, does to an unfinished window. ``"step"``: an optimizer step on what is
             there, exactly. ``"drop"``: its gradients are dropped. ``"carry"``: the window goes on in the next epoch; the last one
             of the training steps.
@@ -184,18 +182,6 @@ class GradientAccumulation(Callback):
             raise MisconfigurationException(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 f" {what_to_use_instead_of(trainer.strategy)}"
-            )
-        if self.policy.micro_batch is not None:
-            check_module(self.policy, pl_module)
-        if isinstance(self.policy.weight, tuple) and self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
-            raise MisconfigurationException(
-                needs_one_batch(self.policy.weight, self.policy.window or trainer.accumulate_grad_batches)
-            )
-        if self.policy.on_nonfinite != "propagate" and not pl_module.automatic_optimization:
-            raise MisconfigurationException(
-                f"GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) looks at the loss and the gradient of each micro-"
-                f"batch, but {type(pl_module).__name__} has automatic_optimization=False and runs its backwards by itself. Look in"
-                ' training_step, or leave on_nonfinite at "propagate".'
             )
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
         if size is None:

@@ -31,7 +31,7 @@ from lightning_accum.session import Session
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.sync import GradientSync
-from lightning_accum.weighing.weight import count_samples
+from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
 

@@ -12,7 +12,7 @@ from lightning_accum.strategies import (
 )
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification import verify
-from lightning_accum.weighing.weight import SampleCount, TokenCount
+from lightning_accum.weighing.counts import SampleCount, TokenCount
 
 __all__ = [
     "AccumulationStrategy",

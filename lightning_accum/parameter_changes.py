@@ -85,12 +85,8 @@ def _message(changed: dict[str, float]) -> str:
 
 
 def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the vectors of spectral norms, which every forward moves. Other buffers are made to change."""
-    named = dict(module.named_parameters())
-    for path, child in module.named_modules():
-        if type(child).__name__ == "_SpectralNorm":
-            named.update((f"{path}.{name}", buffer) for name, buffer in child._buffers.items() if buffer is not None)
-    for name, tensor in named.items():
+    """Parameters. Buffers are made to change; whether a loss depends on that is looked at in the check of the first batch."""
+    for name, tensor in module.named_parameters():
         if not is_lazy(tensor) and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type != "meta":
             yield name, tensor
 

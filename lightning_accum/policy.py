@@ -12,7 +12,7 @@ from lightning_accum.boundary import Tail
 from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
-from lightning_accum.weighing.weight import Weight
+from lightning_accum.weighing.counts import Weight
 
 WindowSize: TypeAlias = int | Tokens | Mapping[int, int] | Callable[[int], int] | None
 """Of a window: loader batches; tokens; ``{epoch: loader batches}``; loader batches by optimizer step; None: the Trainer says."""
@@ -57,6 +57,21 @@ class Policy:
     """this is the size of theirs."""
     offload: bool = False
     """``micro_batch="offload"``: nothing is split."""
+
+    @property
+    def counts_ahead(self) -> bool:
+        """Each term of the loss has its weight, by which a window is counted before it runs."""
+        return isinstance(self.weight, tuple)
+
+    @property
+    def ends_by_tokens(self) -> bool:
+        """A window ends when the weights of its micro-batches come to its tokens: nobody knows before."""
+        return isinstance(self.window, Tokens) and not self.counts_ahead
+
+    @property
+    def main_weight(self) -> Literal["auto", "equal"] | Weight:
+        """What windows and logs go by."""
+        return self.weight[0] if isinstance(self.weight, tuple) else self.weight
 
     def size_at(self, epoch: int, step: int) -> int | None:
         """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say.

@@ -14,13 +14,12 @@ from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.batch_log import BatchLog
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.outputs import Outputs
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.sync import GradientSync
+from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
-from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.row_wise import RowWise
 
 _NOTHING_AROUND = nullcontext()
@@ -352,4 +351,4 @@ def counts_tokens_of_parts(policy: Policy) -> bool:
 
     With its last, where an attempt at a batch may fail, which cannot take a step back.
     """
-    return isinstance(policy.window, Tokens) and policy.micro_batch not in (None, "auto")
+    return policy.ends_by_tokens and policy.micro_batch not in (None, "auto")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
-from lightning_accum import GradientAccumulation, Tokens
+from lightning_accum import GradientAccumulation
 
 EPOCHS, BATCH = 3, 16
 ROWS = sentences(101)
@@ -259,21 +259,3 @@ def test_one_rank_or_both_out_of_memory(most: tuple[int, int], agreed: int, wher
     trainer(ddp(), devices=2, callbacks=[policy], max_epochs=EPOCHS).fit(module)
     assert relative_error(module.parameters(), whole.parameters()) < 1e-12
     assert [torch.load(f"size-{rank}.pt") for rank in (0, 1)] == [agreed, agreed]
-
-
-def test_what_ranks_cannot_share_is_refused_before_training() -> None:
-    class Synced(Language):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net.norm = nn.SyncBatchNorm(4)
-
-    for size in ("auto", Tokens(40)):
-        for module, strategy, message in [
-            (Synced(), ddp(), "SyncBatchNorm"),
-            (Language(), ddp(sync="micro_batch"), 'sync="window"'),
-        ]:
-            with pytest.raises(Exception, match=message):
-                trainer(strategy, devices=2, callbacks=[GradientAccumulation(micro_batch=size)]).fit(module, loader(BATCHES))
-    run = trainer(ddp(static_graph=True), devices=2, callbacks=[GradientAccumulation(micro_batch="auto")])
-    with pytest.raises(Exception, match="static_graph"):
-        run.fit(Language(), loader(BATCHES))

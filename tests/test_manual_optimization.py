@@ -448,30 +448,6 @@ def test_a_loader_batch_without_a_backward_has_no_weight() -> None:
     assert relative_error(module.parameters(), expected.parameters()) < 1e-12
 
 
-def test_what_is_refused_before_training() -> None:
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    from lightning_accum import Tokens
-
-    by_rank = draw(GAN, 1)
-    for policy, message in [
-        ({"window": Tokens(10)}, "steps its optimizers inside training_step"),
-        ({"micro_batch": "auto"}, 'micro_batch="offload"'),
-        ({"window": 3, "micro_batch": 2}, 'micro_batch="offload"'),
-        ({"window": 2, "on_nonfinite": "skip"}, "on_nonfinite"),
-        ({"window": 2, "accumulate_dtype": torch.float32}, "accumulate_dtype"),
-    ]:
-        with pytest.raises(MisconfigurationException, match=message):
-            trainer("accum", callbacks=[GradientAccumulation(**policy)]).fit(GAN(by_rank))
-
-    class Closing(GAN):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters())
-
-    with pytest.raises(MisconfigurationException, match="LBFGS"):
-        fitted(Closing(by_rank))
-
-
 def test_optimizers_and_schedulers_are_left_as_they_were() -> None:
     kept: list[Any] = []
 

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from sharded import fsdp1, fsdp2, needs_sharding_on_cpu, shard, whole_parameters
+from sharded import fsdp2, needs_sharding_on_cpu, shard, whole_parameters
 from support import OPTIMIZERS, ddp, fp16_on_cpu, loader, relative_error, trainer
 from test_resume import StatefulLoader
 from torch import Tensor, nn
@@ -635,29 +635,6 @@ class ByItself(OfBatches):
 class WithLBFGS(OfBatches):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
-
-
-@pytest.mark.parametrize(
-    ("make", "kwargs", "told"),
-    [
-        (ByItself, {}, "automatic_optimization=False"),
-        (WithLBFGS, {}, "LBFGS"),
-        (OfBatches, {"strategy": lambda: ddp(sync="micro_batch"), "devices": 2}, 'Use sync="window"'),
-        (OfBatches, {"strategy": lambda: ddp(static_graph=True), "devices": 2}, "Leave static_graph out"),
-        pytest.param(OfBatches, {"strategy": fsdp1, "devices": 2}, "accum_model_parallel", marks=needs_sharding_on_cpu),
-        pytest.param(
-            OfBatches,
-            {"strategy": lambda: fsdp2(2, sync="micro_batch"), "devices": 2},
-            'sync="window"',
-            marks=needs_sharding_on_cpu,
-        ),
-    ],
-    ids=["manual", "LBFGS", "DDP each micro-batch", "static graph", "FSDP1", "FSDP2 each micro-batch"],
-)
-def test_what_cannot_be_looked_at_is_refused_before_training(make: type[OfBatches], kwargs: dict[str, Any], told: str) -> None:
-    strategy = kwargs.pop("strategy", lambda: "accum")()
-    with pytest.raises(Exception, match=told):
-        fit(make([labels(0, 1)], [labels(0, 1)]), strategy, 1, **kwargs)
 
 
 # --- Guard, without a Trainer -----------------------------------------------------------------------------------------

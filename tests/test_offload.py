@@ -625,12 +625,6 @@ def test_windows_of_several_are_checked() -> None:
         trainer("accum", callbacks=[offloaded(2)]).fit(Contrastive(), loader(images()))
 
 
-@pytest.mark.parametrize("policy", [{"split": lambda batch, size: [batch]}, {"trim_padding": "mask"}])
-def test_what_is_for_split_batches_is_refused(policy: dict[str, Any]) -> None:
-    with pytest.raises(MisconfigurationException, match=f"runs each loader batch as it is: leave out {next(iter(policy))}="):
-        offloaded(**policy)
-
-
 def test_verify_of_one_batch_has_nothing_to_compare() -> None:
     with pytest.raises(MisconfigurationException, match='micro_batch="offload" runs the batch as it is'):
         verify(Normalised(), loader(images()), micro_batch="offload")

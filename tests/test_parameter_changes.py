@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import loader, relative_error, train_by_hand, trainer
+from support import ddp, loader, relative_error, train_by_hand, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -129,7 +129,6 @@ def changes_found(module: pl.LightningModule, *callbacks: Any, **policy: Any) ->
         (AtBatchEnd, [], "target.0.weight"),
         (InTheStep, [], "target.0.weight"),
         (Clipped, [], "online.0.weight"),
-        (Spectral, [], "online.0.parametrizations.weight.0._u"),
         (Net, [Following], "target.0.weight"),
     ],
 )
@@ -172,3 +171,125 @@ def test_what_the_warning_advises_is_exact(change: str) -> None:
         warnings.simplefilter("error", AccumulationWarning)
         trainer(callbacks=[policy]).fit(module, loader(batches_of))
     assert relative_error(module.parameters(), by_hand.parameters()) <= 1e-12
+
+
+# --- buffers that a step changes and its loss depends on ------------------------------------------------------------------
+
+
+class Codebook(Net):
+    """A VQ-VAE: outputs are pulled to the nearest of some codes, which follow what was assigned to them by a moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.register_buffer("codes", torch.randn(3, 4, generator=generator, dtype=torch.float64))
+        self.register_buffer("sizes", torch.ones(3, dtype=torch.float64))
+        self.register_buffer("sums", self.codes.clone())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = self.online(batch)
+        nearest = torch.cdist(z, self.codes).argmin(1)
+        loss = F.mse_loss(z, self.codes[nearest])
+        self.assign(z.detach(), F.one_hot(nearest, 3).double())
+        return loss
+
+    def assign(self, z: Tensor, assigned: Tensor) -> None:
+        self.sizes.mul_(0.9).add_(assigned.sum(0), alpha=0.1)
+        self.sums.mul_(0.9).add_(assigned.T @ z, alpha=0.1)
+        self.codes.data.copy_(self.sums / self.sizes[:, None])
+
+
+class Queue(Net):
+    """MoCo: the keys of earlier batches are the negatives of this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.register_buffer("queue", F.normalize(torch.randn(12, 4, generator=generator, dtype=torch.float64)))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        q, k = F.normalize(self.online(batch)), F.normalize(self.target(batch.flip(1))).detach()
+        logits = torch.cat(((q * k).sum(1, keepdim=True), q @ self.queue.clone().T), 1)
+        places = (self.pointer + torch.arange(len(k))) % len(self.queue)
+        self.queue[places] = k
+        self.pointer.copy_((self.pointer + len(k)) % len(self.queue))
+        return F.cross_entropy(logits / 0.2, torch.zeros(len(k), dtype=torch.long))
+
+
+class CodebookOnce(Codebook):
+    """What the warning advises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def assign(self, z: Tensor, assigned: Tensor) -> None:
+        self.seen = [*self.seen, (z, assigned)]
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        super().assign(*(torch.cat(parts) for parts in zip(*self.seen, strict=True)))
+        self.seen = []
+
+
+def buffers_found(module: pl.LightningModule, **policy: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data = [torch.cat(batches()[i : i + 3]) for i in range(0, 12, 3)]
+        trainer(callbacks=[GradientAccumulation(**policy)]).fit(module, loader(data))
+    messages = [str(w.message) for w in caught if issubclass(w.category, AccumulationWarning)]
+    return [message for message in messages if "training_step changes the buffer" in message]
+
+
+BUFFERS = [(Codebook, "codes"), (Queue, "queue"), (Spectral, "online.0.parametrizations.weight.0._v")]
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}, {"window": 2, "micro_batch": 3}])
+@pytest.mark.parametrize(("module", "name"), BUFFERS)
+def test_a_buffer_that_a_step_changes_and_its_loss_depends_on_is_named(
+    module: type[Net], name: str, policy: dict[str, Any]
+) -> None:
+    (message,) = buffers_found(module(), **policy)
+    assert message.startswith(f"training_step changes the buffer '{name}', and its loss depends on that")
+
+
+@pytest.mark.parametrize(
+    ("module", "policy"),
+    [
+        (Memory, {"window": 2}),  # nothing depends on them
+        (CodebookOnce, {"window": 2}),
+        (Codebook, {"micro_batch": "offload"}),
+        (Queue, {"micro_batch": 3, "row_wise": ["online", "target"]}),
+        (Codebook, {"window": 2, "check": False}),
+    ],
+)
+def test_other_buffers_are_not_named(module: type[Net], policy: dict[str, Any]) -> None:
+    assert buffers_found(module(), **policy) == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "module", "policy"),
+    [
+        (Queue, Queue, {"micro_batch": "offload"}),
+        (Queue, Queue, {"micro_batch": 3, "row_wise": ["online", "target"]}),
+        (Codebook, CodebookOnce, {"micro_batch": 3}),
+    ],
+)
+def test_what_is_advised_for_buffers_is_exact(reference: type[Net], module: type[Net], policy: dict[str, Any]) -> None:
+    data = [torch.cat(batches()[i : i + 3]) for i in range(0, 12, 3)]
+    by_hand, trained = reference(), module()
+    for batch in data:
+        train_by_hand(by_hand, [batch], epochs=1)
+    trainer(callbacks=[GradientAccumulation(**policy)]).fit(trained, loader(data))
+    assert relative_error(trained.parameters(), by_hand.parameters()) <= 1e-12
+    floats = [[buffer for buffer in each.buffers() if buffer.is_floating_point()] for each in (trained, by_hand)]
+    assert relative_error(*floats) <= 1e-12
+
+
+def test_ranks_look_at_buffers_together() -> None:
+    run = trainer(ddp(), devices=2, callbacks=[GradientAccumulation(window=2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccumulationWarning)
+        with pytest.raises(Exception, match="training_step changes the buffer 'queue'"):
+            run.fit(Queue(), loader(batches()))

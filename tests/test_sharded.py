@@ -540,14 +540,6 @@ def test_nothing_on_one_of_two_ranks_where_batches_are_split(engine: str, sync: 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@ENGINES
-def test_auto_micro_batches_are_refused(engine: str) -> None:
-    with pytest.raises(
-        Exception, match='MisconfigurationException: GradientAccumulation\\(micro_batch="auto"\\) runs a batch again'
-    ):
-        fit(Dealt(dealt(2)), strategy_of(engine), window=1, callbacks=[GradientAccumulation(micro_batch="auto")])
-
-
 class Unsharded(Dealt):
     def configure_model(self) -> None:
         for block in self.net.blocks:

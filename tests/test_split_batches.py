@@ -231,14 +231,6 @@ def test_wrong_arguments_are_refused_at_once(policy: dict[str, Any], message: st
         GradientAccumulation(**policy)
 
 
-def test_modules_that_draw_by_themselves_are_refused_before_training() -> None:
-    class Draws(Scalar):
-        def training_step(self, dataloader_iter: Any) -> Any: ...
-
-    with pytest.raises(MisconfigurationException, match="dataloader_iter"):
-        trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(Draws([x(1)]))
-
-
 def test_batch_that_cannot_be_split_names_the_leaf_before_the_first_backward() -> None:
     class Any_(Scalar):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -202,11 +202,6 @@ class WithLBFGS(Scalar):
         return torch.optim.LBFGS(self.parameters(), max_iter=4)
 
 
-def test_lbfgs_with_windows_is_refused_before_training() -> None:
-    with pytest.raises(MisconfigurationException, match="GradientAccumulation\\(1\\) or another optimizer"):
-        trainer(callbacks=[GradientAccumulation(2)]).fit(WithLBFGS([x(1), x(3)]))
-
-
 @pytest.mark.parametrize("strategy", ["accum", "auto"])
 def test_lbfgs_with_a_window_of_one_is_lightnings(strategy: str) -> None:
     module = WithLBFGS([x(1, 3), x(5, 9)])

@@ -287,22 +287,13 @@ def test_terms_without_weight_and_penalties_keep_their_share() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weight": EACH}, "one loader batch that is split"),
-        ({"weight": EACH, "micro_batch": 4, "window": 2}, "one loader batch that is split.*window=2"),
-        ({"weight": EACH, "micro_batch": 4, "window": Tokens(100)}, "one loader batch that is split"),
         ({"weight": ["auto", SampleCount()], "micro_batch": 4}, "a callable of the batch for each term"),
         ({"weight": [], "micro_batch": 4}, "a callable of the batch for each term"),
     ],
 )
-def test_where_terms_cannot_be_counted_ahead_is_an_error(arguments: dict[str, Any], message: str) -> None:
+def test_what_cannot_count_terms_is_an_error(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         GradientAccumulation(**arguments)
-
-
-def test_the_window_of_the_trainer_counts_too() -> None:
-    callback = GradientAccumulation(micro_batch=4, weight=EACH)
-    with pytest.raises(MisconfigurationException, match="one loader batch that is split.*window=2"):
-        trainer(callbacks=[callback], accumulate_grad_batches=2).fit(Rated(), loader(rated(2)))
 
 
 def test_as_many_weights_as_terms() -> None:

@@ -241,16 +241,16 @@ def test_differences_are_those_of_the_known_answer() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_full_batch_is_the_hand_written_one(optimizer: str) -> None:
     from lightning_accum.verification.state import ModuleState
-    from lightning_accum.verification.step import Bench
+    from lightning_accum.verification.step import StepRunner
 
     batch = (points()[0].double(), points()[1])
     module = Classifier(optimizer=optimizer)
-    bench = Bench(module, ModuleState(module), {"micro_batch": 5}, {"precision": "64-true"})
+    runner = StepRunner(module, ModuleState(module), {"micro_batch": 5}, {"precision": "64-true"})
     by_hand = Classifier(optimizer=optimizer).double()
     loss = F.cross_entropy(by_hand.net(batch[0]), batch[1])
     loss.backward()
     by_hand.configure_optimizers().step()
-    for step in (bench.full(batch), bench.accumulated([batch])):
+    for step in (runner.full(batch), runner.accumulated([batch])):
         assert step.loss == pytest.approx(float(loss), rel=EXACT)
         for name, parameter in by_hand.named_parameters():
             assert (step.gradients[name] - parameter.grad).norm() <= EXACT * parameter.grad.norm()
@@ -632,15 +632,15 @@ def test_a_teacher_that_gets_a_graph_between_batches_is_put_back() -> None:
 
 def test_the_full_batch_has_what_hooks_make_of_its_gradient() -> None:
     from lightning_accum.verification.state import ModuleState
-    from lightning_accum.verification.step import Bench
+    from lightning_accum.verification.step import StepRunner
 
     batch = (points()[0].double(), points()[1])
     module, by_hand = Classifier(), Classifier().double()
     module.net[0].weight.register_hook(lambda gradient: gradient * 3)
     F.cross_entropy(by_hand.net(batch[0]), batch[1]).backward()
-    bench = Bench(module, ModuleState(module), {"micro_batch": 5}, {"precision": "64-true"})
+    runner = StepRunner(module, ModuleState(module), {"micro_batch": 5}, {"precision": "64-true"})
     expected = 3 * by_hand.net[0].weight.grad
-    for step in (bench.full(batch), bench.accumulated([batch])):
+    for step in (runner.full(batch), runner.accumulated([batch])):
         assert (step.gradients["net.0.weight"] - expected).norm() <= EXACT * expected.norm()
 
 

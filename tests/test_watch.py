@@ -185,25 +185,23 @@ NOT_CALLED = [
     (f"{MODULE}.lr_scheduler_step", "scheduler.step()", "pass", f"{EPOCH}._update_learning_rates"),
 ]  # fmt: skip
 TWICE = [
-    (f"{FIT}.advance", "self.epoch_loop.run(self._data_fetcher)", "for _ in range(2): self.epoch_loop.run(self._data_fetcher)"),
-    (f"{EPOCH}.run", "self.advance(data_fetcher)", "self.advance(data_fetcher); self.advance(data_fetcher)"),
-    (f"{EPOCH}.run", "self.on_advance_end(data_fetcher)", "self.on_advance_end(data_fetcher); self.on_advance_end(data_fetcher)"),
-    (f"{EPOCH}.advance", "self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)",
-     "[self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs) for _ in range(2)][1]"),
-    (f"{EPOCH}.advance", 'self.update_lr_schedulers("step", update_plateau_schedulers=False)',
-     'self.update_lr_schedulers("step", update_plateau_schedulers=False); self.update_lr_schedulers("step", False)'),
+    *((edited, call, f"[{call} for _ in range(2)][1]") for edited, call in [
+        (f"{FIT}.advance", "self.epoch_loop.run(self._data_fetcher)"),
+        (f"{EPOCH}.run", "self.advance(data_fetcher)"),
+        (f"{EPOCH}.run", "self.on_advance_end(data_fetcher)"),
+        (f"{EPOCH}.advance", "self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)"),
+        (f"{EPOCH}.advance", 'self.update_lr_schedulers("step", update_plateau_schedulers=False)'),
+        (f"{MODULE}.optimizer_step", "optimizer.step(closure=optimizer_closure)"),
+        ("LightningOptimizer.step", "self._strategy.optimizer_step(self._optimizer, closure, **kwargs)"),
+        ("Precision._wrap_closure", "closure()"),
+    ]),
     (f"{EPOCH}._update_learning_rates", "config.scheduler,", "(config.scheduler.step(), config.scheduler)[1],"),
     ("Strategy.backward", "self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)",
      "[self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **{**kwargs, 'retain_graph': keep})"
      " for keep in (True, False)]"),
     (f"{MODULE}.backward", "loss.backward(*args, **kwargs)", "loss.backward(*args, **kwargs, retain_graph=True); loss.backward()"),
-    (f"{MODULE}.optimizer_step", "optimizer.step(closure=optimizer_closure)",
-     "optimizer.step(closure=optimizer_closure); optimizer.step(closure=optimizer_closure)"),
-    ("LightningOptimizer.step", "self._strategy.optimizer_step(self._optimizer, closure, **kwargs)",
-     "[self._strategy.optimizer_step(self._optimizer, closure, **kwargs) for _ in range(2)]"),
     ("Precision.optimizer_step", "optimizer.step(closure=closure, **kwargs)",
      "[optimizer.step(closure=closure, **kwargs), optimizer.step()]"),
-    ("Precision._wrap_closure", "closure_result = closure()", "closure_result = [closure() for _ in range(2)][1]"),
 ]  # fmt: skip
 DIVIDED = [
     ("ClosureResult.from_training_step_output", "closure_loss = closure_loss / normalize", "closure_loss = closure_loss / 2"),

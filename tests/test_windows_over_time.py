@@ -320,9 +320,6 @@ def test_what_cannot_be_said_in_tokens_is_refused() -> None:
         trainer("accum", accumulate_grad_batches=4, callbacks=[GradientAccumulation(Tokens(3))]).fit(Scalar([x(1)]))
     with pytest.raises(ValueError, match="asked after 0 tokens, must be an int of at least 1, but count=0"):
         trainer("accum", callbacks=[GradientAccumulation(Tokens(lambda seen: 0))]).fit(Scalar([x(1), x(2)]))
-    run = trainer(ddp(static_graph=True), devices=2, callbacks=[GradientAccumulation(Tokens(3))])
-    with pytest.raises(Exception, match="Leave static_graph out, or give the window in loader batches"):
-        run.fit(Scalar(by_rank=[[x(1)], [x(2)]]))
 
 
 # --- what a window of tokens meets on its way -----------------------------------------------------------------------------

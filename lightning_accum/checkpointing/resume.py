@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_accum.checkpointing.format import check_keys
 from lightning_accum.ranks import Ranks
+from lightning_accum.weighing.terms import TermsCountedAhead
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import Window
 
@@ -36,6 +37,7 @@ class PartialWindow:
         gradients: by rank, on the host, by the name of the parameter; one entry where they were averaged or added up.
         scale: by which a GradScaler had multiplied the losses.
         left_out: micro-batches that were not finite, over all ranks.
+        term_totals: what each term of the loss is divided by in all of the window, where that was counted ahead.
     """
 
     policy: str
@@ -49,6 +51,7 @@ class PartialWindow:
     gradients: list[dict[str, Tensor]]
     scale: float = 1.0
     left_out: int = 0
+    term_totals: list[float] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers."""
@@ -151,6 +154,8 @@ def put_back(
     else:  # a sum, so it does not matter who brings in what
         weighed = [micro_batch for of_rank in partial.weighed for micro_batch in of_rank] if rank == 0 else []
     window.take_back(partial.reference, weighed)
+    if partial.term_totals is not None and isinstance(window.terms, TermsCountedAhead):
+        window.terms.take_back(partial.term_totals)
     window.left_out = partial.left_out if rank == 0 else 0
     left = set()
     for own in partial.gradients:

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
 from lightning_accum.engine import Engine
+from lightning_accum.loops.ahead import AheadFetcher, drawing_ahead
 from lightning_accum.loops.first_batch import check_first_batch
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.results import current_hook
@@ -60,8 +61,17 @@ class AccumulatingFitLoop(_FitLoop):
         before, strategy = self._data_fetcher, cast("Engine", self.trainer.strategy)
         strategy.watch.has_data = True
         super().setup_data()
-        fetcher = self._data_fetcher
-        if fetcher is before or strategy.ranks is None or strategy.ranks.world_size == 1:
+        if (fetcher := self._data_fetcher) is before:
+            return
+        self._end_together(fetcher, strategy)
+        if strategy.policy.counts_ahead and strategy.accumulation is not None:
+            epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
+            progress, size = epoch_loop.batch_progress, epoch_loop.window_size
+            self.seams.enter_context(drawing_ahead(fetcher, strategy.accumulation, progress, size))
+
+    def _end_together(self, fetcher: _DataFetcher | None, strategy: Engine) -> None:
+        """An epoch ends on all ranks with that of the rank that has the most."""
+        if strategy.ranks is None or strategy.ranks.world_size == 1:
             return
         if not self.trainer.lightning_module.automatic_optimization:
             return
@@ -91,6 +101,13 @@ class AccumulatingFitLoop(_FitLoop):
             trainer.val_check_batch = batches
         else:
             trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state, fetcher = super().on_save_checkpoint(), self._data_fetcher
+        if isinstance(fetcher, AheadFetcher) and fetcher.drawn and "combined_loader" in state:
+            state["combined_loader"] = fetcher.loader_states
+        return state
 
     @override
     def on_run_end(self) -> None:
@@ -190,23 +207,23 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         accumulation = self.strategy.accumulation
         if self.strategy.manual is not None:
             boundary, seen = self.strategy.manual.windows.boundary, self.batch_progress.total.ready
-            return not (boundary.is_reached(seen, self._window_size) or self._is_cut_by_the_end(boundary))
+            return not (boundary.is_reached(seen, self.window_size) or self._is_cut_by_the_end(boundary))
         if accumulation is None:
             return super()._should_accumulate()
         boundary, seen = accumulation.boundary, self.batch_progress.total.ready
         if self._begun[0] == seen != boundary.cut_at:  # asked five times a loader batch
             return not self._begun[1] and boundary.closed_at != seen
-        if boundary.is_reached(seen, self._window_size):
+        if boundary.is_reached(seen, self.window_size):
             return False
         return self._counts_tokens_of_parts() or not self._is_cut_by_the_end(boundary)
 
-    def _window_size(self) -> float:
+    def window_size(self) -> float:
         """Loader batches in a window that begins now; inf for tokens, which are counted after a micro-batch."""
         return math.inf if isinstance(self.strategy.policy.window, Tokens) else self.trainer.accumulate_grad_batches
 
     def begin_loader_batch(self, boundary: Boundary) -> bool:
         """A loader batch begins, and a window with it, unless one is under way. Returns whether the window ends with it."""
-        boundary.begin(self._window_size())
+        boundary.begin(self.window_size())
         ends_window = not self._should_accumulate()
         self._begun = (self.batch_progress.total.ready, ends_window)
         return ends_window
@@ -215,7 +232,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         """Several windows may end in one loader batch, so none of them may be the one that its step is wrapped around."""
         accumulation = self.strategy.accumulation
         assert accumulation is not None
-        return isinstance(accumulation.policy.window, Tokens) and accumulation.splitting is not None
+        return accumulation.policy.ends_by_tokens and accumulation.splitting is not None
 
     def _is_cut_by_the_end(self, boundary: Boundary) -> bool:
         return self._num_ready_batches_reached() and boundary.is_cut_by_the_end(self._is_last_epoch())
@@ -384,7 +401,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         else:
             strategy.session.run_without_batch(ends_window=False)
         accumulation.end_loader_batch(seen)
-        if isinstance(strategy.policy.window, Tokens):
+        if strategy.policy.ends_by_tokens:
             self.end_full_window()
 
     def _step_without_batch(self, is_inside_batch: bool = False) -> None:

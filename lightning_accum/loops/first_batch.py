@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,9 +24,9 @@ from lightning_accum.loops.results import collecting_logs
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.check import MOST_ROWS, CannotCheckError, Check, DoesNotAddUpError, Rows, Verdict
+from lightning_accum.weighing.check import MOST_ROWS, CannotCheckError, Check, DoesNotAddUpError, Verdict
+from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
-from lightning_accum.weighing.weight import count_samples
 from lightning_accum.whole.row_wise import RowWise
 
 MOST_BATCHES = 8
@@ -134,10 +134,12 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
             if accumulation.boundary.size != 1:
                 raise MisconfigurationException(_OF_SEVERAL_BATCHES)
             return
-    verdict = check(rows, may_leave_functions=not is_begun)
+    check.shares = accumulation.weigher.shares
+    # later, a window has weights that were read
+    verdict = check(rows, may_leave_functions=not is_begun, may_measure=before is None)
     looked_at = MOST_ROWS if policy.split is not None else min(number, MOST_ROWS)
     verdict = replace(verdict, looked_at=looked_at if verdict.deviation is not None else 0, loss=check.loss).after(before)
-    accumulation.weigher.takes_functions = check.takes_functions
+    accumulation.weigher.takes_functions, accumulation.weigher.shares = check.takes_functions, check.shares
     accumulation.window.constant = check.constant
     if not largest(float(verdict.may_try_again)):
         accumulation.checks_left = 0
@@ -146,8 +148,6 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
         worst = largest(verdict.deviation or 0.0)
         if verdict.deviation is not None:
             verdict = Verdict(None, seen="another rank could not be") if is_unchecked else replace(verdict, deviation=worst)
-        if losses_of is not None and not is_begun and verdict.deviation is not None:
-            _warn_of_memory(check, rows[0], largest)
         if before is not None and not accumulation.checks_left:
             rank_zero_info(f"GradientAccumulation: {verdict}.")
     elif strategy.row_wise is None and not largest(float(not (verdict.adds_up or verdict.has_terms))):
@@ -162,20 +162,11 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
             + (_AFTER_STEPS if accumulation.is_step else "")
         )
     accumulation.verdict = verdict
-
-
-def _warn_of_memory(check: Check, rows: Rows, largest: Callable[[float], float]) -> None:
-    with suppress(CannotCheckError):
-        if largest(float(check.remembers(rows.parts[0], rows.parts[1]))):
-            rank_zero_warn(_REMEMBERS)
-
-
-_REMEMBERS = (
-    "training_step changes what its loss goes by (a buffer, a queue, a moving average, a counter): it gives the same rows another"
-    " loss after others. In a window it does so at each micro-batch, in the full batch once, so that the two differ. Have it change"
-    " once a window, as in on_before_zero_grad; or have the loader yield the window as one batch, with"
-    ' GradientAccumulation(1, micro_batch="offload") where memory is short.'
-)
+    is_cut = accumulation.splitting is not None or policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
+    if is_cut and not is_begun and largest(float(verdict.deviation is None)) == 0:
+        with suppress(CannotCheckError):
+            if changed := check.changed_buffers(rows[0].whole):
+                rank_zero_warn(_of_buffers(changed))
 
 
 def choose_row_wise(trainer: pl.Trainer, strategy: Engine, row_wise: RowWise, kwargs: OrderedDict[str, Any]) -> None:
@@ -212,6 +203,16 @@ _OF_SEVERAL_BATCHES = (
     "The loss gathers the rows of all ranks, so it is one of all rows of its batch, and that of a window of several loader batches"
     " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as fits."
 )
+
+
+def _of_buffers(changed: Mapping[str, float]) -> str:
+    names, size = " and ".join(map(repr, changed)), max(changed.values())
+    return (
+        f"training_step changes the buffer{'s' * (len(changed) > 1)} {names}, and its loss depends on that (the loss of the same"
+        f" rows is {size:.1g} of its size off afterwards): micro-batches of a window see others than its full batch would."
+        " Change it once a window: in the module's optimizer_step, after super().optimizer_step(...); or have training_step see the"
+        ' full batch: micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
+    )
 
 
 def _sizes(verdict: Verdict) -> str:

@@ -25,7 +25,6 @@ from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
 from lightning_accum.loops.results import collecting_logs, show_logs
 from lightning_accum.splitting.batch_log import BatchLog
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.proofs import Verdict
 from lightning_accum.splitting.trimming import difference_by_padding
 
@@ -74,7 +73,7 @@ class WindowOptimization(_AutomaticOptimization):
         strategy.watch.end_run()
         if strategy.accumulation is not None:
             strategy.accumulation.end_loader_batch(self.visited)
-            if isinstance(strategy.policy.window, Tokens):
+            if strategy.policy.ends_by_tokens:
                 cast("EpochLoop", self.trainer.fit_loop.epoch_loop).end_full_window()
         return outputs
 

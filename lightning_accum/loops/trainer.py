@@ -22,7 +22,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.hook_table import callbacks_of
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.weight import count_samples, expected_weight
+from lightning_accum.weighing.counts import count_samples, expected_weight
 
 if TYPE_CHECKING:
     from lightning_accum.splitting.plan import MicroBatchSize
@@ -89,6 +89,7 @@ class AccumulatingTrainer(pl.Trainer):
     def _estimated_windows(self, window: Tokens, batches: int) -> int:
         """How many windows of tokens there will be, by the first loader batches. It is counted once, on all ranks."""
         strategy = cast("Engine", self.strategy)
+        policy = strategy.policy
         if strategy.estimated_windows is None:
             fetcher = self.fit_loop._data_fetcher
             assert fetcher is not None
@@ -96,10 +97,11 @@ class AccumulatingTrainer(pl.Trainer):
                 first = [item[0] for item in islice(fetcher.combined_loader, 8)]
                 iter(fetcher)  # it begins anew
             batches_there = [batch for batch in first if batch is not None]
-            weight = sum(expected_weight(batch, strategy.policy.weight) for batch in batches_there)
+            weight = sum(expected_weight(batch, policy.main_weight) for batch in batches_there)
             samples, there = sum(count_samples(batch) or 1 for batch in batches_there), max(1, len(batches_there))
             mean = weight / max(1, len(first))
-            unit = _weight_of_micro_batch(weight / there, samples / there, strategy.policy.micro_batch)
+            part = policy.micro_batch if policy.ends_by_tokens else None  # with any of which a window may end
+            unit = _weight_of_micro_batch(weight / there, samples / there, part)
             if strategy.ranks is not None:
                 mean, unit = strategy.ranks.sum(mean), strategy.ranks.sum(unit)
             seen, strategy.estimated_windows = 0.0, 0
@@ -115,7 +117,7 @@ class AccumulatingTrainer(pl.Trainer):
 
 
 def _weight_of_micro_batch(weight: float, samples: float, size: MicroBatchSize | None) -> float:
-    """About what a micro-batch weighs, with any of which a window of tokens may end."""
+    """About what a micro-batch weighs."""
     if isinstance(size, Tokens):
         return min(weight, size.at(0))
     return weight * min(1.0, size / samples) if isinstance(size, int) else weight

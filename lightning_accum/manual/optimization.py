@@ -8,12 +8,11 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
@@ -23,7 +22,6 @@ from lightning_accum.manual.waiting import intercept_steps, make_scheduler_wait
 from lightning_accum.manual.windows import Call, ManualWindows
 from lightning_accum.policy import Policy, window_in_words
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.weighing.safeguards import gradients_of_zero, warn_of_batch_norm
 from lightning_accum.whole.offload import offload_in_words
@@ -77,12 +75,6 @@ class ManualOptimization:
     """
 
     def __init__(self, strategy: ManualEngine, policy: Policy, ranks: Ranks, warn: Callable[[str], None]) -> None:
-        _check(policy)
-        if any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
-            raise MisconfigurationException(
-                "LBFGS runs its closure several times in a step, and the loader batches of a window cannot be run again: their data"
-                " is gone. Use a window of 1 on one rank, or another optimizer."
-            )
         self.windows = ManualWindows(
             policy, ranks, strategy.parameters, warn, strategy.loss_scale, strategy.reduces_every_backward_by_itself
         )
@@ -281,30 +273,6 @@ def _name_of(optimizer: Optimizer, optimizers: list[Optimizer]) -> str:
     return name if len(optimizers) == 1 else f"optimizer {optimizers.index(optimizer)} ({name})"
 
 
-def _check(policy: Policy) -> None:
-    manual = "with automatic_optimization=False"
-    if isinstance(policy.window, Tokens):
-        raise MisconfigurationException(
-            f"GradientAccumulation({policy.window!r}) knows that a window has ended only after a micro-batch, but {manual} the"
-            " module steps its optimizers inside training_step. Give the window in loader batches."
-        )
-    if policy.micro_batch is not None:
-        raise MisconfigurationException(
-            f"GradientAccumulation(micro_batch={policy.micro_batch!r}) would split a batch, but {manual} a training_step steps"
-            ' optimizers in its midst. GradientAccumulation(micro_batch="offload") runs the batch whole, and what its backwards'
-            " need waits in the memory of the host."
-        )
-    if isinstance(policy.weight, tuple):
-        raise MisconfigurationException(
-            f"weight={list(policy.weight)} weighs each term of one loss by itself; {manual} there may be several losses. Give one"
-            ' weight, or "auto".'
-        )
-    if policy.accumulate_dtype is not None or policy.on_nonfinite != "propagate":
-        raise MisconfigurationException(
-            f"accumulate_dtype and on_nonfinite are for automatic optimization; {manual} leave them out."
-        )
-
-
 def begin_manual(strategy: ManualEngine, batches: int, warn: Callable[[str], None]) -> ManualOptimization | None:
     """The windows of a module that optimizes by itself; None where each is one micro-batch on one rank.
 
@@ -317,11 +285,6 @@ def begin_manual(strategy: ManualEngine, batches: int, warn: Callable[[str], Non
         MisconfigurationException: the policy asks for what cannot be had.
     """
     policy, ranks, module = strategy.policy, strategy.ranks, strategy.lightning_module
-    if policy.row_wise == ("auto",):
-        raise MisconfigurationException(
-            'row_wise="auto" tries training_step out on a few rows, but with automatic_optimization=False it steps its optimizers.'
-            " Give the names of its submodules."
-        )
     assert ranks is not None
     assert module is not None
     is_long = policy.may_be_longer_than_one(batches)

@@ -1,10 +1,10 @@
 """Windows of a module that calls backward and steps its optimizers by itself (manual optimization).
 
 Each call of ``manual_backward`` in ``training_step`` has a loss of its own, and so a window of its own: the first calls of all
-micro-batches belong together, the second calls, and so on. What a call gives to the gradients is kept apart until the boundary.
-There each call leaves in ``.grad`` what it would have left there after one batch of all the window's micro-batches, and the
-module's own code goes on with that: clipping, ``step``, ``zero_grad``, in its order. Before the boundary, steps of optimizers and
-schedulers wait. ``zero_grad`` need not: nothing that is accumulated is in ``.grad``.
+micro-batches belong together, the second calls, and so on. What a call adds to the gradients is stored outside of ``.grad``. At
+the boundary each call leaves in ``.grad`` what it would have left there after one batch of all the window's micro-batches, and
+the module's own code goes on with that: clipping, ``step``, ``zero_grad``, in its order. Before the boundary, steps of
+optimizers and schedulers wait. ``zero_grad`` need not: nothing that is accumulated is in ``.grad``.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Call:
 
 
 @dataclass
-class InHand:
-    """A micro-batch that is in ``training_step``.
+class CurrentMicroBatch:
+    """The micro-batch that ``training_step`` runs on.
 
     Attributes:
         batch: it.
         is_boundary: it is the last of its window.
         next_call: the number of its next backward call.
         stepped: the optimizers whose step it has called.
-        before: what was in ``.grad`` before the backward that is under way.
+        before: what was in ``.grad`` before the backward that is running.
     """
 
     batch: Any = None
@@ -90,14 +90,14 @@ class ManualWindows:
         self.boundary = Boundary(policy.tail)
         self.calls: list[Call] = []
         self.waits = False
-        """Steps of optimizers and schedulers wait: the micro-batch in hand does not end its window."""
-        self.hand = InHand()
+        """Steps of optimizers and schedulers wait: the current micro-batch does not end its window."""
+        self.current = CurrentMicroBatch()
         self.is_under_way = False
         """A loader batch is in training_step."""
         self.closed: list[ClosedWindow] = []
         """The window of each call, at the last boundary."""
         self.epoch = 0
-        """The epoch under way, from 0."""
+        """The current epoch, from 0."""
         self.windows = 0
         """Windows that have ended."""
         self.total_weight = 0.0
@@ -108,9 +108,9 @@ class ManualWindows:
         self._loss_scale = loss_scale
         self._reduces_by_itself = reduces_by_itself
         self.is_weightless = False
-        """The loss of the call in hand is known on the host to have no weight."""
+        """The loss of the current call is known on the host to have no weight."""
         self.micro_batches = 0
-        """Micro-batches of the window so far, the one in hand included."""
+        """Micro-batches of the window so far, with the current one."""
         self._versions: list[int] = []
         self._steps_of_first: list[str] | None = None
         """What the first micro-batch of the window stepped."""
@@ -119,7 +119,7 @@ class ManualWindows:
 
     @property
     def is_first(self) -> bool:
-        """The loader batch in hand is the first of its window."""
+        """The current loader batch is the first of its window."""
         return self.micro_batches == 0
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
@@ -130,36 +130,36 @@ class ManualWindows:
         if not is_boundary:
             self._versions = [p._version for p in self._parameters()]
         self.micro_batches += 1
-        self.hand, self.waits, self.is_under_way = InHand(batch, is_boundary), not is_boundary, True
+        self.current, self.waits, self.is_under_way = CurrentMicroBatch(batch, is_boundary), not is_boundary, True
         if is_boundary:
             self.closed = []
 
     def begin_backward(self, loss: Tensor) -> Tensor | None:
-        """Take in the loss of the next call, and put aside what is in ``.grad``.
+        """Weigh the loss of the next call, and set aside what is in ``.grad``.
 
         Returns:
             The ``gradient`` for its backward; None for plain 1.
         """
-        hand = self.hand
-        if hand.stepped and self.boundary.size != 1:
+        current = self.current
+        if current.stepped and self.boundary.size != 1:
             self.warn_once(
-                f"training_step steps {hand.stepped[0]} and then calls manual_backward again. If that loss was computed with what"
-                " was stepped, the micro-batches of a window before its last compute it with what was there before, and a window"
-                " differs from its full batch. To be exact, call step after the last backward, or have the loader yield batches as"
-                ' large as the window: GradientAccumulation(micro_batch="offload") runs one whole.'
+                f"training_step steps {current.stepped[0]} and then calls manual_backward again. If that loss was computed with"
+                " what was stepped, the micro-batches of a window before its last compute it with what was there before, and a"
+                " window differs from its full batch. To be exact, call step after the last backward, or have the loader yield"
+                ' batches as large as the window: GradientAccumulation(micro_batch="offload") runs one whole.'
             )
-        call = self.call(hand.next_call)
+        call = self.call(current.next_call)
         call.micro_batches += 1
         call.line = call.line or users_line()
-        contribution = call.weigher(loss, hand.batch)
+        contribution = call.weigher(loss, current.batch)
         if call.window.reference is None and not self._reduces_by_itself:
             # of this rank alone: the others may be at other calls, since they may have other numbers of micro-batches
             call.window.refer_to(1.0 if contribution.weight is None else float(contribution.weight))
         self.is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
-        hand.before = {p: p.grad for p in self._parameters() if p.grad is not None}
-        if hand.next_call == 0 and not hand.is_boundary:
-            self._left_before = dict(hand.before)
-        for parameter in hand.before:
+        current.before = {p: p.grad for p in self._parameters() if p.grad is not None}
+        if current.next_call == 0 and not current.is_boundary:
+            self._left_before = dict(current.before)
+        for parameter in current.before:
             parameter.grad = None
         if contribution.of_mean is not None:
             call.weigher.leave_out_function(loss)
@@ -167,24 +167,24 @@ class ManualWindows:
 
     def end_backward(self) -> None:
         """Take what the call gave to the gradients; at the boundary, leave what the full batch would have given."""
-        hand, scale = self.hand, self._loss_scale()
-        call = self.calls[hand.next_call]
-        hand.next_call += 1
+        current, scale = self.current, self._loss_scale()
+        call = self.calls[current.next_call]
+        current.next_call += 1
         given = {p: p.grad.detach() for p in self._parameters() if p.grad is not None}
         for parameter, gradient in given.items():
             own = gradient / scale if scale != 1.0 else gradient
             if parameter in call.sums:
                 call.sums[parameter] += own
             else:  # a copy, since the module may clip what it sees
-                call.sums[parameter] = own if own is not gradient or hand.is_boundary else own.clone()
-        if hand.is_boundary:
+                call.sums[parameter] = own if own is not gradient or current.is_boundary else own.clone()
+        if current.is_boundary:
             given = self._close(call, scale)
-        before, hand.before = hand.before, {}
+        before, current.before = current.before, {}
         for parameter, gradient in given.items():
             parameter.grad = gradient if parameter not in before else before[parameter] + gradient
         for parameter, gradient in before.items():
             if parameter not in given:  # a copy where it is put back later, since the module may clip or clear what it sees
-                parameter.grad = gradient if hand.is_boundary else gradient.clone()
+                parameter.grad = gradient if current.is_boundary else gradient.clone()
 
     def look_for_changes(self) -> None:
         """Warn if they have, in a micro-batch whose steps wait."""
@@ -228,14 +228,14 @@ class ManualWindows:
 
     def end_loader_batch(self, seen: int) -> None:
         """Leave training_step, with loader batch number ``seen``."""
-        hand, self.hand, self.is_under_way = self.hand, InHand(), False
-        if not hand.is_boundary:
+        current, self.current, self.is_under_way = self.current, CurrentMicroBatch(), False
+        if not current.is_boundary:
             self.look_for_changes()
         if self._steps_of_first is None:
-            self._steps_of_first = hand.stepped
-        if hand.stepped != self._steps_of_first and hand.next_call:
+            self._steps_of_first = current.stepped
+        if current.stepped != self._steps_of_first and current.next_call:
             self.warn_once(
-                f"training_step stepped {hand.stepped or 'nothing'} in the last micro-batch of a window, and"
+                f"training_step stepped {current.stepped or 'nothing'} in the last micro-batch of a window, and"
                 f" {self._steps_of_first or 'nothing'} in its first. Only what the last one steps is stepped; does it depend on"
                 " batch_idx, on what the loss is, or does the module accumulate by itself?"
             )
@@ -243,10 +243,10 @@ class ManualWindows:
         if made - {self.micro_batches}:
             self.warn_once(
                 f"training_step called manual_backward {len(self.calls)} times in some of the {self.micro_batches} micro-batches of"
-                f" a window, and {hand.next_call} times in another. A window equals its full batch only where all do the same; does"
-                " it depend on batch_idx?"
+                f" a window, and {current.next_call} times in another. A window equals its full batch only where all do the same;"
+                " does it depend on batch_idx?"
             )
-        if hand.is_boundary:
+        if current.is_boundary:
             if self.closed and not self.closed[0].is_empty:
                 self.total_weight += float(self.closed[0].weight)
             self.windows += 1
@@ -300,7 +300,7 @@ class ManualWindows:
 
     def may_step(self, name: str) -> bool:
         """Whether an optimizer of this name, whose step is called, does it now rather than at the boundary."""
-        self.hand.stepped.append(name)
+        self.current.stepped.append(name)
         if self.waits:
             return False
         if self.is_under_way and not any(call.micro_batches for call in self.calls):

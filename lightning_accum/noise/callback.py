@@ -30,8 +30,8 @@ from lightning_accum.noise.watch import GradientWatch, squared_norm_of_gradients
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.sync import ShardedSync
 from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.weighing.counts import TokenCount, count_samples
 from lightning_accum.weighing.denominator import Denominator
-from lightning_accum.weighing.weight import TokenCount, count_samples
 
 
 class GradientNoiseScale(Callback):

@@ -61,6 +61,7 @@ loops.fit_loop._FitLoop
     run | - | sets up the data, trains epoch by epoch, ends the run | e4c8eaeb
     on_run_start | - | calls the hooks on_train_start | afb58bab 993d7d3c
     advance | - | runs the epoch loop | 289c0111
+    on_save_checkpoint | AccumulatingFitLoop | loaders are where training is, not where it has drawn ahead to | 3266f8a1
     on_run_end | AccumulatingFitLoop | the last window ends with the training | b5d1b621
     _should_accumulate | - | asks the epoch loop whether a loader batch ends its window | 76e16d73
 loops.training_epoch_loop._TrainingEpochLoop
@@ -102,10 +103,12 @@ loops.optimization.manual.ManualResult
 loops.utilities
     _block_parallel_sync_behavior | - | blocks the reduction inside a window | 094165ef
 loops.fetchers._PrefetchDataFetcher
-    __iter__ | EvenFetcher | ranks of different lengths end together | 46027b64
-    __next__ | EvenFetcher | ranks of different lengths end together | 7dee5f74
+    __iter__ | EvenFetcher, AheadFetcher | ranks of different lengths end together; windows are drawn ahead | 46027b64
+    __next__ | EvenFetcher, AheadFetcher | ranks of different lengths end together; windows are drawn ahead | 7dee5f74
 loops.fetchers._DataFetcher
     teardown | EvenFetcher | forgets the last batch | 14cb701a
+utilities.combined_loader.CombinedLoader
+    _state_dicts | - | what a checkpoint holds of the loaders | 2032a772
 trainer.connectors.data_connector._DataConnector
     _prepare_dataloader | UnrepeatingData | deals a SameOrderSampler to the ranks | 7ca31a88
     _resolve_sampler | UnrepeatingData | Lightning's own sampler repeats no samples | 53f73aba

@@ -98,8 +98,6 @@ torch.nn.Module
     _compiled_call_impl | - | runs in place of _call_impl, where there is one | -
 torch.nn.modules.batchnorm
     _BatchNorm | - | is the base of all BatchNorm layers | -
-torch.nn.utils.parametrizations
-    _SpectralNorm | - | has vectors that every forward moves | -
 torch.nn.parallel.distributed
     _DDPSink | - | the node through which a loss leaves DistributedDataParallel | -
 torch.nn.parallel.distributed.DistributedDataParallel

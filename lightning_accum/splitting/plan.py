@@ -15,7 +15,7 @@ from lightning_accum.splitting.micro_batch import Cut, Layout, Pattern, Tokens
 from lightning_accum.splitting.packed import PackedBatches
 from lightning_accum.splitting.padding import Coincidences, Spans, read_spans
 from lightning_accum.splitting.proofs import Proof, Proofs, kept_columns
-from lightning_accum.weighing.weight import count_samples
+from lightning_accum.weighing.counts import count_samples
 
 MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import (
     FSDPStrategy,
@@ -17,7 +16,7 @@ from typing_extensions import override
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
-from lightning_accum.sync import FSDP1Sync, ShardedSync, SyncPolicy, forward_replaced
+from lightning_accum.sync import FSDP1Sync, SyncPolicy, forward_replaced
 from lightning_accum.user_warnings import rank_zero_warn
 
 
@@ -46,13 +45,12 @@ class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
         self._sync_policy = checked(sync)
 
     @override
+    def _engine(self) -> dict[str, Any]:
+        return {"engine": "fsdp1", "sync": self._sync_policy}
+
+    @override
     def _sync_of_units(self) -> FSDP1Sync:
         assert self.model is not None
-        if self.policy.on_nonfinite != "propagate":
-            raise MisconfigurationException(
-                f"GradientAccumulation(on_nonfinite={self.policy.on_nonfinite!r}) looks at gradients before they are reduced, but"
-                ' FSDP1 gives them to nobody until then. Use strategy="accum_model_parallel" (FSDP2, fully_shard).'
-            )
         return FSDP1Sync(self.model, self._sync_policy, self)
 
     @override
@@ -63,14 +61,6 @@ class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
         assert self.model is not None
         with forward_replaced(self.lightning_module, step):
             return self.model(*args, **kwargs)
-
-    @override
-    def _check_accumulate_dtype(self, dtype: torch.dtype, sync: ShardedSync) -> None:
-        raise MisconfigurationException(
-            f"GradientAccumulation(accumulate_dtype={dtype}): FSDP1 adds up the gradients of a window in the type that it computes"
-            ' in. Use FSDPAccumulationStrategy(sync="micro_batch") without accumulate_dtype and keep the parameters in float32'
-            ' (precision="bf16-mixed"), whose shards are added up in float32; or strategy="accum_model_parallel" (FSDP2).'
-        )
 
     @override
     def partial_window(self) -> PartialWindow | None:

@@ -19,10 +19,11 @@ from typing_extensions import override
 
 from lightning_accum import families, seams
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.arguments import refuse
+from lightning_accum.asked import Asked
 from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
-from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
 from lightning_accum.engine import Engine
 from lightning_accum.hook_table import HookTable, callbacks_of
 from lightning_accum.loops.first_batch import MOST_BATCHES
@@ -36,7 +37,8 @@ from lightning_accum.policy import Policy
 from lightning_accum.session import Session
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.strategies.preparation import check_optimizers, guard, row_wise, wide_sums
+from lightning_accum.strategies.preparation import guard, row_wise, wide_sums
+from lightning_accum.strategies.unfinished import go_on_with, unfinished_window
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
@@ -139,13 +141,13 @@ class AccumulationMixin(Engine):
     def _begin(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
         assert module is not None
+        refuse(self._asked(trainer))
         self.row_wise = row_wise(self.policy, module, self.root_device, self.world_size)
         self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)
             return
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
-        check_optimizers(self.optimizers, self.policy, is_long)
         warn_of_batch_norm(module, self.policy.micro_batch is not None, is_long, rank_zero_warn)
         assert self.ranks is not None
         sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
@@ -175,8 +177,28 @@ class AccumulationMixin(Engine):
 
     def _wide_sums(self, dtype: torch.dtype) -> WideSums | None:
         """Where gradients are added up; None where that is done in ``dtype`` without."""
-        assert self.lightning_module is not None
-        return wide_sums(dtype, self.lightning_module, self.parameters)
+        return wide_sums(dtype, self.parameters)
+
+    def _asked(self, trainer: pl.Trainer) -> Asked:
+        """What this training is asked for."""
+        module = self.lightning_module
+        assert module is not None
+        assert self.ranks is not None
+        return Asked(
+            self.policy,
+            trainer.accumulate_grad_batches,
+            module,
+            not module.automatic_optimization,
+            self.optimizers,
+            self.parameters(),
+            type(self).__name__,
+            ranks=self.ranks.size,
+            **self._engine(),
+        )
+
+    def _engine(self) -> dict[str, Any]:
+        """What is peculiar to the engine, as fields of :class:`lightning_accum.asked.Asked`."""
+        return {}
 
     def _may_deviate(self, is_long: bool) -> bool:
         """Whether windows are more than one micro-batch on one rank."""

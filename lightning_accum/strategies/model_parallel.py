@@ -17,9 +17,9 @@ from typing_extensions import override
 from lightning_accum import seams
 from lightning_accum.gradient_norm import clip_sharded_by_norm
 from lightning_accum.ranks import Ranks
-from lightning_accum.strategies.preparation import check_reduces_once_a_window, checked
+from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
-from lightning_accum.sync import FSDP2Sync, ShardedSync, SyncPolicy
+from lightning_accum.sync import FSDP2Sync, SyncPolicy
 from lightning_accum.wide_sums import is_narrower
 
 
@@ -68,9 +68,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         return clip_sharded_by_norm(parameters, largest)
 
-    @override
-    def _check_accumulate_dtype(self, dtype: torch.dtype, sync: ShardedSync) -> None:
-        assert isinstance(sync, FSDP2Sync)
+    def _check_accumulate_dtype(self, sync: FSDP2Sync, dtype: torch.dtype) -> None:
+        """Whether ``fully_shard`` adds up gradients in ``dtype``; else an error that says how to have it."""
         sharded = sync.parameters()
         narrow = [parameter for parameter in self.parameters() if is_narrower(parameter.dtype, dtype)]
         found = sync.sums_narrower_than(dtype) or next((p.dtype for p in narrow if p not in sharded), None)
@@ -80,17 +79,14 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
                 f" and it does so in {found}. Apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype}), in"
                 f" {type(self.lightning_module).__name__}.configure_model."
             )
-        if self._sync_policy == "micro_batch" and narrow:
-            raise MisconfigurationException(
-                f'ModelParallelAccumulationStrategy(sync="micro_batch") adds up shards of gradients in {narrow[0].dtype}, the type'
-                f' of the parameters. For GradientAccumulation(accumulate_dtype={dtype}) use sync="window".'
-            )
+
+    @override
+    def _engine(self) -> dict[str, Any]:
+        return {"engine": "fsdp2", "sync": self._sync_policy}
 
     @override
     def _sync_of_units(self) -> FSDP2Sync:
         assert self.lightning_module is not None
-        if self.policy.on_nonfinite != "propagate":
-            check_reduces_once_a_window(self, self._sync_policy)
         seams.check_nothing_is_missing(seams.FSDP2)
         sync = FSDP2Sync(self.lightning_module, self._sync_policy, self)
         size = self.device_mesh["data_parallel"].size()
@@ -106,6 +102,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
                 f"Gradients are divided by {factors.pop():g} (set_gradient_divide_factor), where the average over {size}"
                 " data-parallel ranks is expected. Leave it out: the weights of the window normalise them."
             )
+        if self.policy.accumulate_dtype is not None:
+            self._check_accumulate_dtype(sync, self.policy.accumulate_dtype)
         return sync
 
 

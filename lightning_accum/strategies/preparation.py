@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.optim import LBFGS, Optimizer
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.engine import Engine
@@ -20,54 +19,21 @@ from lightning_accum.policy import Policy
 from lightning_accum.sync import GradientSlot, SumSlot, SyncPolicy
 from lightning_accum.whole.calls import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.wide_sums import WideSums, is_narrower, sparse_layers
+from lightning_accum.wide_sums import WideSums, is_narrower
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
 
-def check_optimizers(optimizers: Iterable[Optimizer], policy: Policy, is_window_long: bool) -> None:
-    """Refuse optimizers that run a window's batches several times.
-
-    Args:
-        optimizers: of the training.
-        policy: what was asked for.
-        is_window_long: a window may have several loader batches.
-
-    Raises:
-        MisconfigurationException: there is one, and its windows cannot be run again.
-    """
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS) and is_window_long:
-            raise MisconfigurationException(
-                "LBFGS runs its closure several times in a step, and a window of several loader batches cannot be run"
-                " again: their data is gone. Use GradientAccumulation(1) or another optimizer."
-            )
-        if isinstance(optimizer, LBFGS) and policy.on_nonfinite == "skip":
-            raise MisconfigurationException(
-                "LBFGS compares the losses of a batch that it runs several times in a step, and none of them can be left out."
-                ' Use on_nonfinite="raise" or another optimizer.'
-            )
-
-
-def wide_sums(dtype: torch.dtype, module: nn.Module, parameters: Callable[[], list[nn.Parameter]]) -> WideSums | None:
+def wide_sums(dtype: torch.dtype, parameters: Callable[[], list[nn.Parameter]]) -> WideSums | None:
     """Where gradients are added up in ``dtype``; None where they have it, or a wider one, anyway.
 
     Args:
         dtype: the type of the sums.
-        module: that is trained.
         parameters: gives those of the module and of the optimizers.
-
-    Raises:
-        MisconfigurationException: there are sparse gradients.
     """
     if not any(is_narrower(parameter.dtype, dtype) for parameter in parameters()):
         rank_zero_info(f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing.")
         return None
-    if layers := sparse_layers(module):
-        raise MisconfigurationException(
-            f"GradientAccumulation(accumulate_dtype={dtype}) adds up dense gradients, but those of {layers[0]} are sparse."
-            " Leave sparse=True out of it, or accumulate_dtype."
-        )
     return WideSums(dtype, parameters)
 
 
@@ -124,23 +90,3 @@ def checked(sync: SyncPolicy) -> SyncPolicy:
     if sync not in ("window", "micro_batch"):
         raise MisconfigurationException(f'sync={sync!r}: expected "window" or "micro_batch"')
     return sync
-
-
-def check_row_wise_reduction(is_static: bool, sync: SyncPolicy) -> None:
-    """Refuse what reduces gradients in one backward of each micro-batch, where there are several."""
-    if sync == "micro_batch" or is_static:
-        given = 'sync="micro_batch"' if sync == "micro_batch" else "static_graph=True"
-        raise MisconfigurationException(
-            f"DDPAccumulationStrategy({given}) reduces gradients in the backward of the loss, but with"
-            f" GradientAccumulation(row_wise=...) the submodules have theirs after it. Leave {given} out."
-        )
-
-
-def check_reduces_once_a_window(strategy: Engine, sync: SyncPolicy) -> None:
-    """Refuse to look at gradients that are reduced before."""
-    if sync == "micro_batch":
-        raise MisconfigurationException(
-            f"GradientAccumulation(on_nonfinite={strategy.policy.on_nonfinite!r}) looks at the gradients of each rank, but with"
-            f' {type(strategy).__name__}(sync="micro_batch") they are reduced in each backward, where one that is not finite gets'
-            ' into those of all ranks. Use sync="window".'
-        )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
@@ -28,31 +27,14 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
 
     @override
     def _make_sync(self) -> ShardedSync:
-        if self.policy.micro_batch == "auto":
-            raise MisconfigurationException(
-                f'GradientAccumulation(micro_batch="auto") runs a batch again on the rank that ran out of memory, but with'
-                f" {type(self).__name__} the other ranks wait for it in every forward. Give a number of samples, or Tokens(...)."
-            )
-        if self.row_wise is not None:
-            raise MisconfigurationException(
-                f"GradientAccumulation(row_wise={list(self.policy.row_wise)}) runs submodules again after the backward of the loss,"
-                f" but {type(self).__name__} gathers and frees their parameters for one forward and backward. Use"
-                ' Trainer(strategy="accum_ddp").'
-            )
         sync = self._sync_of_units()
         assert self._fit is not None
         self._fit.callback(sync.close)
-        if self.policy.accumulate_dtype is not None:
-            self._check_accumulate_dtype(self.policy.accumulate_dtype, sync)
         return sync
 
     @override
     def _wide_sums(self, dtype: torch.dtype) -> None:
         return None  # whole gradients are the engine's, and so is their sum
-
-    @abstractmethod
-    def _check_accumulate_dtype(self, dtype: torch.dtype, sync: ShardedSync) -> None:
-        """Whether the engine adds up gradients in ``dtype``; else an error that says how to have it."""
 
     @abstractmethod
     def _sync_of_units(self) -> ShardedSync:

@@ -60,7 +60,7 @@ _WORDS = {
         "{}",
         "weight=[...] has the weights in the order of the terms: count in each what its term is divided by.",
     ),
-    "terms of the loss": ("{}", "Return one mean, or terms that are means over the same count."),
+    "terms of the loss": ("{}", "weight=[...] with a weight for each term; or return one mean, or means over the same count."),
     "rows that depend on each other": (
         "No weights of the micro-batches give the gradient of the full batch; the nearest leave {:.1e} of it. The module"
         " computes something over the whole batch that its parts do not add up to.{}",

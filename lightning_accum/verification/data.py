@@ -29,7 +29,7 @@ Join = Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True)
-class Trial:
+class Comparison:
     """What is compared.
 
     Attributes:
@@ -67,7 +67,7 @@ class Trial:
         return parts
 
 
-def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window: int, join: Join | None) -> Trial:
+def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window: int, join: Join | None) -> Comparison:
     """Take what is compared from what the user gave.
 
     Args:
@@ -84,7 +84,7 @@ def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window:
     hooks = data if isinstance(data, pl.LightningDataModule) else None
     if is_batch(data):
         if window == 1:
-            return Trial(data, [data], layout=_layout(data))
+            return Comparison(data, [data], layout=_layout(data))
         layout = _layout(data)
         if layout is None or layout.size < window:
             found = "how it is made of rows does not show" if layout is None else f"it has {layout.size} rows"
@@ -92,9 +92,8 @@ def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window:
                 f"verify(window={window}) got one batch, to be cut into the {window} batches of a window, but {found}. Pass a"
                 " loader or a list of batches, or micro_batch= instead of window=."
             )
-        sizes = [len(part) for part in torch.arange(layout.size).tensor_split(window)]
-        starts = [sum(sizes[:index]) for index in range(window)]
-        return Trial(data, [layout.take(slice(s, s + n)) for s, n in zip(starts, sizes, strict=True)], layout=layout)
+        parts = torch.arange(layout.size).tensor_split(window)
+        return Comparison(data, [layout.take(part.tolist()) for part in parts], layout=layout)
     with state.restored_afterwards():
         loader = _loader(module, data)
         batches = [copy.deepcopy(batch) for batch in _first(loader, window)]
@@ -114,7 +113,7 @@ def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window:
             if collated is None:
                 raise
             full, batches = collated
-    return Trial(full, batches, padding, _layout(full), hooks)
+    return Comparison(full, batches, padding, _layout(full), hooks)
 
 
 def is_batch(data: Any) -> bool:

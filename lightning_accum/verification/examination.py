@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_accum.verification import breaks
-from lightning_accum.verification.data import Trial
+from lightning_accum.verification.data import Comparison
 from lightning_accum.verification.measure import Difference, Fit, is_same_step, minus, most_noise, tolerance, weights_that_fit
 from lightning_accum.verification.report import Break
-from lightning_accum.verification.step import Bench, Change, NoStepError
+from lightning_accum.verification.step import Change, NoStepError, StepRunner
 from lightning_accum.verification.watch import Step
 from lightning_accum.weighing.denominator import UnreadableLossError
 
@@ -22,21 +22,21 @@ _SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6
 """Running averages may be kept in float32 whatever the precision."""
 
 
-class Examination:
+class Diagnosis:
     """Runs the full batch and its window, and whatever else shows how they differ.
 
     Args:
-        bench: takes the steps.
-        trial: what is compared.
+        runner: takes the steps.
+        comparison: what is compared.
     """
 
-    def __init__(self, bench: Bench, trial: Trial) -> None:
-        self._bench, self._trial = bench, trial
+    def __init__(self, runner: StepRunner, comparison: Comparison) -> None:
+        self._runner, self._comparison = runner, comparison
         self._change = Change()
         self._order: float | None = None
         self.breaks: list[Break] = []
         self.notes: list[str] = []
-        self.full = bench.full(trial.full)
+        self.full = runner.full(comparison.full)
         if not self.full.is_finite:
             raise NoStepError("The gradient of the full batch is not finite: there is nothing to compare. Pass other data.")
         if not any(bool(gradient.any()) for gradient in self.full.gradients.values()):
@@ -45,10 +45,11 @@ class Examination:
                 " that the Trainer's optimizers step on. Pass other data, or look for optimizers that step elsewhere."
             )
         self.tolerance = tolerance(self.full.dtype, self._measure_noise())
+        self.gradient = self.update = Difference(math.nan, {})
         self.window: Step | None = None
         """None where it could not be run, since its weight cannot be read."""
         try:
-            self.window = bench.accumulated(trial.batches, self._change)
+            self.window = runner.accumulated(comparison.batches, self._change)
         except UnreadableLossError as error:
             self.breaks.append(breaks.unreadable_weight(error))
             return
@@ -70,17 +71,17 @@ class Examination:
 
     def _measure_noise(self) -> float:
         """How far the full batch is from itself, in another order. What is more than rounding is looked into."""
-        trial, most = self._trial, most_noise(self.full.dtype)
-        backwards = trial.reversed()
-        again = trial.full if backwards is None else backwards
+        comparison, most = self._comparison, most_noise(self.full.dtype)
+        backwards = comparison.reversed()
+        again = comparison.full if backwards is None else backwards
         noise = self._difference(again, seed=1)
         if noise <= most:
             return noise
-        same = self._difference(trial.full, seed=0)
+        same = self._difference(comparison.full, seed=0)
         if not same <= most:
             self.breaks.append(breaks.named("non-deterministic operations", same))
             return same
-        seeded = self._difference(trial.full, seed=1)
+        seeded = self._difference(comparison.full, seed=1)
         if not seeded <= most:
             return self._even_noise(seeded, again)
         self._note_order(noise)
@@ -90,8 +91,8 @@ class Examination:
         """The module draws random numbers: have it draw the same for every row."""
         most = most_noise(self.full.dtype)
         drawn, self._change = self.full, Change(evens_noise=True)
-        self.full = self._bench.full(self._trial.full, self._change)
-        left = self._difference(self._trial.full, seed=1)
+        self.full = self._runner.full(self._comparison.full, self._change)
+        left = self._difference(self._comparison.full, seed=1)
         if not left <= most:
             self.full, self._change = drawn, Change()
             self.breaks.append(breaks.named("random numbers", seeded))
@@ -111,36 +112,36 @@ class Examination:
         self.notes.append(f"The gradient of the full batch depends on the order of its rows: in reverse it is {noise:.1e} away.")
 
     def _difference(self, batch: Any, seed: int) -> float:
-        return _difference(self._bench.full(batch, self._change, seed), self.full)
+        return _difference(self._runner.full(batch, self._change, seed), self.full)
 
     # --- what breaks equality -----------------------------------------------------------------------------------------
 
     def _find_breaks(self, window: Step) -> None:
         """Take out one thing after the other, until the rest is equal."""
-        full, batches, left = self.full, list(self._trial.batches), self.gradient.largest
+        full, batches, left = self.full, list(self._comparison.batches), self.gradient.largest
         if not window.is_finite:
             self.breaks.append(breaks.named("non-finite gradient", math.nan))
             return
         if layers := self.full.batch_norm:
             change = replace(self._change, freezes_batch_norm=True)
-            frozen, frozen_window = self._bench.full(self._trial.full, change), self._bench.accumulated(batches, change)
+            frozen, frozen_window = self._runner.full(self._comparison.full, change), self._runner.accumulated(batches, change)
             without = _difference(frozen_window, frozen)
             if without < left:
                 self.breaks.append(breaks.named("BatchNorm", left, breaks.listed(layers), without=without))
                 self._change, full, window, left = change, frozen, frozen_window, without
         if not left <= self.tolerance and len(batches) > 1:
             change = replace(self._change, fixes_batch_idx=True)
-            fixed = self._bench.accumulated(batches, change)
+            fixed = self._runner.accumulated(batches, change)
             if not _difference(fixed, window) <= self.tolerance:
                 without = _difference(fixed, full)
                 self.breaks.append(breaks.named("batch_idx", left, without=without))
                 self._change, window, left = change, fixed, without
-        padded = self._trial.padded()
+        padded = self._comparison.padded()
         if not left <= self.tolerance and padded is not None:
-            even = self._bench.accumulated(padded, self._change)
+            even = self._runner.accumulated(padded, self._change)
             if not _difference(even, window) <= self.tolerance:
                 without = _difference(even, full)
-                self.breaks.append(breaks.named("padding", left, self._trial.padding, without=without))
+                self.breaks.append(breaks.named("padding", left, self._comparison.padding, without=without))
                 batches, window, left = padded, even, without
         if not left <= self.tolerance:
             self.breaks.append(self._look_into_the_rest(full, batches, left, window.warnings))
@@ -160,7 +161,7 @@ class Examination:
         fit, used = self._weights_that_fit(full, batches)
         most = max(10 * self.tolerance, 1e-9)
         if fit.left <= most:
-            given = self._bench.policy.get("weight", "auto")
+            given = self._runner.policy.get("weight", "auto")
             if isinstance(given, (list, tuple)):
                 found = "With other weights the micro-batches would give the gradient of the full batch."
                 return breaks.named("weight of a term", left, found)
@@ -180,29 +181,29 @@ class Examination:
         """How far the gradient of a multiple of the loss is from that multiple of its gradient."""
         if full.dtype == torch.float16:  # which would overflow
             return 0.0
-        batch, change, found = self._trial.full, self._change, [0.0]
+        batch, change, found = self._comparison.full, self._change, [0.0]
         for factor in (2.0**-10, 2.0**10):  # powers of two do not round
-            scaled = self._bench.full(batch, replace(change, factor=factor)).of_backward
+            scaled = self._runner.full(batch, replace(change, factor=factor)).of_backward
             multiple = {name: gradient * factor for name, gradient in full.of_backward.items()}
             found.append(Difference.between(scaled, multiple).largest)
         return max(found, key=lambda value: math.inf if math.isnan(value) else value)
 
     def _state_carried(self, full: Step) -> float:
         """The mean of the same batch twice is the batch's own: what differs was carried from one to the other."""
-        twice = self._bench.twice(self._trial.full, replace(self._change, fixes_batch_idx=True))
+        twice = self._runner.twice(self._comparison.full, replace(self._change, fixes_batch_idx=True))
         return _difference(twice, full)
 
     def _weights_that_fit(self, full: Step, batches: Sequence[Any]) -> tuple[Fit, list[float | None]]:
         """How near any weights come to the full batch; and the weights that were used."""
-        window = self._bench.accumulated(batches, self._change, keeps_pieces=True)
-        pieces = torch.stack([_flat(piece) for piece in window.pieces], 1)
+        window = self._runner.accumulated(batches, self._change, keeps_micro_batches=True)
+        pieces = torch.stack([_flat(piece) for piece in window.micro_batch_gradients], 1)
         return weights_that_fit(pieces, _flat(full.of_backward)), window.weights
 
     # --- what comes after the gradients -------------------------------------------------------------------------------
 
     def _check_step(self, window: Step) -> None:
         """Given the window's gradient, does the full batch's step end where the window's did?"""
-        replay = self._bench.full(self._trial.full, self._change, gradients=window.gradients)
+        replay = self._runner.full(self._comparison.full, self._change, gradients=window.gradients)
         is_same = is_same_step(window.after, replay.after, replay.before)
         if not is_same and not self.update.largest <= self.tolerance:  # LBFGS takes more gradients than the one that is replayed
             self.breaks.append(breaks.named("optimizer step", self.update.largest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +43,8 @@ class Difference:
             >>> Difference.between({"w": torch.tensor([3.0, -3.0])}, {"w": torch.tensor([3.0, -4.0])}).overall
             0.2
         """
-        distances = {name: _norm([_minus(found[name], tensor)]) for name, tensor in expected.items()}
-        sizes = {name: _norm([tensor]) for name, tensor in expected.items()}
+        distances = {name: _norm(_minus(found[name], tensor)) for name, tensor in expected.items()}
+        sizes = {name: _norm(tensor) for name, tensor in expected.items()}
         size = math.hypot(*sizes.values())
         numbers = sum(tensor.numel() for tensor in expected.values())
         typical = SMALLEST_SHARE * size / math.sqrt(max(1, numbers))
@@ -66,8 +66,8 @@ def is_same_step(found: Tensors, expected: Tensors, before: Tensors) -> bool:
         if not tensor.is_floating_point():
             continue
         eps = torch.finfo(tensor.dtype).eps
-        way, size = _norm([_minus(tensor, before[name])]), _norm([tensor])
-        if not _norm([_minus(found[name], tensor)]) <= 1024 * eps * way + 4 * eps * size:
+        way, size = _norm(_minus(tensor, before[name])), _norm(tensor)
+        if not _norm(_minus(found[name], tensor)) <= 1024 * eps * way + 4 * eps * size:
             return False
     return True
 
@@ -137,8 +137,8 @@ def _minus(a: Tensor, b: Tensor) -> Tensor:
     return a.to(torch.float64) - b.to(torch.float64)
 
 
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor.to(torch.float64))) for tensor in tensors))
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.to(torch.float64)))
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +18,11 @@ from lightning_accum.families import by_module
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.verification.breaks import listed
-from lightning_accum.verification.data import Join, Trial, read_data
-from lightning_accum.verification.examination import Examination
+from lightning_accum.verification.data import Comparison, Join, read_data
+from lightning_accum.verification.examination import Diagnosis
 from lightning_accum.verification.report import ParameterDifference, Report
 from lightning_accum.verification.state import ModuleState
-from lightning_accum.verification.step import Bench, uncompiled
+from lightning_accum.verification.step import StepRunner, uncompiled
 
 
 @by_module
@@ -91,9 +92,9 @@ def verify(
     }
     with _random_state_kept(accelerator):
         state = ModuleState(module)
-        trial = read_data(module, state, data, size, join)
+        comparison = read_data(module, state, data, size, join)
         try:
-            examination = Examination(Bench(given, state, arguments, trainer, trial.hooks), trial)
+            diagnosis = Diagnosis(StepRunner(given, state, arguments, trainer, comparison.hooks), comparison)
         except (RuntimeError, TypeError, ValueError) as error:  # those of nn.RNNBase are ValueErrors
             if not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
                 raise
@@ -102,12 +103,13 @@ def verify(
                 " converted to it (but no tensors in objects of a class of their own); pass"
                 ' verify(precision="32-true") for operations that it is too wide for.'
             ) from error
-    if examination.window is not None and examination.window.parts < 2 and size < 2 and not policy.get("row_wise"):
+    if diagnosis.window is not None and diagnosis.window.parts < 2 and size < 2 and not policy.get("row_wise"):
+        rows = "" if comparison.rows is None else f" of {comparison.rows} rows"
         raise MisconfigurationException(
-            f"verify(micro_batch={micro_batch!r}) has nothing to compare: the batch"
-            f"{'' if trial.rows is None else f' of {trial.rows} rows'} is one micro-batch. Pass a smaller one or a larger batch."
+            f"verify(micro_batch={micro_batch!r}) has nothing to compare: the batch{rows} is one micro-batch. Pass a smaller one or"
+            " a larger batch."
         )
-    return _report(module, trial, examination, arguments, precision)
+    return _report(module, comparison, diagnosis, arguments, precision)
 
 
 def _check(module: Any, window: Any, micro_batch: Any, policy: dict[str, Any]) -> int:
@@ -158,42 +160,36 @@ def _random_state_kept(accelerator: str) -> Iterator[None]:
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def _report(module: pl.LightningModule, trial: Trial, seen: Examination, policy: dict[str, Any], precision: Any) -> Report:
-    notes = [*_notes(module, trial, seen), *seen.notes]
+def _report(module: pl.LightningModule, comparison: Comparison, seen: Diagnosis, policy: dict[str, Any], precision: Any) -> Report:
     full, window = seen.full, seen.window
-    if window is None:
-        nan = float("nan")
-        compared = f"One optimizer step on {_batch(trial)}, in precision {precision}; there could be none on micro-batches."
-        return Report(
-            type(module).__name__, compared, False, nan, nan, (full.loss, nan), seen.tolerance, _reason(seen), (), "cannot be read",
-            seen.breaks, notes,
-        )  # fmt: skip
-    notes += [warning for warning in window.warnings if warning not in full.warnings and not _is_reported(warning, seen)]
-    rows = [ParameterDifference(name, value, seen.update.by_name[name]) for name, value in seen.gradient.by_name.items()]
-    parts = f"{window.micro_batches} micro-batches"
-    if len(trial.batches) > 1:
-        parts = f"{len(trial.batches)} loader batches" + (f" in {parts}" if policy["micro_batch"] is not None else "")
+    notes = [*_notes(module, comparison, seen), *seen.notes]
+    rows: list[ParameterDifference] = []
+    second, weight = "there could be none on micro-batches", "cannot be read"
+    if window is not None:
+        notes += [warning for warning in window.warnings if warning not in full.warnings and not _is_reported(warning, seen)]
+        rows = [ParameterDifference(name, value, seen.update.by_name[name]) for name, value in seen.gradient.by_name.items()]
+        parts = f"{window.micro_batches} micro-batches"
+        if len(comparison.batches) > 1:
+            parts = f"{len(comparison.batches)} loader batches" + (f" in {parts}" if policy["micro_batch"] is not None else "")
+        second, weight = f"one on the same rows as {parts}", window.weight or "none: the window was one micro-batch"
+    size = "" if comparison.rows is None else f" of {comparison.rows} rows"
     return Report(
         module=type(module).__name__,
-        compared=f"One optimizer step on {_batch(trial)}, and one on the same rows as {parts}, in precision {precision}.",
+        compared=f"One optimizer step on a full batch{size}, and {second}, in precision {precision}.",
         is_equal=seen.is_equal,
         gradient=seen.gradient.overall,
         update=seen.update.overall,
-        losses=(full.loss, window.loss),
+        losses=(full.loss, math.nan if window is None else window.loss),
         tolerance=seen.tolerance,
         tolerance_reason=_reason(seen),
-        parameters=sorted(rows, key=lambda row: -row.gradient if row.gradient == row.gradient else float("-inf")),
-        weight=window.weight or "none: the window was one micro-batch",
+        parameters=sorted(rows, key=lambda row: -row.gradient if row.gradient == row.gradient else -math.inf),
+        weight=weight,
         breaks=seen.breaks,
         notes=notes,
     )
 
 
-def _batch(trial: Trial) -> str:
-    return "a full batch" if trial.rows is None else f"a full batch of {trial.rows} rows"
-
-
-def _reason(seen: Examination) -> str:
+def _reason(seen: Diagnosis) -> str:
     name = str(seen.full.dtype).removeprefix("torch.")
     if seen.full.dtype == torch.float64:
         return "the loss computes in float64"
@@ -202,7 +198,7 @@ def _reason(seen: Examination) -> str:
     return f"the loss computes in {name}; sixteen of its roundings"
 
 
-def _notes(module: pl.LightningModule, trial: Trial, seen: Examination) -> Iterator[str]:
+def _notes(module: pl.LightningModule, comparison: Comparison, seen: Diagnosis) -> Iterator[str]:
     if places := seen.full.dropout:
         where = listed(places, " places")
         yield f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch."
@@ -213,11 +209,11 @@ def _notes(module: pl.LightningModule, trial: Trial, seen: Examination) -> Itera
         )
     if not module.training:
         yield "The module is in evaluation mode, and was compared in it, as the Trainer would run it: module.train() changes that."
-    if trial.padding:
-        yield f"To be put together, {trial.padding}."
+    if comparison.padding:
+        yield f"To be put together, {comparison.padding}."
 
 
-def _is_reported(warning: str, seen: Examination) -> bool:
+def _is_reported(warning: str, seen: Diagnosis) -> bool:
     names = {found.name for found in seen.breaks}
     texts = {
         "weight of a term": "the term of the loss that it weighs",

@@ -24,7 +24,7 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.randomness import SameForEveryRow, seed_everything
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.state import ModuleState
-from lightning_accum.verification.watch import Step, StepTakenError, Watches, WatchesPieces, WatchesReference
+from lightning_accum.verification.watch import MicroBatchRecorder, ReferenceRecorder, Step, StepRecorder, StepTakenError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 
 STEPS_IN_AN_EPOCH = 100
@@ -54,7 +54,7 @@ class NoStepError(MisconfigurationException):
 
 
 @dataclass(frozen=True)
-class Bench:
+class StepRunner:
     """Takes optimizer steps of a module, each from the state that it is in.
 
     Args:
@@ -80,11 +80,11 @@ class Bench:
             seed: of the random generators.
             gradients: what the optimizer is given instead of the batch's gradients.
         """
-        watcher = WatchesReference(seed, gradients)
+        recorder = ReferenceRecorder(seed, gradients)
         trainer = dict(self.trainer)
         if gradients is not None:  # they have been clipped
             trainer["gradient_clip_val"] = None
-        return self._run([batch], change, watcher, [], strategy="auto", **trainer)
+        return self._run([batch], change, recorder, [], strategy="auto", **trainer)
 
     def twice(self, batch: Any, change: Change = Change()) -> Step:
         """The step of plain Lightning on the mean of one batch with itself.
@@ -93,22 +93,22 @@ class Bench:
             batch: the batch.
             change: what is taken out of the module.
         """
-        return self._run([batch] * 2, change, Watches(), [], strategy="auto", accumulate_grad_batches=2, **self.trainer)
+        return self._run([batch] * 2, change, StepRecorder(), [], strategy="auto", accumulate_grad_batches=2, **self.trainer)
 
-    def accumulated(self, batches: Sequence[Any], change: Change = Change(), keeps_pieces: bool = False) -> Step:
+    def accumulated(self, batches: Sequence[Any], change: Change = Change(), keeps_micro_batches: bool = False) -> Step:
         """The step of this package on a window.
 
         Args:
             batches: those of the loader.
             change: what is taken out of the module.
-            keeps_pieces: whether to keep the gradient of each micro-batch.
+            keeps_micro_batches: whether to keep the gradient of each micro-batch.
         """
-        watcher = WatchesPieces() if keeps_pieces else Watches()
+        recorder = MicroBatchRecorder() if keeps_micro_batches else StepRecorder()
         policy = {"log": False, "check": False, **self.policy, "window": len(batches)}
         callbacks = [GradientAccumulation(**policy)]
-        return self._run(batches, change, watcher, callbacks, strategy="accum", **self.trainer)
+        return self._run(batches, change, recorder, callbacks, strategy="accum", **self.trainer)
 
-    def _run(self, batches: Sequence[Any], change: Change, watcher: Watches, callbacks: list[Any], **arguments: Any) -> Step:
+    def _run(self, batches: Sequence[Any], change: Change, recorder: StepRecorder, callbacks: list[Any], **arguments: Any) -> Step:
         module = uncompiled(self.module)
         noise = SameForEveryRow()
         with (
@@ -120,7 +120,7 @@ class Bench:
         ):
             warnings.simplefilter("always")
             _keep_to_one_step(module, change, noise)
-            if isinstance(watcher, WatchesReference) and watcher.gradients is not None:
+            if isinstance(recorder, ReferenceRecorder) and recorder.gradients is not None:
                 module.configure_gradient_clipping = lambda *args, **kwargs: None
             seed_everything(0)  # for what setup and configure_model make
             trainer = pl.Trainer(
@@ -128,7 +128,7 @@ class Bench:
                 devices=1,
                 max_epochs=1,
                 logger=DummyLogger(),
-                callbacks=[*callbacks, watcher],
+                callbacks=[*callbacks, recorder],
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
@@ -137,7 +137,7 @@ class Bench:
                 use_distributed_sampler=False,
             )
             trainer.fit(self.module, **_data(batches, self.hooks))
-        step = watcher.step
+        step = recorder.step
         if not step.after:
             raise NoStepError(
                 f"{type(module).__name__} took no optimizer step on {len(batches)} batch{'es' * (len(batches) > 1)}: training_step"

@@ -37,7 +37,7 @@ class Step:
         parts: the micro-batches that the last loader batch was split into.
         weight: what each weighs, in words.
         weights: the weight of each; None for a sum.
-        pieces: the gradient of each, where they were asked for.
+        micro_batch_gradients: the gradient of each, where they were asked for.
         warnings: what was warned of.
         noise: the random operations that were made even.
         dropout: where it was switched off.
@@ -57,7 +57,7 @@ class Step:
     parts: int = 1
     weight: str | None = None
     weights: list[float | None] = field(default_factory=list)
-    pieces: list[dict[str, Tensor]] = field(default_factory=list)
+    micro_batch_gradients: list[dict[str, Tensor]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     noise: set[str] = field(default_factory=set)
     dropout: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class StepTakenError(Exception):
     """Ends the fit: nothing after the step is of interest, least of all the ends of epochs."""
 
 
-class Watches(pl.Callback):
+class StepRecorder(pl.Callback):
     """Copies what the optimizer steps on and where it goes, by a hook of torch's: Lightning runs as if nobody listened."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -121,7 +121,7 @@ class Watches(pl.Callback):
         raise StepTakenError
 
 
-class WatchesReference(Watches):
+class ReferenceRecorder(StepRecorder):
     """Also looks at the loss, and may give the optimizer other gradients."""
 
     def __init__(self, seed: int, gradients: Mapping[str, Tensor] | None) -> None:
@@ -144,7 +144,7 @@ class WatchesReference(Watches):
                 parameter.grad = self.gradients[name].to(parameter.device, parameter.dtype)
 
 
-class WatchesPieces(Watches):
+class MicroBatchRecorder(StepRecorder):
     """Also keeps the gradient of each micro-batch."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class WatchesPieces(Watches):
             factor /= cast("Any", trainer.strategy).loss_scale()
             if accumulation.window.terms is None and weight:  # a sum has none
                 factor *= (accumulation.window.reference or 1.0) / float(weight)
-        self.step.pieces.append({name: gradient * factor for name, gradient in added.items()})
+        self.step.micro_batch_gradients.append({name: gradient * factor for name, gradient in added.items()})
         self.step.weights.append(None if weight is None else float(weight))
 
 

@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
+from lightning_accum.weighing.counts import SampleCount, TokenCount
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.safeguards import freeze_batch_norm
+from lightning_accum.weighing.shares import ShareWeight, candidates, together
 from lightning_accum.weighing.term_nodes import scale_terms
-from lightning_accum.weighing.weight import Contribution, SampleCount, TokenCount, Weigher
+from lightning_accum.weighing.weight import Contribution, Weigher
 
 _T = TypeVar("_T")
 
@@ -62,6 +64,10 @@ class CannotCheckError(Exception):
     """What keeps the check from an answer."""
 
 
+class NoDenominatorError(CannotCheckError):
+    """The graph of the loss shows none."""
+
+
 class UnsuitableRowsError(CannotCheckError):
     """These rows show nothing; others may."""
 
@@ -83,10 +89,11 @@ class Verdict:
         tolerance: what rounding makes of it.
         seen: what deviates by that much, or why nothing could be found out.
         rows: the sizes of the parts.
-        has_terms: the loss has several terms, which share one weight.
+        has_terms: the loss has terms that are divided by something else than the main one, and share its weight.
         is_suitable: False where these rows show nothing, and others may.
         looked_at: how many rows were looked at until now, of this batch and those before.
         loss: the largest that was seen in them.
+        is_unread: the graph of the loss of all rows shows no denominator.
     """
 
     deviation: float | None
@@ -97,11 +104,13 @@ class Verdict:
     is_suitable: bool = True
     looked_at: int = 0
     loss: float = 0.0
+    is_unread: bool = False
 
     @classmethod
     def unknown(cls, reason: CannotCheckError) -> Verdict:
         """That of what could not be found out."""
-        return cls(None, seen=str(reason), is_suitable=not isinstance(reason, UnsuitableRowsError))
+        is_suitable, is_unread = not isinstance(reason, UnsuitableRowsError), isinstance(reason, NoDenominatorError)
+        return cls(None, seen=str(reason), is_suitable=is_suitable, is_unread=is_unread)
 
     def after(self, before: Verdict | None) -> Verdict:
         """The worst of both, where rows of another batch were looked at before."""
@@ -227,32 +236,60 @@ class Check:
         self._eps_of_weights = torch.finfo(torch.float64).eps
         self.takes_functions = True
         """See :class:`~lightning_accum.weighing.weight.Weigher`: False where only so the parts were found to add up."""
+        self.shares: ShareWeight | None = None
+        """As there: not None where only so the parts were found to add up. Other batches may show it more."""
 
-    def __call__(self, batches: Sequence[Rows], may_leave_functions: bool = True) -> Verdict:
+    def __call__(self, batches: Sequence[Rows], may_leave_functions: bool = True, may_measure: bool = False) -> Verdict:
         """Look at some rows. Called on all ranks, with equally many parts.
 
         Args:
             batches: some rows, in several ways. A way that a module cannot take, such as a part of one row, is passed over.
             may_leave_functions: whether :attr:`takes_functions` is still to be found out.
+            may_measure: where parts do not add up by the weight that is read, or none is, try to measure it.
 
         Returns:
             The worst that was found on this rank.
         """
+        if (shares := self.shares) is not None:
+            shares.is_tried = True
         verdict = self._worst(batches)
+        if shares is not None:
+            shares.is_tried, shares.has_seen_empty = False, self._largest(float(shares.has_seen_empty)) > 0
         if may_leave_functions and callable(self._weight) and not self._do_all_add_up(verdict):
             constant, self.constant, self.takes_functions = self.constant, None, False
             as_it_is = self._worst(batches)
             if self._do_all_add_up(as_it_is):
                 return as_it_is
             self.constant, self.takes_functions = constant, True
+        if self._weight == "auto" and may_measure and self._largest(float(verdict.is_unread or not verdict.adds_up)):
+            return self._measured_by_shares(batches) or verdict
         return verdict
+
+    def _measured_by_shares(self, batches: Sequence[Rows]) -> Verdict | None:
+        """Find out whether a measured weight adds up; None where none does."""
+        found: list[tuple[ShareWeight, Verdict]] = []
+        constant, self.constant = self.constant, 0.0  # what is measured adds up as it is
+        for self.shares in candidates():
+            verdict = self._worst(batches)
+            if self._do_all_add_up(verdict):
+                found.append((self.shares, verdict))
+        self.shares = None
+        if not found:
+            self.constant = constant
+            return None
+        has_seen_empty = self._largest(float(any(shares.has_seen_empty for shares, _ in found))) > 0
+        self.shares = together([shares for shares, _ in found], has_seen_empty)
+        return max((verdict for _, verdict in found), key=lambda verdict: verdict.deviation or 0.0)
 
     def _do_all_add_up(self, verdict: Verdict) -> bool:
         return self._largest(float(verdict.deviation is None or not verdict.adds_up)) == 0
 
     def _worst(self, batches: Sequence[Rows]) -> Verdict:
         with self._held():
-            return self._worst_of([self._look(rows, self._weight) for rows in batches])
+            found = [self._look(rows, self._weight) for rows in batches]
+            if self.shares is not None and (unread := [verdict for verdict in found if verdict.is_unread]):
+                return unread[0]  # what is measured is so in every part
+            return self._worst_of(found)
 
     def _worst_of(self, found: Sequence[Verdict]) -> Verdict:
         seen = [verdict for verdict in found if verdict.deviation is not None]
@@ -298,18 +335,43 @@ class Check:
         with self._held():
             return [self._together(partial(self._loss_of, batch)) for batch in batches]
 
-    def remembers(self, one: Callable[[], Any], other: Callable[[], Any]) -> bool:
-        """Whether a step on ``other`` gives another loss after one on ``one``, whose changes are left. Called on all ranks.
+    def changed_buffers(self, batch: Callable[[], Any]) -> dict[str, float]:
+        """The buffers that a step changes and its loss depends on. Called on all ranks.
+
+        Returns:
+            How far the loss of the same rows is from what it was, as part of its size, where only that buffer has changed.
 
         Raises:
-            CannotCheckError: one has no loss. On all ranks.
+            CannotCheckError: the batch has no loss, or another one each time. On all ranks.
         """
+
+        def loss(changed: Mapping[str, Tensor]) -> float:
+            self._restore()
+            buffers = dict(self._module.named_buffers())
+            for name, value in changed.items():
+                buffers[name].data.copy_(value)
+            loss = self._step(batch())
+            self._gradients(loss, 0.0)  # sharded modules have a backward for each forward
+            return float(loss.detach())
+
+        found: dict[str, float] = {}
         with self._held():
-            alone, again, _ = (self._together(partial(self._loss_of, batch)) for batch in (other, other, one))
-            self._mode.restart()
-            after = self._together(lambda: float(self._step(other()).detach()))
-        most = self.tolerance * max(abs(alone), abs(after))
-        return abs(again - alone) <= most < abs(after - alone)
+            before = self._together(partial(loss, {}))
+            after = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
+            self._restore()
+            restored = {name: buffer for name, buffer in self._module.named_buffers() if name in after}
+            changed = [name for name, old in restored.items() if old.shape == after[name].shape and not old.equal(after[name])]
+            number = min(int(self._largest(len(changed))), MOST_ROWS)
+            again = self._together(partial(loss, {})) if number else before
+            if self._largest(abs(again - before)) > 0:
+                raise CannotCheckError("training_step gives the same rows another loss each time")
+            for index in range(number):  # as many steps on every rank
+                names = changed[index : index + 1]
+                now = self._together(partial(loss, {name: after[name] for name in names}))
+                difference = abs(now - before) / (max(abs(now), abs(before)) or 1.0)
+                if names and difference > self.tolerance:
+                    found[names[0]] = difference
+        return found
 
     def _loss_of(self, batch: Callable[[], Any]) -> float:
         self._restore()
@@ -344,7 +406,8 @@ class Check:
                 raise UnsuitableRowsError("the loss of the first rows is 0 but for rounding")
             deviation, seen = max(_deviation(whole, parts), (self._compare_weights(whole, parts, tuple(rows.sizes)), "the weight"))
             self.loss = max(self.loss, abs(whole.loss))
-            verdict = Verdict(deviation, self.tolerance, seen, tuple(rows.sizes), whole.has_terms and not whole.counts)
+            has_terms = any(one.has_terms for one in (whole, *parts)) and not whole.counts
+            verdict = Verdict(deviation, self.tolerance, seen, tuple(rows.sizes), has_terms, is_unread=not whole.is_read)
         except CannotCheckError as reason:
             verdict = Verdict.unknown(reason)
         if self._largest(float(not verdict.adds_up)) == 0:
@@ -399,7 +462,7 @@ class Check:
         self._restore()
         drawn_before = _random_state()
         weigher = Weigher(weight, lambda message: None, hands_out_terms=self._weighs_terms and weight == "auto")
-        weigher.takes_functions = self.takes_functions
+        weigher.takes_functions, weigher.shares = self.takes_functions, self.shares
         try:
             try:
                 loss, read = self._together(lambda: self._run(batch(), weigher, rows, is_part=whole is not None))
@@ -427,7 +490,7 @@ class Check:
             gradient = self._together(lambda: self._gradients(loss, share if whole is None else share * slope))
         finally:
             self._has_drawn |= drawn_before != _random_state()
-        has_terms = bool(contribution.others or weigher.unweighed_terms)
+        has_terms = bool(weigher.unweighed_terms) or any(float(other) != n for other in contribution.others)
         measured = _Measured(
             share * float(loss.detach()) if share else 0.0, n, gradient, counts, has_terms, is_read=read is not None
         )
@@ -444,7 +507,7 @@ class Check:
         try:
             contribution = weigher(loss, batch, rows)
         except UnreadableLossError:
-            if is_part:
+            if is_part or self.shares is not None:
                 raise
             return loss, None
         is_empty = contribution.weight is not None and float(contribution.weight) == 0 and not contribution.others
@@ -475,7 +538,7 @@ class Check:
         except CannotCheckError as error:
             problem = error
         except UnreadableLossError:
-            problem = CannotCheckError("the graph of the loss shows no denominator")  # the first micro-batch says more
+            problem = NoDenominatorError("the graph of the loss shows no denominator")  # the first micro-batch says more
         except Exception as error:
             problem = CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}")
         if self._largest(float(problem is not None)):

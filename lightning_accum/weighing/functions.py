@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, UnreadableLossError, operation
-from lightning_accum.weighing.graph import Reading, is_whole_loss, read_loss, read_terms, terms_of
+from lightning_accum.weighing.graph import Reading, read_loss, read_terms, terms_of
 from lightning_accum.weighing.nodes import SUMS, THROUGH, Node, constant_operand, inputs_of, is_of_parameters_only, kind_of
+from lightning_accum.weighing.reductions import is_whole_loss
 
 _Number: TypeAlias = "float | None"
 

@@ -9,7 +9,8 @@ term makes all of them exact:
 
 - a window of one micro-batch on every rank: each rank reads its own from the graph, and they are summed before the backward
   (:class:`TermsAtOnce`);
-- a window of one loader batch that is split: explicit weights count the whole batch before it runs (:class:`TermsCountedAhead`).
+- explicit weights count the loader batches of a window before the first of them runs (:class:`TermsCountedAhead`): they are drawn
+  ahead (``loops/ahead.py``).
 
 Elsewhere all terms take the weight of the main one. What that costs in the gradient of ``cross_entropy + c * mse``, for a window of
 64 sentences in micro-batches of 4 (``tests/benchmarks/terms.py``, mean of 5 windows): 9 to 11 % where they come in any order, 31 to
@@ -30,8 +31,8 @@ from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.term_nodes import MOST_OTHERS
 
 HOW_TO_WEIGH_EACH = (
-    "Each is weighed by itself where a window is one loader batch that is split, and counted in it:"
-    " GradientAccumulation(micro_batch=..., weight=[TokenCount(), SampleCount()]), one weight for each term."
+    "Each is weighed by itself with a weight for each, which count a window before it runs:"
+    " GradientAccumulation(..., weight=[TokenCount(), SampleCount()])."
 )
 
 
@@ -98,7 +99,7 @@ class TermsAtOnce:
 
 
 class TermsCountedAhead:
-    """Windows of one loader batch that is split: what each term is divided by is counted in the whole batch before it runs.
+    """What each term is divided by is counted in all loader batches of a window before the first of them runs.
 
     Args:
         weights: one for each term, in their order.
@@ -107,8 +108,6 @@ class TermsCountedAhead:
         world_size: the ranks whose gradients are averaged.
         group: their process group; None for the default one.
     """
-
-    size = 1
 
     def __init__(
         self,
@@ -128,9 +127,24 @@ class TermsCountedAhead:
         self._own: list[Denominator] = [0.0] * len(self._weights)
         self._totals: list[float] | Tensor | None = None
 
-    def count(self, batch: Any) -> None:
-        """A loader batch begins, which is a window."""
-        self._own = [weight(batch) for weight in self._weights]
+    def add(self, batch: Any) -> list[Denominator]:
+        """Count a loader batch of the window. Returns the counts of this rank so far."""
+        self._own = [own + weight(batch) for own, weight in zip(self._own, self._weights, strict=True)]
+        return self._own
+
+    @property
+    def is_agreed(self) -> bool:
+        """The window is counted, over the ranks too."""
+        return self._totals is not None
+
+    @property
+    def totals(self) -> list[float] | None:
+        """What was counted over window and ranks; None before the first micro-batch."""
+        return self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
+
+    def take_back(self, totals: Sequence[float]) -> None:
+        """Go on inside a window with these :attr:`totals`."""
+        self._totals = list(totals) if self._device.type == "cpu" else torch.tensor(totals, dtype=self._dtype, device=self._device)
 
     def agree(self) -> None:
         """Sum over the ranks, the first time in a window. Called on all of them, before the first backward."""
@@ -145,12 +159,14 @@ class TermsCountedAhead:
         self._totals = totals.tolist() if self._device.type == "cpu" else totals
 
     def numbers(self, contributions: Sequence[Counts]) -> list[Denominator]:
-        """What this rank adds to the sums of the window: by how much its micro-batches miss what was counted."""
-        counted = [[c.weight or 0.0, *c.others] for c in contributions]
-        missed: Any = 0.0
-        for place, own in enumerate(self._own):
-            missed = missed + abs(own - sum((counts[place] for counts in counted), start=0.0))
-        return [missed]
+        """What this rank adds to the sums of the window: by how much its micro-batches miss its share of what was counted."""
+        missed: list[Denominator] = [0.0] * len(self._weights)
+        if self._totals is not None:
+            missed = [-total / self._world_size for total in self._totals]
+        for c in contributions:
+            if c.others:
+                missed = [so_far + d for so_far, d in zip(missed, (0.0 if c.weight is None else c.weight, *c.others), strict=True)]
+        return missed
 
     def factors(
         self, contribution: Counts, reference: float, total: Denominator, sums: Sequence[float] | Tensor
@@ -169,4 +185,4 @@ class TermsCountedAhead:
 
     def are_exact(self, sums: Sequence[float] | Tensor, total: float = 0.0) -> Any:
         """Whether the micro-batches of a window with the weight ``total`` had what was counted in their batches."""
-        return sums[0] <= 1e-6 * max(1.0, total)
+        return all(abs(float(missed)) <= 1e-6 * max(1.0, total) for missed in sums)

@@ -1,7 +1,7 @@
 """The weight of a micro-batch: the denominator of its mean loss.
 
-``"auto"`` reads it from the loss itself (see :mod:`lightning_accum.weighing.graph`); the classes and callables here count it from
-the batch, for losses whose graph hides it.
+``"auto"`` reads it from the loss itself (see :mod:`lightning_accum.weighing.graph`), or measures it (see
+:mod:`lightning_accum.weighing.shares`); explicit weights count it from the batch (see :mod:`lightning_accum.weighing.counts`).
 """
 
 from __future__ import annotations
@@ -9,132 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from numbers import Number
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_accum.splitting.batch_parts import UnsplittableBatchError, first_tensor_or_list, read_parts
+from lightning_accum.weighing.counts import SampleCount, Weight, count_samples
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, Term, UnreadableLossError, plain_mean
 from lightning_accum.weighing.functions import FoundFunction, FunctionOfMean, OfMean, function_of_mean, is_of_whole_losses, on_host
-from lightning_accum.weighing.graph import Reading, Rows, read_terms, terms_of
+from lightning_accum.weighing.graph import Reading, read_terms, terms_of
 from lightning_accum.weighing.nodes import Node, kind_of, sizes_of
+from lightning_accum.weighing.reductions import Rows
 from lightning_accum.weighing.safeguards import guard_against_zero
+from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import Proportion, TermLister, TermNode, TermReader
-
-Weight: TypeAlias = Callable[[Any], Any]
-"""Counts what the mean loss of a batch is divided by: takes the batch, returns a scalar tensor or a number."""
-
-
-@dataclass(frozen=True)
-class TokenCount:
-    """Weigh a micro-batch by its tokens that are not ignored.
-
-    Args:
-        key: where the labels are in the batch: a key of a mapping, an attribute, or the index in a tuple.
-        ignore_index: labels with this value do not count, as in :func:`torch.nn.functional.cross_entropy`.
-        shift: whether the model predicts the next token from labels that it shifts itself, so that the first position of every
-            row has no prediction. True for Hugging Face's causal language models; False for labels that the data has shifted.
-
-    Raises:
-        KeyError: (when called) the batch has no such key; the message lists those that it has.
-
-    Example:
-        >>> TokenCount()({"labels": torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])})
-        tensor(3)
-    """
-
-    key: str | int = "labels"
-    ignore_index: int = -100
-    shift: bool = True
-
-    def __call__(self, batch: Any) -> Tensor:
-        """Count the tokens of ``batch``."""
-        labels = _look_up(batch, self.key)
-        if not isinstance(labels, Tensor):
-            raise TypeError(f"TokenCount(key={self.key!r}): expected a tensor of labels, found {type(labels).__name__}")
-        if self.shift:
-            if labels.dim() < 2:
-                raise ValueError(
-                    f"TokenCount(key={self.key!r}, shift=True): labels of shape {tuple(labels.shape)} have no sequence dimension"
-                    " to shift along; pass shift=False"
-                )
-            labels = labels[..., 1:]
-        return (labels != self.ignore_index).sum()
-
-
-@dataclass(frozen=True)
-class SampleCount:
-    """Weigh a micro-batch by its samples: the entries of a list that has one a sample, else the size of dimension 0 of its first
-    tensor.
-
-    Args:
-        key: look at this entry of the batch instead (a key of a mapping, an attribute, or the index in a tuple).
-
-    Raises:
-        ValueError: (when called) there is no tensor with a dimension 0 in the batch, or it is a list of two tensors that may be
-            two samples, or an input and its target.
-
-    Example:
-        >>> SampleCount()([torch.zeros(4, 3), torch.zeros(4)])
-        tensor(4)
-        >>> images, targets = [torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)], [{"boxes": torch.zeros(n, 4)} for n in (5, 1)]
-        >>> SampleCount()((images, targets))
-        tensor(2)
-    """
-
-    key: str | int | None = None
-
-    def __call__(self, batch: Any) -> Tensor:
-        """Count the samples of ``batch``."""
-        samples = count_samples(batch if self.key is None else _look_up(batch, self.key))
-        if samples is None:
-            found = f"found no tensor with a dimension 0 in a batch of type {type(batch).__name__}"
-            if isinstance(batch, (list, tuple)) and len(batch) == 2:
-                found = (
-                    f"a {type(batch).__name__} of 2 may be two samples, or an input and its target: pass the `key` of one, or len"
-                )
-            raise ValueError(f"{self}: {found}")
-        return torch.tensor(samples)
-
-
-def count_samples(batch: Any) -> int | None:
-    """The samples of a batch; None where they cannot be told.
-
-    The size of dimension 0 of its first tensor. Where a list comes first that may have one entry a sample, the batch is read as
-    one that is split, and the list counts its entries where that says nothing.
-    """
-    first = first_tensor_or_list(batch)
-    if first is None or isinstance(first, Tensor):
-        return None if first is None else first.size(0)
-    is_pair = first is batch and len(first) == 2  # an input and its target, or two samples
-    try:
-        return None if is_pair and isinstance(first[0], Tensor) else read_parts(batch, {})[1]
-    except UnsplittableBatchError:
-        return None if is_pair else len(first)
-
-
-def _look_up(batch: Any, key: str | int) -> Any:
-    try:
-        if not (isinstance(batch, Tensor) and isinstance(key, str)):  # of which torch warns
-            return batch[key]
-    except (KeyError, IndexError, TypeError):
-        pass
-    if isinstance(key, str) and hasattr(batch, key):
-        return getattr(batch, key)
-    if hasattr(batch, "keys"):
-        has: str = f"it has the keys {list(batch.keys())}"
-    elif isinstance(batch, (list, tuple)):
-        has = f"it is a {type(batch).__name__} of {len(batch)}"
-    else:
-        has = f"it is a {type(batch).__name__}"
-    raise KeyError(f"the batch has no entry {key!r}: {has}; pass the right `key` to the weight")
-
-
-# --- from a loss and its batch to a contribution ----------------------------------------------------------------------
 
 
 class Contribution(NamedTuple):
@@ -189,6 +79,8 @@ class Weigher:
         """What the weight was found to be, in words; None before the first micro-batch."""
         self.takes_functions = True
         """A loss that is a function of a mean is one over the window, whatever explicit weight it has."""
+        self.shares: ShareWeight | None = None
+        """Measures the weight, where it cannot be read and the check has found that so it adds up."""
         self.unweighed_terms: tuple[str, ...] = ()
         """Terms of the loss that take the main term's weight although they are no mean over the same count."""
 
@@ -206,6 +98,14 @@ class Weigher:
         """
         if loss.grad_fn is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
             return Contribution(0.0 if loss.requires_grad else 1.0)
+        count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
+        if self.shares is not None:
+            self.criterion = self.shares.in_words
+            try:
+                measured, factor = self.shares(loss, count_rows)
+            except UnreadableLossError as unreadable:
+                raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
+            return Contribution(measured, factors=factor)
         if self._plain is not None and type(loss.grad_fn) is self._plain[0]:
             plain = plain_mean(loss.grad_fn, self._plain[1])
             if plain is not None:
@@ -214,7 +114,6 @@ class Weigher:
         takes_functions = self._weight != "equal" and self.takes_functions
         self._found = found = function_of_mean(loss.grad_fn, loss.output_nr) if takes_functions else None
         below = None if found is None else found.mean
-        count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
         if self._weight == "auto":
             terms: list[Term] = []
             try:
@@ -231,7 +130,7 @@ class Weigher:
             guard_against_zero(terms)
             kind = self._kind(reading, terms, count_rows)
             factors = _number_for(terms)
-            is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in terms)
+            is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in reading.others)
             if not reading.others or (is_one_sum and self._reader is None):  # chunks of a sum over one count
                 of_mean = None if found is None else found.of_mean(loss)
                 weight = _zero_where_empty(_on_host(reading.weight), loss if of_mean is None else of_mean.mean, terms[0])
@@ -361,22 +260,6 @@ def _count(weight: Weight, batch: Any, rows: int | None) -> Any:
     target too.
     """
     return rows if rows is not None and weight == SampleCount() else weight(batch)
-
-
-def expected_weight(batch: Any, weight: Weight | str | tuple[Weight, ...]) -> float:
-    """What a batch will about weigh, before there is a loss to tell: its labels that are not ignored, else its samples.
-
-    Example:
-        >>> expected_weight({"labels": torch.tensor([[1, 2, -100]])}, "auto")
-        2.0
-        >>> expected_weight([torch.zeros(3, 2)], "auto")
-        3.0
-    """
-    if callable(weight):
-        return float(weight(batch))
-    with suppress(Exception):
-        return float(TokenCount(shift=False)(batch))
-    return float(count_samples(batch) or 1)
 
 
 def _on_host(weight: Denominator | None) -> Denominator | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,73 +19,53 @@ def class_weights(o: Tensor) -> Tensor:
     return torch.tensor([0.3, 1.7, 0.9, 1.2]).to(o)
 
 
-# cross entropy: of vectors, with everything that it takes
+# cross entropy: with everything that it takes
+CLASSES = "one for each class"
+CROSS_ENTROPIES: list[tuple[str, str, dict[str, Any]]] = [
+    ("", "x t", {}),
+    (" with ignored labels", "x ignored", {}),
+    (" that ignores a class", "x t", {"ignore_index": 2}),
+    (" with class weights", "x t", {"weight": CLASSES}),
+    (" with class weights and ignored labels", "x ignored", {"weight": CLASSES}),
+    (" with label smoothing", "x t", {"label_smoothing": 0.1}),
+    (" with label smoothing and ignored labels", "x ignored", {"label_smoothing": 0.2}),
+    (" with label smoothing and class weights", "x ignored", {"label_smoothing": 0.2, "weight": CLASSES}),
+    (" of probabilities", "x p", {}),
+    (" of probabilities with class weights", "x p", {"weight": CLASSES}),
+    (" of probabilities with label smoothing", "x p", {"label_smoothing": 0.1}),
+    (" of a class map", "i map", {}),
+    (" of a class map with ignored pixels", "i map255", {"ignore_index": 255}),
+    (" of a class map with class weights", "i map255", {"ignore_index": 255, "weight": CLASSES}),
+    (" of a class map with label smoothing", "i map255", {"ignore_index": 255, "label_smoothing": 0.1}),
+]
+BINARY_CROSS_ENTROPIES: list[tuple[str, str, dict[str, Any]]] = [
+    (" with logits", "x q", {}),
+    (" with pos_weight", "x q", {"pos_weight": CLASSES}),
+    (" with logits and column weights", "x q", {"weight": CLASSES}),
+    (" of masks", "i masks", {}),
+]
+
+
+def of_labels(criterion: Callable[..., Tensor], inputs: str, **options: Any) -> Callable[[Tensor, Any, Any], Tensor]:
+    def loss(o: Tensor, b: Any, m: Any) -> Tensor:
+        given = {name: class_weights(o) if value == CLASSES else value for name, value in options.items()}
+        return criterion(o, getattr(b, inputs.split()[1]), **given)
+
+    return loss
+
+
 for reduction in ("mean", "sum"):
     kw = {"reduction": reduction}
-    add(f"cross entropy, {reduction}", "x t", lambda o, b, m, kw=kw: F.cross_entropy(o, b.t, **kw))
-    add(f"cross entropy with ignored labels, {reduction}", "x ignored", lambda o, b, m, kw=kw: F.cross_entropy(o, b.ignored, **kw))
-    add(
-        f"cross entropy that ignores a class, {reduction}",
-        "x t",
-        lambda o, b, m, kw=kw: F.cross_entropy(o, b.t, ignore_index=2, **kw),
-    )
-    add(
-        f"cross entropy with class weights, {reduction}",
-        "x t",
-        lambda o, b, m, kw=kw: F.cross_entropy(o, b.t, weight=class_weights(o), **kw),
-    )
-    add(
-        f"cross entropy with class weights and ignored labels, {reduction}",
-        "x ignored",
-        lambda o, b, m, kw=kw: F.cross_entropy(o, b.ignored, weight=class_weights(o), **kw),
-    )
-    add(
-        f"cross entropy with label smoothing, {reduction}",
-        "x t",
-        lambda o, b, m, kw=kw: F.cross_entropy(o, b.t, label_smoothing=0.1, **kw),
-    )
-    add(
-        f"cross entropy with label smoothing and ignored labels, {reduction}",
-        "x ignored",
-        lambda o, b, m, kw=kw: F.cross_entropy(o, b.ignored, label_smoothing=0.2, **kw),
-    )
-    add(
-        f"cross entropy with label smoothing and class weights, {reduction}",
-        "x ignored",
-        lambda o, b, m, kw=kw: F.cross_entropy(o, b.ignored, label_smoothing=0.2, weight=class_weights(o), **kw),
-    )
-    add(f"cross entropy of probabilities, {reduction}", "x p", lambda o, b, m, kw=kw: F.cross_entropy(o, b.p, **kw))
-    add(
-        f"cross entropy of probabilities with class weights, {reduction}",
-        "x p",
-        lambda o, b, m, kw=kw: F.cross_entropy(o, b.p, weight=class_weights(o), **kw),
-    )
-    add(
-        f"cross entropy of probabilities with label smoothing, {reduction}",
-        "x p",
-        lambda o, b, m, kw=kw: F.cross_entropy(o, b.p, label_smoothing=0.1, **kw),
-    )
+    for words, inputs, options in CROSS_ENTROPIES:
+        add(f"cross entropy{words}, {reduction}", inputs, of_labels(F.cross_entropy, inputs, **options, **kw))
+    for words, inputs, options in BINARY_CROSS_ENTROPIES:
+        criterion = of_labels(F.binary_cross_entropy_with_logits, inputs, **options, **kw)
+        add(f"binary cross entropy{words}, {reduction}", inputs, criterion)
     add(f"nll_loss, {reduction}", "x ignored", lambda o, b, m, kw=kw: F.nll_loss(o.log_softmax(1), b.ignored, **kw))
     add(
         f"nll_loss with class weights, {reduction}",
         "x t",
         lambda o, b, m, kw=kw: F.nll_loss(o.log_softmax(1), b.t, weight=class_weights(o), **kw),
-    )
-    add(f"cross entropy of a class map, {reduction}", "i map", lambda o, b, m, kw=kw: F.cross_entropy(o, b.map, **kw))
-    add(
-        f"cross entropy of a class map with ignored pixels, {reduction}",
-        "i map255",
-        lambda o, b, m, kw=kw: F.cross_entropy(o, b.map255, ignore_index=255, **kw),
-    )
-    add(
-        f"cross entropy of a class map with class weights, {reduction}",
-        "i map255",
-        lambda o, b, m, kw=kw: F.cross_entropy(o, b.map255, ignore_index=255, weight=class_weights(o), **kw),
-    )
-    add(
-        f"cross entropy of a class map with label smoothing, {reduction}",
-        "i map255",
-        lambda o, b, m, kw=kw: F.cross_entropy(o, b.map255, ignore_index=255, label_smoothing=0.1, **kw),
     )
     add(f"nll_loss of a class map, {reduction}", "i map", lambda o, b, m, kw=kw: F.nll_loss(o.log_softmax(1), b.map, **kw))
     add(f"cross entropy of sequences, {reduction}", "s tokens", lambda o, b, m, kw=kw: F.cross_entropy(o.mT, b.tokens, **kw))
@@ -106,26 +89,6 @@ for reduction in ("mean", "sum"):
         f"binary cross entropy with a weight for each sample, {reduction}",
         "x q w",
         lambda o, b, m, kw=kw: F.binary_cross_entropy(o.sigmoid(), b.q, weight=b.w[:, None], **kw),
-    )
-    add(
-        f"binary cross entropy with logits, {reduction}",
-        "x q",
-        lambda o, b, m, kw=kw: F.binary_cross_entropy_with_logits(o, b.q, **kw),
-    )
-    add(
-        f"binary cross entropy with pos_weight, {reduction}",
-        "x q",
-        lambda o, b, m, kw=kw: F.binary_cross_entropy_with_logits(o, b.q, pos_weight=class_weights(o), **kw),
-    )
-    add(
-        f"binary cross entropy with logits and column weights, {reduction}",
-        "x q",
-        lambda o, b, m, kw=kw: F.binary_cross_entropy_with_logits(o, b.q, weight=class_weights(o), **kw),
-    )
-    add(
-        f"binary cross entropy of masks, {reduction}",
-        "i masks",
-        lambda o, b, m, kw=kw: F.binary_cross_entropy_with_logits(o, b.masks, **kw),
     )
     add(f"KL divergence, {reduction}", "x p", lambda o, b, m, kw=kw: F.kl_div(o.log_softmax(1), b.p, **kw))
     add(

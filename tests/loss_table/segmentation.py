@@ -95,22 +95,8 @@ of_batch(
     "i masks",
     lambda o, b, m: F.binary_cross_entropy_with_logits(o, b.masks, pos_weight=(1 - b.masks).sum() / b.masks.sum()),
 )
-of_batch(
-    "balanced by the batch's positives",
-    "i masks",
-    lambda o, b, m: (
-        F.binary_cross_entropy_with_logits(o, b.masks, reduction="none")
-        * torch.where(b.masks > 0, 1 - b.masks.mean(), b.masks.mean())
-    ).mean(),
-)
-add(
-    "balanced by each image's positives",
-    "i masks",
-    lambda o, b, m: (
-        F.binary_cross_entropy_with_logits(o, b.masks, reduction="none")
-        * torch.where(b.masks > 0, 1 - (s := b.masks.mean((1, 2, 3), keepdim=True)), s)
-    ).mean(),
-)
+of_batch("balanced by the batch's positives", "i masks", lambda o, b, m: _balanced(o, b.masks, b.masks.mean()))
+add("balanced by each image's positives", "i masks", lambda o, b, m: _balanced(o, b.masks, b.masks.mean((1, 2, 3), keepdim=True)))
 of_batch(
     "positives and negatives each by their mean",
     "i masks",
@@ -225,6 +211,11 @@ def _lovasz(logits: Tensor, y: Tensor) -> Tensor:
 def _exponential(o: Tensor, target: Tensor) -> Tensor:
     of_dice = (-(1 - _softmax_dice(o, target, (0, 2, 3))).log()) ** 0.3
     return 0.8 * of_dice.mean() + 0.2 * (F.cross_entropy(o, target, reduction="none") ** 0.3).mean()
+
+
+def _balanced(o: Tensor, masks: Tensor, positives: Tensor) -> Tensor:
+    each = F.binary_cross_entropy_with_logits(o, masks, reduction="none")
+    return (each * torch.where(masks > 0, 1 - positives, positives)).mean()
 
 
 def _matthews(o: Tensor, masks: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.checkpointing.resume import PartialWindow, gather_gradients, gather_weighed, put_back
 from lightning_accum.engine import Engine
+from lightning_accum.weighing.terms import TermsCountedAhead
 
 
 def unfinished_window(strategy: Engine, warn: Callable[[str], None]) -> PartialWindow | None:
@@ -43,6 +44,7 @@ def unfinished_window(strategy: Engine, warn: Callable[[str], None]) -> PartialW
         gather_gradients(named, accumulation.ranks, is_reduced, is_kept, accumulation.sums),
         strategy.loss_scale(),
         int(accumulation.ranks.sum(accumulation.window.left_out)) if strategy.session.guard is not None else 0,
+        terms.totals if isinstance(terms := accumulation.window.terms, TermsCountedAhead) else None,
     )
     rank_zero_info(
         f"The checkpoint is taken after {partial.position} loader batches of a window; their gradients add"

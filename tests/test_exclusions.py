@@ -1,0 +1,124 @@
+"""What excludes what: each row of the one table is an error before training, and the guide has the same rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded import ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
+from support import Scalar, ddp, trainer, x
+from test_ddp_options import OnCPU
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from lightning_accum import GradientAccumulation, SampleCount, Tokens
+from lightning_accum.exclusions import EXCLUSIONS, Exclusion
+
+GUIDE = Path(__file__).parent.parent / "notebooks" / "README.md"
+EACH = [SampleCount(), SampleCount()]
+MANUAL = {"automatic_optimization": False}
+
+
+class Drawing(Scalar):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+class Newton(Scalar):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Layered(Scalar):
+    """With a layer that is never called."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__([x(1.0), x(2.0)])
+        self.layer = layer
+
+
+class Synced(Scalar):
+    def configure_optimizers(self) -> Any:
+        self.layer = nn.SyncBatchNorm(2)  # only now: DistributedDataParallel refuses it on a CPU when it wraps the module
+        return super().configure_optimizers()
+
+
+def fit(
+    module: Scalar | ShardedLanguage | None = None, strategy: Callable[[], Any] = lambda: "accum", devices: int = 1, **policy: Any
+) -> Callable[[], None]:
+    """Trains with a policy."""
+
+    def run() -> None:
+        callback = GradientAccumulation(**{key: value for key, value in policy.items() if key not in MANUAL})
+        trained = Scalar([x(1.0), x(2.0)]) if module is None else module
+        trained.automatic_optimization = policy.get("automatic_optimization", True)
+        trainer(strategy(), devices=devices, callbacks=[callback]).fit(trained)
+
+    return run
+
+
+static, reducing = partial(ddp, static_graph=True), partial(ddp, sync="micro_batch")
+narrow = {"accumulate_dtype": torch.float64, "module": Layered(nn.Linear(1, 1))}
+CASES: list[Callable[[], Any]] = [
+    lambda: GradientAccumulation(split=lambda batch, size: [batch]),
+    lambda: GradientAccumulation(micro_batch="offload", trim_padding="mask"),
+    fit(weight=EACH, window=2, tail="carry"),
+    fit(Drawing([x(1.0)]), weight=EACH),
+    fit(Newton([x(1.0)]), window=2),
+    fit(Newton([x(1.0)]), on_nonfinite="skip"),
+    fit(Newton([x(1.0)]), ddp, 2, **MANUAL),
+    fit(window=Tokens(4), **MANUAL),
+    fit(micro_batch=2, **MANUAL),
+    fit(row_wise="auto", micro_batch=2, **MANUAL),
+    fit(weight=EACH, **MANUAL),
+    fit(accumulate_dtype=torch.float64, **MANUAL),
+    fit(on_nonfinite="skip", **MANUAL),
+    fit(Layered(nn.Embedding(3, 2, sparse=True)), accumulate_dtype=torch.float64),
+    fit(strategy=reducing, **narrow),
+    fit(strategy=partial(OnCPU, ddp_comm_hook=allreduce_hook), **narrow),
+    fit(ShardedLanguage(), fsdp1, 2, accumulate_dtype=torch.float64),
+    fit(ShardedLanguage(), fsdp1, 2, on_nonfinite="skip"),
+    fit(strategy=reducing, on_nonfinite="raise"),
+    fit(strategy=static, on_nonfinite="raise"),
+    fit(Layered(nn.Linear(1, 1)), static, row_wise="layer", micro_batch=2),
+    fit(ShardedLanguage(), fsdp2, 2, row_wise="net", micro_batch=2),
+    fit(strategy=static, window=Tokens(4)),
+    fit(strategy=reducing, micro_batch="auto"),
+    fit(strategy=static, micro_batch=Tokens(4)),
+    fit(Synced([x(1.0)]), ddp, micro_batch="auto"),
+    fit(ShardedLanguage(), fsdp2, 2, micro_batch="auto"),
+]
+
+
+def name_of(row: Exclusion) -> str:
+    return f"{row.what} and {row.excludes}"
+
+
+def as_pattern(message: str) -> str:
+    return ".*".join(map(re.escape, re.split(r"{[^}]*}", message)))
+
+
+def marks_of(row: Exclusion) -> Any:
+    return needs_sharding_on_cpu if row.excludes in ("sharded modules", '`strategy="accum_fsdp"`') else ()
+
+
+@pytest.mark.parametrize(
+    ("row", "case"),
+    [pytest.param(row, case, id=name_of(row), marks=marks_of(row)) for row, case in zip(EXCLUSIONS, CASES, strict=True)],
+)
+def test_what_excludes_each_other_is_an_error_before_training(row: Exclusion, case: Callable[[], Any]) -> None:
+    with pytest.raises(Exception, match=r"(?s).*" + as_pattern(row.message)) as raised:
+        case()
+    assert "MisconfigurationException" in f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_the_guide_has_the_table() -> None:
+    rows = [f"| {row.what} | {row.excludes} | {row.instead} |" for row in EXCLUSIONS]
+    lines = GUIDE.read_text(encoding="utf-8").splitlines()
+    start = lines.index("| asked for | not with | instead |") + 2
+    assert lines[start : start + len(rows) + 1] == [*rows, ""]
