@@ -24,7 +24,6 @@ from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.counts import SampleCount, TokenCount, count_samples
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
-from lightning_accum.weighing.functions import leave_out_function
 from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
@@ -115,7 +114,7 @@ class Accumulation:
         self.observer: BackwardObserver | None = None
         """Called around the backward of every micro-batch that is added to the window."""
         self.checks_left = 0
-        """At how many loader batches more the check may be tried: until one has two rows on every rank."""
+        """At how many loader batches more the check may be tried: until enough rows were looked at on every rank."""
         self.row_wise: RowWise | None = None
         """Runs submodules in micro-batches."""
         self.has_joint_loss = False
@@ -137,7 +136,12 @@ class Accumulation:
         """
         if state:
             check_format(state)
-            check_keys(state, _STATE, ("micro_batch_sizes", "padding", "epoch_loss", "window", "shares"), "GradientAccumulation")
+            check_keys(
+                state,
+                _STATE,
+                ("micro_batch_sizes", "padding", "epoch_loss", "window", "weight_constant", "shares"),
+                "GradientAccumulation",
+            )
         self.resumed_state = state
 
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
@@ -178,6 +182,8 @@ class Accumulation:
         self.total_left_out = int(state.get("skipped_micro_batches", 0))
         self.weigher.takes_functions = bool(state.get("takes_functions", True))
         self._was_checked = state.get("checked_weight") == self.policy.weight_in_words
+        if self._was_checked:
+            self.window.constant = state.get("weight_constant")
         if self._was_checked and "shares" in state:
             self.weigher.shares = ShareWeight(**state["shares"])
         if self._was_checked and self.checks_left:
@@ -241,7 +247,7 @@ class Accumulation:
         # the micro-batch of a split batch never is: without asking further, in every one of them
         if micro_batch.number == 1 and self.is_passthrough():
             self.closed = self._passthrough_window(loss, micro_batch)
-            self.weigher.take_terms()
+            self.weigher.forget()
             return Weighed(self.closed.weight, is_weightless=self.closed.is_empty)
         try:
             contribution = self.weigher(loss, micro_batch.batch, micro_batch.rows)
@@ -260,7 +266,7 @@ class Accumulation:
         # the weight in the wide type, if there is one
         grad_output = self.window.add(loss if self.sums is None else loss.detach().to(self.sums.dtype), contribution)
         if contribution.of_mean is not None:
-            leave_out_function(loss)
+            self.weigher.leave_out_function(loss)
         if self.observer is not None:
             self.observer.begin_backward(micro_batch, weight)
         if micro_batch.is_boundary:
@@ -521,7 +527,8 @@ class Accumulation:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on counting."""
-        is_checked = self._was_checked or (self.verdict is not None and self.verdict.deviation is not None)
+        is_verdict = self.verdict is not None and self.verdict.deviation is not None and not self.checks_left
+        is_checked = self._was_checked or is_verdict
         state: dict[str, Any] = {
             "format": FORMAT,
             "epoch": self.epoch,
@@ -533,6 +540,8 @@ class Accumulation:
             "checked_weight": self.policy.weight_in_words if is_checked else "",
             "takes_functions": self.weigher.takes_functions,
         }
+        if self.window.constant:
+            state["weight_constant"] = self.window.constant
         if self.weigher.shares is not None:
             state["shares"] = asdict(self.weigher.shares)
         if self.splitting is not None and self.splitting.sizes is not None:

@@ -93,7 +93,10 @@ class Window:
         self.terms: TermsAtOnce | TermsCountedAhead | None = None
         """Weighs each term of the loss by itself; the same on all ranks."""
         self._counts_left_out = counts_left_out
-        self._numbers = _NUMBERS + counts_left_out
+        self.constant: float | None = None
+        """What each weight has in it beside what adds up, as in ``sum / (count + 1e-8)``: the full batch has it once. The same on
+        all ranks; None where that is not known.
+        """
         self._reference: float | None = None
         self._seed: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
@@ -110,6 +113,10 @@ class Window:
         self._reduction: dist.Work | None = None
         if self.terms is not None:
             self.terms.discard()
+
+    @property
+    def _numbers(self) -> int:
+        return _NUMBERS + self._counts_left_out + bool(self.constant)
 
     @property
     def micro_batches(self) -> int:
@@ -247,9 +254,12 @@ class Window:
         Called once the last weight is known, before its backward: so it does not wait in line behind the gradients.
         """
         totals = self._sum_on_host() if self._is_on_host else self._sum_on_device()
+        more = [self._number_with_weight()] if self.constant else []
         if self.terms is not None:
-            of_terms = self._tensor_of(self.terms.numbers(self._contributions))
-            totals = torch.cat((totals, of_terms)) if isinstance(totals, Tensor) else [*totals, *of_terms.tolist()]
+            more += self.terms.numbers(self._contributions)
+        if more:
+            others = self._tensor_of(more)
+            totals = torch.cat((totals, others)) if isinstance(totals, Tensor) else [*totals, *others.tolist()]
         self._totals = totals
         if self._world_size > 1:
             self._totals = torch.as_tensor(self._totals, dtype=self.dtype)
@@ -271,7 +281,11 @@ class Window:
             self._reduction = None
         if isinstance(totals, Tensor) and self._is_on_host:
             totals = totals.tolist()
-        return self.terms.factors(contribution, self._reference, totals[0], totals[self._numbers :])
+        return self.terms.factors(contribution, self._reference, self._total(totals), totals[self._numbers :])
+
+    def _total(self, totals: Sequence[float] | Tensor) -> Any:
+        """What the full batch divides by."""
+        return totals[0] - (totals[self._numbers - 1] - 1) * self.constant if self.constant else totals[0]
 
     def close(self, gradients: Sequence[Tensor]) -> ClosedWindow:
         """End the window: scale its gradients in place to those of the full batch.
@@ -301,6 +315,7 @@ class Window:
         if is_function:
             own_function = (any(map(_has_weight, self._contributions)), self._function, self._sum_of_constants())
         flags %= _MOST_RANKS**2
+        total = self._total(totals)
         self.discard()
         told: dict[str, Any] = {
             "is_flagged": flags % _MOST_RANKS > 0,
@@ -333,6 +348,7 @@ class Window:
             )
         if weight == 0 and not sums:
             return ClosedWindow(math.nan, 0.0, int(micro_batches), is_empty=True, **told)
+        weight = total
         loss, slope = loss if sums else loss / weight, 1.0
         if own_function is not None:
             loss, slope = self._apply_function(*own_function, loss, micro_batches if sums else weight)
@@ -409,6 +425,12 @@ class Window:
         if self._world_size > 1 and self._function is not None:
             flags += _MOST_RANKS**3
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]
+
+    def _number_with_weight(self) -> Denominator:
+        weights = [contribution.weight for contribution in self._contributions if contribution.weight is not None]
+        if self._is_on_host:
+            return float(sum(float(weight) != 0 for weight in weights))
+        return self._tensor_of(weights).count_nonzero() if weights else 0.0
 
     def _sum_on_host(self) -> list[float]:
         weight = loss = negative = terms = spread = sums = 0.0

@@ -123,9 +123,10 @@ def test_the_error_names_the_weight_that_adds_up() -> None:
 
 
 def test_the_error_says_by_how_much() -> None:
-    # parts of 1, 2 and 5 rows weigh their roots, 4.65 together, and all 8 rows 2.83
-    with pytest.raises(DoesNotAddUpError, match=r"8 rows .* parts of 1, 2 and 5 .* is 0\.39 of its size off"):
-        _fit(Classifier(DO_NOT["the root of the rows in a tensor"]), GradientAccumulation(2))
+    # of rows that are all the same, the three parts of 1, 2 and 5 have each the loss of all, and are added as they are
+    data = [[value[:1].expand(8, *value.shape[1:]).clone() for value in batch] for batch in batches()]
+    with pytest.raises(DoesNotAddUpError, match=r"8 rows .* parts of 1, 2 and 5 .* is 0\.67 of its size off"):
+        trainer(callbacks=[GradientAccumulation(2, weight=lambda batch: 1.0)]).fit(Classifier(F.cross_entropy), loader(data))
 
 
 @pytest.mark.parametrize("policy", [{"weight": "equal"}, {"check": False}])
@@ -181,6 +182,125 @@ def test_a_fit_that_goes_on_from_one_that_was_not_checked_is(before: dict[str, A
             loader(batches()),
             ckpt_path=tmp_path / "one.ckpt",
         )
+
+
+def _grows_with_rows_of_class_3(o: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(o, t) * (1.0 + len(t) * int((t == 3).any()))
+
+
+def _of_two_rows(first_of_class_3: int) -> list[list[Tensor]]:
+    data = batches(2, 8)
+    for index, (_, t) in enumerate(data):
+        t[:] = 3 if index >= first_of_class_3 else torch.tensor([0, 1])
+    return data
+
+
+@pytest.mark.parametrize("bad_batch", [0, 1, 2, 3])
+def test_batches_of_few_rows_are_checked_before_the_first_step_of_their_window_until_there_were_eight(bad_batch: int) -> None:
+    with pytest.raises(DoesNotAddUpError) as caught:
+        trainer(callbacks=[GradientAccumulation(4)]).fit(
+            module := Classifier(_grows_with_rows_of_class_3), loader(_of_two_rows(bad_batch))
+        )
+    assert module.steps == 0
+    assert "Optimizer steps were made before" not in str(caught.value)
+
+
+def test_the_error_says_where_steps_were_made_before_there_were_enough_rows() -> None:
+    module = Classifier(_grows_with_rows_of_class_3)
+    with pytest.raises(DoesNotAddUpError, match="Optimizer steps were made before"):
+        trainer(callbacks=[GradientAccumulation(micro_batch=1)]).fit(module, loader(_of_two_rows(2)))
+    assert module.steps == 2
+
+
+def test_what_is_said_of_few_rows_is_how_many_they_were(caplog: Any) -> None:
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        trainer(callbacks=[GradientAccumulation(4)]).fit(Classifier(F.cross_entropy), loader(batches(3)))
+    start, end = [record.message for record in caplog.records if "checked" in record.message]
+    assert start.endswith(" on 3 rows.")
+    assert "; checked: adds up to " in start
+    assert end.startswith("GradientAccumulation: checked: adds up to ")
+    assert "rows" not in end
+
+
+def test_a_fit_that_goes_on_from_one_that_had_not_seen_eight_rows_is_checked(tmp_path: Any) -> None:
+    first = trainer(callbacks=[GradientAccumulation(2)], max_epochs=1)
+    first.fit(Classifier(F.cross_entropy), loader(batches(3, 2)))
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    second = trainer(callbacks=[GradientAccumulation(2)], max_epochs=2)
+    with pytest.raises(DoesNotAddUpError):
+        second.fit(Classifier(DO_NOT["the root of the rows in a tensor"]), loader(batches(3, 2)), ckpt_path=tmp_path / "one.ckpt")
+
+
+def test_rows_whose_loss_is_nothing_beside_that_of_others_do_not_end_a_fit() -> None:
+    data = batches(4)
+    module = Classifier(lambda o, t: (o.square().sum(1) * (t != 0)).mean().sqrt() if (t != 0).any() else 1e-9 * o.mean() * len(t))
+    data[0][1][:], data[1][1][:] = 1, 0
+    trainer(callbacks=[GradientAccumulation(1, micro_batch=2)]).fit(module, loader(data[:1]))
+    assert module.steps == 1
+
+
+# --- a constant beside the count --------------------------------------------------------------------------------------
+
+
+def _beside_the_count(constant: float, dtype: torch.dtype = torch.float64) -> Loss:
+    return lambda o, t: (F.cross_entropy(o, t, reduction="none") * (t > 0)).sum() / ((t > 0).to(dtype).sum() + constant)
+
+
+@pytest.mark.parametrize("policy", [{"window": 4}, {"micro_batch": 3}, {"micro_batch": 1}], ids=["windows", "split", "rows"])
+@pytest.mark.parametrize("rows", [2, 8])
+@pytest.mark.parametrize("constant", [1e-12, 1e-8, 1e-4, 1.0])
+def test_a_constant_beside_the_count_is_in_a_window_once(constant: float, rows: int, policy: dict[str, Any]) -> None:
+    if policy == {"micro_batch": 1} and constant >= 1:
+        pytest.skip("is refused: parts of a row each do not tell it from what goes with their number")
+    data = batches(rows)
+    module, by_hand = Classifier(_beside_the_count(constant)), Classifier(_beside_the_count(constant))
+    for net in (module.net, by_hand.net):
+        net[2].p = 0.0
+    trainer(callbacks=[GradientAccumulation(**policy)]).fit(module, loader(data))
+    windows = data if "micro_batch" in policy else [[torch.cat(pair) for pair in zip(*data, strict=True)]]
+    train_by_hand(by_hand, windows, epochs=1)
+    assert relative_error(module.parameters(), by_hand.parameters()) <= 1e-12
+
+
+def test_a_constant_below_rounding_is_none() -> None:
+    module = Classifier(_beside_the_count(1e-8, torch.float32))
+    seen = []
+    module.on_train_batch_end = lambda *_: seen.append(module.trainer.strategy.accumulation.window.constant)
+    _fit(module, GradientAccumulation(2))
+    assert seen == [0.0] * 4
+
+
+def test_a_constant_goes_into_checkpoints(tmp_path: Any) -> None:
+    def module() -> Classifier:
+        (made := Classifier(_beside_the_count(1.0))).net[2].p = 0.0
+        return made
+
+    first = trainer(callbacks=[GradientAccumulation(4)], max_epochs=1)
+    first.fit(module(), loader(batches()))
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    second = trainer(callbacks=[GradientAccumulation(4)], max_epochs=2)
+    second.fit(resumed := module(), loader(batches()), ckpt_path=tmp_path / "one.ckpt")
+    window = [torch.cat(pair) for pair in zip(*batches(), strict=True)]
+    assert relative_error(resumed.parameters(), train_by_hand(module(), [window], epochs=2).parameters()) <= 1e-12
+
+
+def test_a_constant_beside_the_count_is_in_a_window_of_two_ranks_once(tmp_path: Any, monkeypatch: Any) -> None:
+    class OfARank(Classifier):
+        def train_dataloader(self) -> Any:
+            return loader(batches(8, 4)[self.global_rank :: 2])
+
+        def on_train_end(self) -> None:
+            torch.save([parameter.detach() for parameter in self.parameters()], f"rank{self.global_rank}")
+
+    monkeypatch.chdir(tmp_path)
+    (module := OfARank(_beside_the_count(1.0))).net[2].p = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(callbacks=[GradientAccumulation(2)], strategy=ddp(), devices=2).fit(module)
+    (by_hand := Classifier(_beside_the_count(1.0))).net[2].p = 0.0
+    train_by_hand(by_hand, [[torch.cat(pair) for pair in zip(*batches(8, 4), strict=True)]], epochs=1)
+    for rank in range(2):
+        assert relative_error(torch.load(f"rank{rank}"), by_hand.parameters()) <= 1e-12
 
 
 def test_a_window_of_one_batch_on_one_rank_is_plain_lightning() -> None:

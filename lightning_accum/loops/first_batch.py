@@ -1,7 +1,8 @@
-"""The check of the first batch: before the first step, whether what a window does adds up on the user's own module."""
+"""The check of the first batches: before the first step, whether what a window does adds up on the user's own module."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -23,13 +24,13 @@ from lightning_accum.loops.results import collecting_logs
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.check import CannotCheckError, Check, DoesNotAddUpError, Verdict
+from lightning_accum.weighing.check import MOST_ROWS, CannotCheckError, Check, DoesNotAddUpError, Verdict
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
 from lightning_accum.whole.row_wise import RowWise
 
 MOST_BATCHES = 8
-"""Loader batches of a single row that are passed over."""
+"""Loader batches that are looked at until there were enough rows."""
 
 
 def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callable[[Any], Any]:
@@ -52,7 +53,9 @@ def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callabl
 
 
 def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
-    """Check the loader batch in ``kwargs``, once a fit. Called on all ranks at each loader batch, until all have two rows.
+    """Check the loader batch in ``kwargs``. Called on all ranks at each loader batch, until enough rows were looked at on all.
+
+    Loader batches of few rows show little. Of a window that has several, all are checked before its step.
 
     Args:
         trainer: whose module is checked.
@@ -76,7 +79,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     if size is None and (plan := accumulation.plan) is not None and plan.is_read:
         size = plan.pieces[0].count  # of the longest rows
     found: FewRows | SplitRows | None = None
-    reason = "a rank has no batch of two rows"
+    reason, before = "a rank has no batch of two rows", accumulation.verdict
     try:
         if any(map(is_lazy, chain(trainer.lightning_module.parameters(), trainer.lightning_module.buffers()))):
             raise CannotCheckError("lazy layers are made by the first batch")
@@ -86,11 +89,11 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
             found = FewRows(batch, samples) if policy.split is None else SplitRows(batch, policy.split, size)
     except CannotCheckError as error:
         reason = str(error)
-    number = int(-largest(0 if found is None else -found.number))  # as many forwards on every rank: they may wait for each other
-    rows = [] if found is None or number < 2 else found.ways(number, size, MOST_BATCHES - 1 - accumulation.checks_left)
-    rows = rows[: int(-largest(-len(rows)))]
-    if not rows:
-        accumulation.verdict = Verdict(None, seen=reason)
+    # as many forwards on every rank: they may wait for each other
+    number, smallest = (-least for least in ranks.largest(-(0 if found is None else found.number), -(size or math.inf)))
+    number, size = int(number), None if smallest == math.inf else int(smallest)
+    if found is None or number < 2:
+        accumulation.verdict = Verdict(None, seen=reason).after(before)
         return
     strategy.sync.reshard()
     check = Check(
@@ -104,7 +107,19 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
         policy.micro_batch is not None,
         largest,
     )
-    if strategy.row_wise is not None and ranks.world_size > 1:
+    losses_of = (
+        None if strategy.sync.is_waited_for_in_forward else check.losses_of
+    )  # some of which need a backward after each forward
+    rows = found.ways(number, size, MOST_BATCHES - 1 - accumulation.checks_left, losses_of)
+    rows = rows[: int(-largest(-len(rows)))]
+    if not rows:
+        accumulation.verdict = Verdict(None, seen=reason).after(before)
+        return
+    is_begun = before is not None and before.deviation is not None
+    if before is not None and is_begun:
+        check.takes_functions, check.loss = accumulation.weigher.takes_functions, before.loss
+        check.constant = accumulation.window.constant
+    if strategy.row_wise is not None and ranks.world_size > 1 and not is_begun:
         assert isinstance(found, FewRows)
         try:
             is_joint = takes_rows_of_other_ranks(check, found.two(number), ranks.rank, largest)
@@ -119,9 +134,13 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
             if accumulation.boundary.size != 1:
                 raise MisconfigurationException(_OF_SEVERAL_BATCHES)
             return
-    was_late, check.shares = accumulation.verdict is not None, accumulation.weigher.shares
-    verdict = check(rows, may_measure=not was_late)  # later, a window has weights that were read
+    check.shares = accumulation.weigher.shares
+    # later, a window has weights that were read
+    verdict = check(rows, may_leave_functions=not is_begun, may_measure=before is None)
+    looked_at = MOST_ROWS if policy.split is not None else min(number, MOST_ROWS)
+    verdict = replace(verdict, looked_at=looked_at if verdict.deviation is not None else 0, loss=check.loss).after(before)
     accumulation.weigher.takes_functions, accumulation.weigher.shares = check.takes_functions, check.shares
+    accumulation.window.constant = check.constant
     if not largest(float(verdict.may_try_again)):
         accumulation.checks_left = 0
     if largest(float(not verdict.adds_up)) == 0:
@@ -129,20 +148,22 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
         worst = largest(verdict.deviation or 0.0)
         if verdict.deviation is not None:
             verdict = Verdict(None, seen="another rank could not be") if is_unchecked else replace(verdict, deviation=worst)
-        if was_late and not accumulation.checks_left:
+        if before is not None and not accumulation.checks_left:
             rank_zero_info(f"GradientAccumulation: {verdict}.")
     elif strategy.row_wise is None and not largest(float(not (verdict.adds_up or verdict.has_terms))):
+        accumulation.checks_left = 0
         rank_zero_warn(
-            f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} rows of the first batch,"
+            f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} rows of a batch,"
             f" {_seen(verdict)}. {HOW_TO_WEIGH_EACH}"
         )
     else:
         raise DoesNotAddUpError(
             _message(verdict, accumulation.weigher.criterion or policy.weight, check.weight_that_adds_up(rows), policy.row_wise)
+            + (_AFTER_STEPS if accumulation.is_step else "")
         )
     accumulation.verdict = verdict
     is_cut = accumulation.splitting is not None or policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
-    if is_cut and not accumulation.checks_left and largest(float(verdict.deviation is None)) == 0:
+    if is_cut and not is_begun and largest(float(verdict.deviation is None)) == 0:
         with suppress(CannotCheckError):
             if changed := check.changed_buffers(rows[0].whole):
                 rank_zero_warn(_of_buffers(changed))
@@ -215,13 +236,16 @@ _OF_PAIRS = (
 )
 
 
+_AFTER_STEPS = " Optimizer steps were made before: the batches until then have too few rows to show it."
+
+
 def _message(verdict: Verdict, weight: Any, mend: str | None, row_wise: tuple[str, ...]) -> str:
     mends = f"Pass GradientAccumulation({mend}): with it they add up."
     if mend is None:
         mends = _OF_ROW_WISE if row_wise else _OF_PAIRS
     return (
         "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch:"
-        f" {sum(verdict.rows)} rows of the first batch, in parts of {_sizes(verdict)} weighed by weight={weight!r}:"
+        f" {sum(verdict.rows)} rows of a batch, in parts of {_sizes(verdict)} weighed by weight={weight!r}:"
         f" {_seen(verdict)}."
         f' {mends} weight="equal" takes the classic mean of means instead; check=False leaves out the check.'
     )

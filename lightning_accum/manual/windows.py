@@ -22,7 +22,6 @@ from lightning_accum.boundary import Boundary
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.user_warnings import users_line
-from lightning_accum.weighing.functions import leave_out_function
 from lightning_accum.weighing.weight import Weigher
 from lightning_accum.window import FACTORS_DIFFER, ClosedWindow, Window
 
@@ -163,7 +162,7 @@ class ManualWindows:
         for parameter in current.before:
             parameter.grad = None
         if contribution.of_mean is not None:
-            leave_out_function(loss)
+            call.weigher.leave_out_function(loss)
         return call.window.add(loss, contribution)
 
     def end_backward(self) -> None:

@@ -132,8 +132,8 @@ class BatchLog:
             self._may_be_loss.append((value, entry))
         elif entry.value_of is None:
             with suppress(UnreadableLossError):
-                reading, of_mean = read_function(value)
-                weight = reading.weight
+                reading, found = read_function(value)
+                weight, of_mean = reading.weight, None if found is None else found.of_mean(value)
                 entry.is_sum |= weight is None
         logged = value.detach().clone()
         logged = logged.squeeze() if logged.numel() == 1 else logged

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from torch import Tensor
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.splitting.padding import IGNORE_INDEX
-from lightning_accum.weighing.check import CannotCheckError, Rows, parts_of
+from lightning_accum.weighing.check import MOST_ROWS, CannotCheckError, Rows, parts_of
+
+Losses: TypeAlias = Callable[[Sequence[Callable[[], Any]]], list[float]]
+"""Gives the losses of some batches, or raises CannotCheckError."""
 
 
 class FewRows:
@@ -44,27 +48,40 @@ class FewRows:
         if self.number < 2:
             raise CannotCheckError(f"the first batch has {self.number} row{'s' * (self.number != 1)}")
 
-    def ways(self, number: int, micro_batch: int | None = None, attempt: int = 0) -> list[Rows]:
-        """At most ``number`` rows: with a part of one row, and without; with one that has no label, where labels may be missing.
+    def ways(self, number: int, micro_batch: int | None = None, attempt: int = 0, losses_of: Losses | None = None) -> list[Rows]:
+        """As many of the first rows as are looked at, as many at once as fit into memory.
+
+        The first of them with a part of one row, and all with the rows of small losses in one part and of large ones in another: a
+        loss that goes by a statistic of its batch is another one there. Rows twice, where there are few. And with a part that has
+        no label, where labels may be missing.
 
         Args:
             number: of rows.
             micro_batch: rows that fit into memory; None for all of them.
             attempt: from 0; each has the rows that follow those of the last.
+            losses_of: gives the losses of some batches.
         """
-        layout, sizes = self._layout, parts_of(number, micro_batch)
-        rows = [(attempt * sum(sizes) + row) % layout.size for row in range(sum(sizes))]
-        found = [_cut(layout, rows, sizes)]
-        if sum(sizes) > 3:
-            found.append(_cut(layout, rows, [2, len(rows) - 2]))
-        elif micro_batch != 1:  # few rows show little: some of them twice
-            found.append(_cut(layout, (2 * rows)[:4], [1, 3]))
+        layout, sizes, looked_at = self._layout, parts_of(number, micro_batch), min(number, MOST_ROWS)
+        rows = [(attempt * looked_at + row) % layout.size for row in range(looked_at)]
+        at_once = sum(sizes)
+        found = [_cut(layout, rows[:at_once], sizes)]
+        if at_once < 4:
+            found.append(_cut(layout, rows[:1] * 2, [1, 1]) if micro_batch == 1 else _cut(layout, sorted(rows[:2] * 2), [1, 1, 2]))
+        losses = [0.0] * looked_at
+        if losses_of is not None and at_once > 2:
+            with suppress(CannotCheckError):
+                losses = losses_of([partial(layout.take, [row]) for row in rows])
+        for start in range(0 if at_once > 2 else 2, looked_at - 1, at_once):
+            first = max(0, min(start, looked_at - at_once))  # the last of them have rows of those before, not to be too few
+            together = sorted(range(first, first + at_once), key=losses.__getitem__)
+            few = max(min(2, len(together) // 2), (len(together) - 1) // 2)
+            found.append(_cut(layout, [rows[index] for index in together], [few, len(together) - few]))
         labels = [path for path, tensor in layout.tensors.items() if _has_ignored(tensor)]
-        if labels and sum(sizes) > 2:
-            emptied = Layout.read(layout.take(rows), layout.kinds)
+        if labels and at_once > 2:
+            emptied = Layout.read(layout.take(rows[:at_once]), layout.kinds)
             for path in labels:
                 emptied.tensors[path][:2] = IGNORE_INDEX
-            found.append(_cut(emptied, range(len(rows)), [2, len(rows) - 2]))
+            found.append(_cut(emptied, range(at_once), [2, at_once - 2]))
         return found
 
     def two(self, number: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -98,7 +115,7 @@ class SplitRows:
         if self.number < 2:
             raise CannotCheckError("split= does not cut a micro-batch in two")
 
-    def ways(self, number: int, micro_batch: int | None = None, attempt: int = 0) -> list[Rows]:
+    def ways(self, number: int, micro_batch: int | None = None, attempt: int = 0, losses_of: Losses | None = None) -> list[Rows]:
         """The parts, where there are ``number`` of them."""
         if number != self.number:
             return []

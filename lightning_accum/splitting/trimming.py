@@ -18,7 +18,7 @@ from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import Keeper
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
-from lightning_accum.weighing.functions import leave_out_function, read_function
+from lightning_accum.weighing.functions import read_function
 
 TrainingStep = Callable[[Any], Any]
 
@@ -182,11 +182,11 @@ def _contribution(output: Any, batch: Any, module: nn.Module, weigh: Callable[[A
     weight: Any = 1.0
     value: Denominator = loss
     with suppress(UnreadableLossError):  # said later, with what to do about it
-        reading, of_mean = read_function(loss)
+        reading, found = read_function(loss)
         weight = 1.0 if reading.weight is None else reading.weight
-        if of_mean is not None:
-            value = of_mean.mean
-            leave_out_function(loss)
+        if found is not None:
+            value = found.of_mean(loss).mean
+            found.leave_out(loss)
     if weigh is not None:
         weight = weigh(batch)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -23,7 +23,7 @@ from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.counts import SampleCount, TokenCount
 from lightning_accum.weighing.denominator import UnreadableLossError
-from lightning_accum.weighing.functions import FunctionOfMean, leave_out_function
+from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.shares import ShareWeight, candidates, together
 from lightning_accum.weighing.term_nodes import scale_terms
@@ -34,6 +34,7 @@ _T = TypeVar("_T")
 MOST_ROWS = 8
 _SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
 """Elements of a gradient that are compared, spread over all of it; and of all gradients about."""
+_SMALL = 1e-3
 _OF_A_PARAMETER = 1e-2
 """A gradient smaller than this part of the whole one is compared with this part: what it is beside is rounding."""
 
@@ -87,9 +88,11 @@ class Verdict:
         deviation: how far the parts are from the whole, as part of its size; None where that could not be found out.
         tolerance: what rounding makes of it.
         seen: what deviates by that much, or why nothing could be found out.
-        rows: how many rows were looked at, and the sizes of the parts.
+        rows: the sizes of the parts.
         has_terms: the loss has terms that are divided by something else than the main one, and share its weight.
-        may_try_again: another batch may show more.
+        is_suitable: False where these rows show nothing, and others may.
+        looked_at: how many rows were looked at until now, of this batch and those before.
+        loss: the largest that was seen in them.
         is_unread: the graph of the loss of all rows shows no denominator.
     """
 
@@ -98,14 +101,28 @@ class Verdict:
     seen: str = ""
     rows: tuple[int, ...] = ()
     has_terms: bool = False
-    may_try_again: bool = False
+    is_suitable: bool = True
+    looked_at: int = 0
+    loss: float = 0.0
     is_unread: bool = False
 
     @classmethod
     def unknown(cls, reason: CannotCheckError) -> Verdict:
         """That of what could not be found out."""
-        is_unread = isinstance(reason, NoDenominatorError)
-        return cls(None, seen=str(reason), may_try_again=isinstance(reason, UnsuitableRowsError), is_unread=is_unread)
+        is_suitable, is_unread = not isinstance(reason, UnsuitableRowsError), isinstance(reason, NoDenominatorError)
+        return cls(None, seen=str(reason), is_suitable=is_suitable, is_unread=is_unread)
+
+    def after(self, before: Verdict | None) -> Verdict:
+        """The worst of both, where rows of another batch were looked at before."""
+        if before is None or before.deviation is None:
+            return self
+        worst = before if self.deviation is None or self.deviation < before.deviation else self
+        return replace(worst, looked_at=self.looked_at + before.looked_at, loss=max(self.loss, before.loss))
+
+    @property
+    def may_try_again(self) -> bool:
+        """Another batch may show more."""
+        return not self.is_suitable if self.deviation is None else self.looked_at < MOST_ROWS
 
     @property
     def in_words(self) -> str:
@@ -121,7 +138,8 @@ class Verdict:
         if self.deviation is None:
             return f"not checked: {self.seen}"
         words = "adds up to" if self.adds_up else "does not add up, by"
-        return f"checked: {words} {self.deviation:.1g}"
+        rows = f" on {self.looked_at} rows" if self.looked_at < MOST_ROWS else ""
+        return f"checked: {words} {self.deviation:.1g}{rows}"
 
 
 class _Measured(NamedTuple):
@@ -142,6 +160,28 @@ class _Measured(NamedTuple):
     """was added to it, times its share."""
     is_read: bool = True
     """The weight is known; that of the whole may be not, which no window needs."""
+
+
+class _Excess(NamedTuple):
+    """By how much the weights of parts come to more than that of the whole.
+
+    Attributes:
+        excess: that.
+        others: how many parts have a weight, beside one.
+        size: of their sum, or of the weight of the whole.
+        smallest: of their weights.
+        rows: the sizes of the parts.
+    """
+
+    excess: float
+    others: int
+    size: float
+    smallest: float
+    rows: tuple[int, ...]
+
+    def deviation(self, constant: float) -> float:
+        """How far it is from a constant that each part has."""
+        return abs(self.excess - self.others * constant) / self.size
 
 
 class Check:
@@ -188,16 +228,23 @@ class Check:
         self._snapshot: Restores | None = None
         self._mode = _CheckMode(module.parameters())
         self._has_drawn = False
+        self.loss = 0.0
+        """The largest so far. What is nothing beside it may be rounding."""
+        self.constant: float | None = None
+        """What weights have in them beside what adds up, as in ``sum / (count + 1e-8)``; None before parts have shown it."""
+        self._excesses: list[_Excess] = []
+        self._eps_of_weights = torch.finfo(torch.float64).eps
         self.takes_functions = True
         """See :class:`~lightning_accum.weighing.weight.Weigher`: False where only so the parts were found to add up."""
         self.shares: ShareWeight | None = None
         """As there: not None where only so the parts were found to add up. Other batches may show it more."""
 
-    def __call__(self, batches: Sequence[Rows], may_measure: bool = False) -> Verdict:
+    def __call__(self, batches: Sequence[Rows], may_leave_functions: bool = True, may_measure: bool = False) -> Verdict:
         """Look at some rows. Called on all ranks, with equally many parts.
 
         Args:
             batches: some rows, in several ways. A way that a module cannot take, such as a part of one row, is passed over.
+            may_leave_functions: whether :attr:`takes_functions` is still to be found out.
             may_measure: where parts do not add up by the weight that is read, or none is, try to measure it.
 
         Returns:
@@ -208,12 +255,12 @@ class Check:
         verdict = self._worst(batches)
         if shares is not None:
             shares.is_tried, shares.has_seen_empty = False, self._largest(float(shares.has_seen_empty)) > 0
-        if callable(self._weight) and not self._do_all_add_up(verdict):
-            self.takes_functions = False
+        if may_leave_functions and callable(self._weight) and not self._do_all_add_up(verdict):
+            constant, self.constant, self.takes_functions = self.constant, None, False
             as_it_is = self._worst(batches)
             if self._do_all_add_up(as_it_is):
                 return as_it_is
-            self.takes_functions = True
+            self.constant, self.takes_functions = constant, True
         if self._weight == "auto" and may_measure and self._largest(float(verdict.is_unread or not verdict.adds_up)):
             return self._measured_by_shares(batches) or verdict
         return verdict
@@ -221,12 +268,14 @@ class Check:
     def _measured_by_shares(self, batches: Sequence[Rows]) -> Verdict | None:
         """Find out whether a measured weight adds up; None where none does."""
         found: list[tuple[ShareWeight, Verdict]] = []
+        constant, self.constant = self.constant, 0.0  # what is measured adds up as it is
         for self.shares in candidates():
             verdict = self._worst(batches)
             if self._do_all_add_up(verdict):
                 found.append((self.shares, verdict))
         self.shares = None
         if not found:
+            self.constant = constant
             return None
         has_seen_empty = self._largest(float(any(shares.has_seen_empty for shares, _ in found))) > 0
         self.shares = together([shares for shares, _ in found], has_seen_empty)
@@ -238,10 +287,22 @@ class Check:
     def _worst(self, batches: Sequence[Rows]) -> Verdict:
         with self._held():
             found = [self._look(rows, self._weight) for rows in batches]
-        if self.shares is not None and (unread := [verdict for verdict in found if verdict.is_unread]):
-            return unread[0]  # what is measured is so in every part
+            if self.shares is not None and (unread := [verdict for verdict in found if verdict.is_unread]):
+                return unread[0]  # what is measured is so in every part
+            return self._worst_of(found)
+
+    def _worst_of(self, found: Sequence[Verdict]) -> Verdict:
         seen = [verdict for verdict in found if verdict.deviation is not None]
-        return max(seen, key=lambda verdict: verdict.deviation or 0.0) if seen else found[0]
+        if self.constant is None and self._largest(float(bool(self._excesses))):
+            self.constant = self._learn_constant()
+        of_weights = max(((one.deviation(self.constant or 0.0), one.rows) for one in self._excesses), default=(0.0, ()))
+        self._excesses.clear()
+        if not seen:
+            return found[0]
+        worst = max(seen, key=lambda verdict: verdict.deviation or 0.0)
+        if of_weights[0] <= (worst.deviation or 0.0):
+            return worst
+        return replace(worst, deviation=of_weights[0], seen="the weight", rows=of_weights[1])
 
     def weight_that_adds_up(self, batches: Sequence[Rows]) -> str | None:
         """An argument ``weight`` with which the parts add up, in words; None where none of the usual ones does."""
@@ -253,8 +314,9 @@ class Check:
         }
         with self._held():
             for words, weight in candidates.items():
+                self.constant = None
                 found = [self._look(rows, weight) for rows in batches]
-                fits = all(verdict.adds_up for verdict in found) and found[0].deviation is not None
+                fits = self._worst_of(found).adds_up and found[0].deviation is not None
                 if weight != self._weight and not self._largest(float(not fits)):
                     return words
         return None
@@ -340,9 +402,12 @@ class Check:
         try:
             whole = self._measure(rows.whole, weight, rows=total)
             parts = [self._measure(part, weight, whole, size) for part, size in zip(rows.parts, sizes, strict=True)]
-            deviation, seen = _deviation(whole, parts)
+            if abs(whole.loss) < self.tolerance * self.loss:
+                raise UnsuitableRowsError("the loss of the first rows is 0 but for rounding")
+            deviation, seen = max(_deviation(whole, parts), (self._compare_weights(whole, parts, tuple(rows.sizes)), "the weight"))
+            self.loss = max(self.loss, abs(whole.loss))
             has_terms = any(one.has_terms for one in (whole, *parts)) and not whole.counts
-            verdict = Verdict(deviation, self._mode.eps**0.6, seen, tuple(rows.sizes), has_terms, is_unread=not whole.is_read)
+            verdict = Verdict(deviation, self.tolerance, seen, tuple(rows.sizes), has_terms, is_unread=not whole.is_read)
         except CannotCheckError as reason:
             verdict = Verdict.unknown(reason)
         if self._largest(float(not verdict.adds_up)) == 0:
@@ -360,6 +425,38 @@ class Check:
             verdict = Verdict.unknown(reason)
         return verdict
 
+    def _learn_constant(self) -> float:
+        """What weights have in them beside what adds up, by all that was seen on all ranks; 0 where it is not the same in all.
+
+        One that is small beside the weight is learned from any two parts. A larger one, of at most 1, only from numbers of parts
+        that differ, and where something is counted beside it in each part: else it may be what goes with the rows in another way,
+        such as a root of their number, or the largest of some.
+        """
+        least, most = self._span([seen.excess / seen.others for seen in self._excesses])
+        fewest, largest = self._span([float(seen.others) for seen in self._excesses])
+        smallest, _ = self._span([seen.smallest for seen in self._excesses])
+        _, share = self._span([abs(seen.excess) / seen.size for seen in self._excesses])
+        _, rounding = self._span([self.tolerance * seen.size for seen in self._excesses])
+        is_proven = (fewest != largest and abs(most) <= 1 and most < smallest) or share <= _SMALL
+        is_seen = share > 64 * self._largest(self._eps_of_weights)
+        return most if is_seen and is_proven and most - least <= rounding else 0.0
+
+    def _span(self, numbers: Sequence[float]) -> tuple[float, float]:
+        """The smallest and the largest, over all ranks."""
+        return -self._largest(-min(numbers, default=math.inf)), self._largest(max(numbers, default=-math.inf))
+
+    def _compare_weights(self, whole: _Measured, parts: Sequence[_Measured], rows: tuple[int, ...]) -> float:
+        """How far what other terms were divided by is from that of the whole. What weights are off is collected."""
+        if whole.counts:
+            of_terms = zip(*((part.weight or 0.0, *part.counts) for part in parts), strict=False)
+            totals = (whole.weight or 0.0, *whole.counts)
+            return max(_relative(of_parts, total) for of_parts, total in zip(of_terms, totals, strict=False))
+        weights = [part.weight for part in parts if part.weight]
+        if whole.is_read and whole.weight and len(weights) > 1:
+            total = sum(weights)
+            self._excesses.append(_Excess(total - whole.weight, len(weights) - 1, max(total, whole.weight), min(weights), rows))
+        return 0.0
+
     def _measure(self, batch: Callable[[], Any], weight: Any, whole: _Measured | None = None, rows: int | None = None) -> _Measured:
         """What a batch of so many rows contributes: all that is to be compared is in parts of ``whole``, where there is one."""
         self._restore()
@@ -374,6 +471,8 @@ class Check:
                 raise
             contribution = Contribution(1.0) if read is None else read
             n = None if contribution.weight is None else float(contribution.weight)
+            if isinstance(contribution.weight, Tensor) and contribution.weight.is_floating_point():
+                self._eps_of_weights = max(self._eps_of_weights, torch.finfo(contribution.weight.dtype).eps)
             nodes = weigher.take_terms()
             counts = tuple(float(count) for count in contribution.others) if nodes else ()
             share = 1.0
@@ -386,7 +485,7 @@ class Check:
             if whole is None and of_mean is not None:
                 _, slope = of_mean.function.at(float(of_mean.mean))
             elif whole is not None and of_mean is not None:
-                leave_out_function(loss)
+                weigher.leave_out_function(loss)
                 slope = whole.slope
             gradient = self._together(lambda: self._gradients(loss, share if whole is None else share * slope))
         finally:
@@ -498,8 +597,6 @@ def _deviation(whole: _Measured, parts: Sequence[_Measured]) -> tuple[float, str
     found = [(_deviation_of_gradients(whole, parts, scale), "the gradient")]
     if not whole.counts:  # else each term has its own share, and in its gradient only
         found.append((_relative(losses, whole.loss), "the loss"))
-        if whole.is_read:
-            found.append((_relative(weights, whole.weight or 0.0), "the weight"))
     return max(found, key=lambda pair: pair[0])
 
 

@@ -170,6 +170,32 @@ class FoundFunction(NamedTuple):
             constant = on_host(loss.detach().reshape(()).to(mean.dtype) - self.function(mean))
         return OfMean(self.function, on_host(mean), constant)
 
+    def leave_out(self, loss: Tensor) -> None:
+        """Have the backward to come give the gradients of the mean that ``loss`` is a function of.
+
+        Example:
+            >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
+            >>> loss = x.square().sum().sqrt()
+            >>> function_of_mean(loss.grad_fn).leave_out(loss)
+            >>> loss.backward()
+            >>> x.grad
+            tensor([6., 8.])
+        """
+        assert loss.grad_fn is not None
+        of_loss: list[Tensor | None] = []
+
+        def keep(gradients: tuple[Tensor | None, ...], place: int = loss.output_nr) -> None:
+            of_loss[:] = [gradients[place]]
+
+        def hand_on(gradients: tuple[Tensor | None, ...], place: int = self.mean[1]) -> tuple[Tensor | None, ...]:
+            (given,), old = of_loss, gradients[place]
+            if given is None or old is None:
+                return gradients
+            return (*gradients[:place], given.to(old.dtype).reshape(old.shape), *gradients[place + 1 :])
+
+        loss.grad_fn.register_prehook(keep)
+        self.mean[0].register_prehook(hand_on)
+
 
 def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
     """Find the function that makes a loss of a mean, or of a sum.
@@ -261,38 +287,9 @@ _NOT_LINEAR = {*_FUNCTIONS, "Atan", "Exp2", "LogSigmoid", "Maximum", "Minimum", 
 _MOST_NODES = 40
 
 
-def read_function(loss: Tensor) -> tuple[Reading, OfMean | None]:
+def read_function(loss: Tensor) -> tuple[Reading, FoundFunction | None]:
     """As :func:`lightning_accum.weighing.graph.read_loss`, of the mean that ``loss`` is a function of, if it is one."""
     found = None if loss.grad_fn is None else function_of_mean(loss.grad_fn, loss.output_nr)
     if found is None:
         return read_loss(loss), None
-    return read_terms(terms_of(loss, below=found.mean)), found.of_mean(loss)
-
-
-def leave_out_function(loss: Tensor) -> None:
-    """Have the backward to come give the gradients of the mean that ``loss`` is a function of.
-
-    Example:
-        >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
-        >>> loss = x.square().sum().sqrt()
-        >>> leave_out_function(loss)
-        >>> loss.backward()
-        >>> x.grad
-        tensor([6., 8.])
-    """
-    assert loss.grad_fn is not None
-    found = function_of_mean(loss.grad_fn, loss.output_nr)
-    assert found is not None
-    of_loss: list[Tensor | None] = []
-
-    def keep(gradients: tuple[Tensor | None, ...], place: int = loss.output_nr) -> None:
-        of_loss[:] = [gradients[place]]
-
-    def hand_on(gradients: tuple[Tensor | None, ...], place: int = found.mean[1]) -> tuple[Tensor | None, ...]:
-        (given,), old = of_loss, gradients[place]
-        if given is None or old is None:
-            return gradients
-        return (*gradients[:place], given.to(old.dtype).reshape(old.shape), *gradients[place + 1 :])
-
-    loss.grad_fn.register_prehook(keep)
-    found.mean[0].register_prehook(hand_on)
+    return read_terms(terms_of(loss, below=found.mean)), found

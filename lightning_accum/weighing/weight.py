@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_accum.weighing.counts import SampleCount, Weight, count_samples
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, Term, UnreadableLossError, plain_mean
-from lightning_accum.weighing.functions import FunctionOfMean, OfMean, function_of_mean, is_of_whole_losses, on_host
+from lightning_accum.weighing.functions import FoundFunction, FunctionOfMean, OfMean, function_of_mean, is_of_whole_losses, on_host
 from lightning_accum.weighing.graph import Reading, read_terms, terms_of
 from lightning_accum.weighing.nodes import Node, kind_of, sizes_of
 from lightning_accum.weighing.reductions import Rows
@@ -70,6 +70,7 @@ class Weigher:
         self._reader = TermReader() if hands_out_terms else None
         self._lister = TermLister(weight, warn) if isinstance(weight, tuple) else None
         self._terms: list[TermNode] = []
+        self._found: FoundFunction | None = None
         self._proportion = Proportion(getattr(weight, "__name__", str(weight)), warn)
         self._kinds: dict[tuple[str, int], str] = {}
         self._plain: tuple[type, Callable[[Node], Denominator], Denominator, str] | None = None
@@ -111,7 +112,7 @@ class Weigher:
                 return Contribution(_on_host(plain), (), 0, self._plain[2], self._plain[3])
         is_first = self.criterion is None
         takes_functions = self._weight != "equal" and self.takes_functions
-        found = function_of_mean(loss.grad_fn, loss.output_nr) if takes_functions else None
+        self._found = found = function_of_mean(loss.grad_fn, loss.output_nr) if takes_functions else None
         below = None if found is None else found.mean
         if self._weight == "auto":
             terms: list[Term] = []
@@ -177,6 +178,16 @@ class Weigher:
         """Where the terms of the last loss are to be scaled; none where they share one weight. They are not kept."""
         terms, self._terms = self._terms, []
         return terms
+
+    def leave_out_function(self, loss: Tensor) -> None:
+        """Have the backward of the last loss give the gradients of the mean that it is a function of. That is not kept."""
+        assert self._found is not None
+        self._found.leave_out(loss)
+        self._found = None
+
+    def forget(self) -> None:
+        """Keep nothing of the graph of the last loss."""
+        self._terms, self._found = [], None
 
     def _describe(self, reading: Reading) -> None:
         if reading.weight is None:

@@ -2,7 +2,7 @@
 
 For each family: how many trainings were exact, refused, warned of, silently wrong, and false alarms (a warning or an error of the
 check, though the training is exact without it). And of the check alone: of the losses that the reader of the graph lets pass, how
-many that deviate it found, and how many that are exact it refused; and what it costs.
+many that deviate it found or mended, and how many that are exact it refused; and what it costs, in seconds and memory.
 
     python tests/benchmarks/losses.py                      # all, about 3 minutes on a quiet core
     python tests/benchmarks/losses.py --every 10           # a tenth of the table
@@ -35,6 +35,7 @@ import torch
 from loss_table import LOSSES
 from loss_table.rows import Kind, Loss, Table
 from loss_table.training import WAYS, Outcome, examine
+from memory import SavedBytes
 
 from lightning_accum.weighing.check import Check
 from lightning_accum.weighing.denominator import UnreadableLossError
@@ -149,23 +150,42 @@ def losses_of_libraries() -> Iterator[Loss]:
 # --- what becomes of them ---
 
 
-class Seconds:
-    """How long each check took."""
+class Cost:
+    """How long each check took, and what autograd held in it, beside the training that it is part of."""
 
     def __init__(self) -> None:
         self.of_checks: list[float] = []
+        self.bytes: list[tuple[int, int]] = []
+        self._saved: SavedBytes | None = None
+        self._in_check = 0
+
+    @contextlib.contextmanager
+    def weighed(self) -> Iterator[None]:
+        """In here bytes are counted, which takes time, instead of seconds."""
+        self._saved, self._in_check = SavedBytes(), 0
+        with self._saved:
+            yield
+        if self._in_check and self._saved.peak:
+            self.bytes.append((self._in_check, self._saved.peak))
+        self._saved = None
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """In here checks are timed."""
         call = Check.__call__
 
-        def timed(check: Check, *arguments: Any) -> Any:
+        def timed(check: Check, *arguments: Any, **named: Any) -> Any:
+            if self._saved is not None:
+                self._saved.restart()
             start = time.perf_counter()
             try:
-                return call(check, *arguments)
+                return call(check, *arguments, **named)
             finally:
-                self.of_checks.append(time.perf_counter() - start)
+                if self._saved is None:
+                    self.of_checks.append(time.perf_counter() - start)
+                else:
+                    self._in_check = max(self._in_check, self._saved.peak)
+                    self._saved.restart()
 
         Check.__call__ = timed  # type: ignore[method-assign]
         try:
@@ -185,7 +205,7 @@ def count(loss: Loss, way: str, row: dict[str, int]) -> Outcome:
     if is_read and without.word in ("exact", "wrong"):  # what the reader lets pass in silence
         side = "deviate" if without.word == "wrong" else "add up"
         row[side] += 1
-        row[f"{side}, told"] += with_check.word in ("refused", "warned")
+        row[f"{side}, told"] += with_check.word in ("refused", "warned") or (side == "deviate" and with_check.is_exact)
     return with_check
 
 
@@ -202,17 +222,20 @@ def main() -> None:
     losses = [*LOSSES[:: arguments.every], *losses_of_libraries()]
     losses = [loss for loss in losses if arguments.family in (None, loss.family)]
     rows: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    seconds, notes = Seconds(), []
-    with seconds.measured():
-        for loss in losses:
+    cost, notes = Cost(), []
+    with cost.measured():
+        for number, loss in enumerate(losses):
             for way in WAYS:
+                if number % 10 == 0:
+                    with cost.weighed():
+                        examine(loss, way)
                 outcome = count(loss, way, rows[loss.family])
                 is_told_off = loss.kind is Kind.ADDS_UP and not loss.refused and outcome.word == "refused"
                 if outcome.word in ("wrong", "crashed") or is_told_off or (outcome.word == "warned" and outcome.is_exact):
                     notes.append(f"{loss.name} ({way}): {outcome.word}, {outcome.deviation:.1g} off. {outcome.said[:100]}")
     print(f"\n{len(losses)} losses, {' and '.join(WAYS)}; torch {torch.__version__}")
-    print("| family | trainings | exact | refused | warned | wrong | crashed | false alarms | check: found, of those that deviate |"
-          " check: told of, of those that are exact |")  # fmt: skip
+    print("| family | trainings | exact | refused | warned | wrong | crashed | false alarms |"
+          " check: found or mended, of those that deviate | check: told of, of those that are exact |")  # fmt: skip
     print("| --- " * 10 + "|")
     for family, row in rows.items():
         print(line(family, row))
@@ -221,9 +244,13 @@ def main() -> None:
         for column, number in row.items():
             total[column] += number
     print(line("all", total))
-    if seconds.of_checks:
-        mean = sum(seconds.of_checks) / len(seconds.of_checks)
-        print(f"\n{len(seconds.of_checks)} checks: {mean * 1e3:.1f} ms on average, {max(seconds.of_checks) * 1e3:.0f} ms at most")
+    if cost.of_checks:
+        mean = sum(cost.of_checks) / len(cost.of_checks)
+        print(f"\n{len(cost.of_checks)} checks: {mean * 1e3:.1f} ms on average, {max(cost.of_checks) * 1e3:.0f} ms at most")
+    if cost.bytes:
+        ratios = sorted(in_check / in_training for in_check, in_training in cost.bytes)
+        median = ratios[len(ratios) // 2]
+        print(f"Autograd holds {median:.2f} times as much in a check as in its training, {ratios[-1]:.2f} times at most")
     print("\nWrong, crashed, refused though they add up, or warned of though exact:", *notes or ["none"], sep="\n  ")
 
 

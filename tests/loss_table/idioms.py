@@ -147,7 +147,6 @@ for (masks, reduce_masked), (eaches, each) in zip(MASKED.items(), cycle(EACH.ite
         f"masked {eaches}, {masks}",
         "x t y mask",
         lambda o, b, m, f=each, g=reduce_masked: g(f(o, b), b.mask),
-        refused="its divisor has a constant beside the count" if masks.endswith("1e-8") else "",
         limit=1e-7 if "times one over" in masks else 1e-12,  # one over a whole number is a float32
     )
 
@@ -354,6 +353,46 @@ of_batch(
 )
 of_batch("explicit: rows squared", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=lambda batch: len(batch["x"]) ** 2)
 of_batch("explicit: a constant", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=lambda batch: 1)
+
+# --- a constant beside the count: the full batch has it once ---
+FEW = "too few of the first rows have a label to tell the constant from another law"
+add("sum over the rows and one", "x y", lambda o, b, m: (o - b.y).square().sum() / (len(o) + 1.0))
+add(
+    "masked squares, sum over the count and one",
+    "x y mask",
+    lambda o, b, m: (_each(o, b) * b.mask).sum() / (b.mask.sum() + 1),
+    refused=FEW,
+)
+add("weighed squares, sum over the weights and a half", "x y w", lambda o, b, m: (_each(o, b) * b.w).sum() / (b.w.sum() + 0.5))
+add(
+    "heat maps, sum over the positives and one",
+    "i masks",
+    lambda o, b, m: F.l1_loss(o, b.masks, reduction="sum") / (b.masks.sum() + 1),
+)
+of_batch(
+    "heat maps, sum over the most positives of a row and one",
+    "i masks",
+    lambda o, b, m: F.l1_loss(o, b.masks, reduction="sum") / (b.masks.flatten(1).sum(1).max() + 1),
+)
+of_batch(
+    "a power of the count", "x y mask", lambda o, b, m: (_each(o, b) * b.mask).sum() / b.mask.sum().clamp(min=1).double() ** 0.75
+)
+of_batch("the logarithm of the rows", "x y", lambda o, b, m: _each(o, b).sum() / torch.tensor(1.0 + len(o)).log())
+
+# --- losses that go by the losses of their batch ---
+of_batch("losses below their own quantile", "x y", lambda o, b, m: (c := _each(o, b))[c <= c.detach().quantile(0.7)].mean())
+of_batch("losses by their rank", "x y", lambda o, b, m: (_each(o, b) * (1.0 + _each(o, b).detach().argsort().argsort())).mean())
+of_batch(
+    "losses over a soft threshold of their own",
+    "x y",
+    lambda o, b, m: ((c := _each(o, b)) * torch.sigmoid(c.detach().mean() - c.detach())).mean(),
+)
+of_batch("weights of rows over their maximum", "x y w", lambda o, b, m: (_each(o, b) * b.w / b.w.max()).mean())
+of_batch("a tiny variance over the batch", "x y", lambda o, b, m: F.mse_loss(o, b.y) + 1e-6 * o.var(0, correction=0).sum())
+
+
+def _each(o: Tensor, b: object) -> Tensor:
+    return EACH["squares"](o, b)
 
 
 def _filled(c: Tensor) -> Tensor:

@@ -10,13 +10,8 @@ from typing import TypeAlias
 Known: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
 
 OPEN: Known = {
-    ("silent", "a constant beside the count"): ("idioms: masked cross entropy, sum over the count and 1e-8",),
-    ("silent", "a term that the rows of the check do not have"): ("multi-task: a term only where the batch has a label",),
-    ("silent", "the first rows are too few to show it"): (
-        "metric learning: center loss with the batch's own centers",
-        "language: losses above their own mean",
-        "forecasting: Cox by risk sets",
-        "idioms: losses below their own median",
+    ("silent", "a term that only a larger batch than any micro-batch has"): (
+        "multi-task: a term only where the batch has a label",
     ),
     ("refused", "a node that is not looked through"): ("multi-task: torch.addcmul", "multi-task: torch.lerp"),
     ("refused", "as many steps as samples, time first"): ("reinforcement: time first, sum over time",),

@@ -223,6 +223,11 @@ of_batch(
     "x t y",
     lambda o, b, m: ce(o, b) + (mse(o, b) if b.t.bincount(minlength=4).max() >= 3 else 0.0),
 )
+of_batch("a term from three rows on", "x t", lambda o, b, m: ce(o, b) + (o.square().mean() if len(o) >= 3 else 0.0))
+of_batch(
+    "a penalty only where the batch has a label", "x t", lambda o, b, m: ce(o, b) + (m.proxies.square().sum() if 3 in b.t else 0.0)
+)
+of_batch("a sign by the batch's error, detached", "x t y", lambda o, b, m: ce(o, b) * torch.sign(mse(o, b).detach() - 1))
 of_batch(
     "adaptive scale of a discriminator's gradient",
     "x y v",
