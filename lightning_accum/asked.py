@@ -103,7 +103,9 @@ class Asked:
     @property
     def only_for_split(self) -> str:
         """An argument that is for split batches; empty where none is given."""
-        return "split=" if self.policy.split is not None else "trim_padding=" if isinstance(self.policy.trim_padding, str) else ""
+        if self.policy.split is not None:
+            return "split="
+        return f"trim_padding={self.policy.trim_padding!r}" if isinstance(self.policy.trim_padding, str) else ""
 
     @property
     def one_backward(self) -> str:

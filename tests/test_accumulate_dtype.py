@@ -154,7 +154,7 @@ def test_parameters_are_those_of_sums_in_double_precision_to_the_bit(policy: str
 def test_without_it_they_are_not() -> None:
     """Or the test above would show nothing."""
     module = Told()
-    trainer(max_epochs=2, callbacks=[GradientAccumulation(4)]).fit(module)
+    trainer(max_epochs=2, callbacks=[GradientAccumulation(4, check=False)]).fit(module)  # whose backwards the hooks would note
     expected = by_hand(Told(), [windows_of(torch.load("events0.pt"), "step")])
     assert not all(torch.equal(a, b) for a, b in zip(module.parameters(), expected.parameters(), strict=True))
 

@@ -205,13 +205,6 @@ def test_batches_of_few_rows_are_checked_before_the_first_step_of_their_window_u
     assert "Optimizer steps were made before" not in str(caught.value)
 
 
-def test_the_error_says_where_steps_were_made_before_there_were_enough_rows() -> None:
-    module = Classifier(_grows_with_rows_of_class_3)
-    with pytest.raises(DoesNotAddUpError, match="Optimizer steps were made before"):
-        trainer(callbacks=[GradientAccumulation(micro_batch=1)]).fit(module, loader(_of_two_rows(2)))
-    assert module.steps == 2
-
-
 def test_what_is_said_of_few_rows_is_how_many_they_were(caplog: Any) -> None:
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         trainer(callbacks=[GradientAccumulation(4)]).fit(Classifier(F.cross_entropy), loader(batches(3)))

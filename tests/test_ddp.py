@@ -258,7 +258,7 @@ def test_callback_of_the_module_is_found() -> None:
         ({"weight": "tokens"}, 'expected "auto", "equal" or a callable'),
         ({"tail": "keep"}, 'expected "step", "drop" or "carry"'),
         ({"scheduler_counts": "steps"}, 'expected "optimizer_steps" or "micro_batches"'),
-        ({"trim_padding": "yes"}, "trim_padding='yes' is the key of .* set micro_batch= too"),
+        ({"trim_padding": "yes"}, "trim_padding='yes' says .* set micro_batch= too"),
         ({"log": "all"}, "log='all': expected True or False"),
         ({"window": Tokens}, r"window=Tokens is a class: pass an instance of it, such as Tokens\(8_192\)"),
         ({"micro_batch": Tokens}, "micro_batch=Tokens is a class"),

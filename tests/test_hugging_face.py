@@ -8,6 +8,7 @@ import torch
 from support import ddp, loader, relative_error, trainer
 
 from lightning_accum import GradientAccumulation, TokenCount
+from lightning_accum.weighing.check import DoesNotAddUpError
 from lightning_accum.weighing.graph import read_loss, terms_of
 from lightning_accum.weighing.safeguards import is_contrastive
 
@@ -135,10 +136,13 @@ def test_default_token_count_agrees_with_what_the_model_divides_by() -> None:
     assert float(read_loss(causal("gpt2")(**batch).loss).weight) == float(TokenCount()(batch))
 
 
-def test_naive_token_count_is_warned_of() -> None:
+@pytest.mark.parametrize("check", [True, False])
+def test_naive_token_count_is_refused_or_warned_of(check: bool) -> None:
     module = Wrapped("gpt2", [texts(2, 1), texts(2, 2)])
-    with pytest.warns(UserWarning, match="was divided by"):
-        trainer(callbacks=[GradientAccumulation(2, weight=TokenCount(shift=False))], precision="64-true").fit(module)
+    policy = GradientAccumulation(2, weight=TokenCount(shift=False), check=check)
+    expected = pytest.raises(DoesNotAddUpError) if check else pytest.warns(UserWarning, match="was divided by")
+    with expected:
+        trainer(callbacks=[policy], precision="64-true").fit(module)
 
 
 def test_heads_of_other_kinds() -> None:

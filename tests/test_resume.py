@@ -477,9 +477,9 @@ def changed_state(change: Callable[[dict[str, Any]], None]) -> None:
     [
         (
             lambda state: state.update(format=7),
-            r"in format 7, and this version of lightning_accum reads format 2\. Resume",
+            r"in format 7, and this version of lightning_accum reads format 3\. Resume",
         ),
-        (lambda state: state.pop("format"), "in format 0, and this version of lightning_accum reads format 2"),
+        (lambda state: state.pop("format"), "in format 0, and this version of lightning_accum reads format 3"),
         (lambda state: state.pop("total_weight"), "The state of GradientAccumulation in the checkpoint lacks total_weight. Resume"),
         (lambda state: state.update(new=1), "GradientAccumulation in the checkpoint has new, which this version does not know"),
         (lambda state: state["window"].pop("scale"), "The state of an unfinished window in the checkpoint lacks scale"),

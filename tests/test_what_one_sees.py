@@ -267,9 +267,10 @@ def start_lines(caplog, module, *callbacks, **kwargs) -> list[str]:
 
 
 def test_one_line_says_what_was_understood(caplog) -> None:
-    (line,) = start_lines(caplog, Ranked(), GradientAccumulation(4), precision="64-true", max_epochs=2)
+    line, *later = start_lines(caplog, Ranked(), GradientAccumulation(4), precision="64-true", max_epochs=2)
     assert "a window is 4 loader batches, 8 samples with loader batches like the first (2)" in line
     assert "weight: cross entropy, each micro-batch weighed by what its loss was divided by" in line
+    assert all(line.startswith("GradientAccumulation: checked: adds up to") for line in later)
 
 
 class Classifies(Scalar):
@@ -301,7 +302,7 @@ def of_rows(batch) -> int:
     ],
 )
 def test_line_says_what_a_window_of_tokens_counts(caplog, module, options: dict, unit: str) -> None:
-    (line,) = start_lines(caplog, module(), GradientAccumulation(Tokens(4), **options))
+    line, *_ = start_lines(caplog, module(), GradientAccumulation(Tokens(4), **options))
     assert f"a window is as many loader batches as come to 4 {unit} over all ranks;" in line
 
 

@@ -55,7 +55,7 @@ def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callabl
 def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
     """Check the loader batch in ``kwargs``. Called on all ranks at each loader batch, until enough rows were looked at on all.
 
-    Loader batches of few rows show little. Of a window that has several, all are checked before its step.
+    Loader batches of few rows show little, so of a window that has several, others are looked at too, before its step.
 
     Args:
         trainer: whose module is checked.
@@ -68,6 +68,9 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     accumulation, policy, ranks = strategy.accumulation, strategy.policy, strategy.ranks
     assert accumulation is not None
     assert ranks is not None
+    if accumulation.verdict is not None and accumulation.verdict.deviation is not None and not accumulation.position:
+        accumulation.checks_left = 0  # the window of the rows that were looked at has taken its step
+        return
     if strategy.sync.is_waited_for_in_forward and accumulation.position:
         return  # the engine has gradients of its own, until the window ends
 

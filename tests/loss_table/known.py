@@ -22,5 +22,6 @@ OPEN_ON_RANKS: Known = {
     ("refused", "the first loader batch of a rank has one row, and is weighed before the check"): (
         "idioms: masked cross entropy, sum times one over a clamped count",
         "idioms: a sum over columns and a constant",
+        "idioms: a sum over a constant in a tensor",
     ),
 }
