@@ -46,7 +46,7 @@ CORE = [
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["test_window_equals_batch", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in CORE)])
+@pytest.mark.parametrize("name", ["test_window_equals_batch", *(pytest.param(name, marks=pytest.mark.slow) for name in CORE)])
 def test_the_suite_passes_with_pytorch_lightning(name: str, tmp_path: Path) -> None:
     assert second_package.run(tmp_path, f"tests/{name}.py", "-q", "-n0").returncode == 0
 

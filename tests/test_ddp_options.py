@@ -72,6 +72,7 @@ class Dealt(Language):
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -383,6 +383,7 @@ PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", [Normalised, Contrastive, Penalised])
@@ -402,6 +403,7 @@ def test_a_training_is_that_of_the_whole_batches_to_the_bit(
     assert memory.out > 0
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("kind", [*ALL, *DEPENDENT, Remembers])
 def test_manual_optimization_is_that_of_the_whole_batches_to_the_bit(memory: OtherMemory, kind: type[Manual]) -> None:
     """Also where a loss depends on the step of another optimizer: a GAN, MAML."""
@@ -482,6 +484,7 @@ class OnRanks(Language):
         assert not offload.lane_for(CPU).faults
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 def test_two_ranks(memory: OtherMemory, window: int, arguments: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ def by_hand(batches: Sequence[Any], optimizer: str = "sgd", epochs: int = EPOCHS
 # --- the promise ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @SYNCS
 @ENGINES
@@ -125,6 +125,7 @@ def test_two_ranks_equal_the_full_batch(engine: str, sync: str, optimizer: str) 
     assert [torch.load(f"rank{rank}.pt") for rank in range(2)] == [{"global_step": 3 * EPOCHS, "epoch": EPOCHS}] * 2
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("sync", "reshard"), [("window", False), ("window", True), ("micro_batch", False)])
 def test_fsdp2_with_or_without_resharding_equals_the_full_batch(sync: str, reshard: bool) -> None:
     by_rank = dealt(7)
@@ -138,6 +139,7 @@ def test_fsdp2_on_four_ranks_equals_the_full_batch() -> None:
     assert error(run, by_hand(windows_of(by_rank), "adamw")) < EXACT
 
 
+@pytest.mark.some_cases(2)
 @SYNCS
 def test_fsdp2_beside_tensor_parallelism_equals_the_full_batch(sync: str) -> None:
     by_rank = dealt(3)
@@ -156,6 +158,7 @@ class LeftWhole(Dealt):
 BY_LAYER = {"auto_wrap_policy": {nn.TransformerEncoderLayer}}
 
 
+@pytest.mark.some_cases(2)
 @SYNCS
 def test_fsdp1_that_the_strategy_wraps_equals_the_full_batch(sync: str) -> None:
     by_rank = dealt(5)
@@ -176,6 +179,7 @@ class OfKind(Dealt):
         self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), **self.kind)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -208,6 +212,7 @@ class Recomputed(Dealt):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("engine", "reshard"), [("fsdp2", None), ("fsdp2", False), ("fsdp1", None)])
 def test_activation_checkpointing_equals_the_full_batch(engine: str, reshard: bool | None) -> None:
     by_rank = dealt(3)
@@ -215,6 +220,7 @@ def test_activation_checkpointing_equals_the_full_batch(engine: str, reshard: bo
     assert error(run, by_hand(windows_of(by_rank))) < EXACT
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("tensor", "devices"), [(1, 2), (2, 4)], ids=["data", "data and tensor"])
 def test_clipped_update_of_fsdp2_equals_that_of_the_full_batch(tensor: int, devices: int) -> None:
     by_rank = dealt(3)
@@ -244,7 +250,7 @@ def with_hole(batch: Batch, kind: str) -> Batch | None:
     return {**batch, "returns_none": kind.removeprefix("None ")}
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("kind", HOLES)
 @ENGINES
 def test_nothing_on_one_of_two_ranks(engine: str, kind: str) -> None:
@@ -255,6 +261,7 @@ def test_nothing_on_one_of_two_ranks(engine: str, kind: str) -> None:
     assert error(run, by_hand(windows_of(by_rank), "adamw")) < EXACT
 
 
+@pytest.mark.some_cases(2)
 @ENGINES
 def test_nothing_on_one_of_two_ranks_with_a_reduction_at_every_micro_batch(engine: str) -> None:
     by_rank = dealt(9)
@@ -273,6 +280,7 @@ def test_nothing_on_one_data_parallel_rank_beside_tensor_parallelism() -> None:
     assert error(run, by_hand(windows_of(by_rank), epochs=1)) < EXACT
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -290,6 +298,7 @@ def test_nothing_on_one_of_two_ranks_where_the_strategy_wraps_fsdp1(sync: str, k
     assert error(run, by_hand(windows_of(by_rank), "adamw", epochs=1)) < EXACT
 
 
+@pytest.mark.some_cases(2)
 @ENGINES
 def test_window_with_nothing_on_any_rank_takes_no_step(engine: str) -> None:
     by_rank = dealt(6)
@@ -319,6 +328,7 @@ class StopsInside(pl.Callback):
             trainer.should_stop = True
 
 
+@pytest.mark.some_cases(2)
 @ENGINES
 def test_early_stop_inside_a_window_steps_on_what_is_there(engine: str) -> None:
     by_rank = dealt(8)
@@ -328,6 +338,7 @@ def test_early_stop_inside_a_window_steps_on_what_is_there(engine: str) -> None:
     assert torch.load("rank1.pt")["global_step"] == 2
 
 
+@pytest.mark.some_cases(2)
 @SYNCS
 @ENGINES
 def test_dropped_tail_leaves_nothing_in_the_next_window(engine: str, sync: str) -> None:
@@ -344,6 +355,7 @@ def test_dropped_tail_leaves_nothing_where_parameters_stay_gathered() -> None:
     assert error(run, by_hand(windows_of([rank[:3] for rank in by_rank], 3), "adamw")) < EXACT
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("engine", "reshard"), [("fsdp2", None), ("fsdp2", False), ("fsdp1", None)])
 def test_carried_tail_goes_on_in_the_next_epoch(engine: str, reshard: bool | None) -> None:
     by_rank = dealt(5)
@@ -369,6 +381,7 @@ class Validated(Dealt):
         torch.save(self.validation_losses, f"losses{self.global_rank}.pt")
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("engine", "reshard"), [("fsdp2", None), ("fsdp2", False), ("fsdp2", True), ("fsdp1", None)])
 def test_validation_inside_a_window_sees_the_last_step_and_changes_nothing(engine: str, reshard: bool | None) -> None:
     by_rank = dealt(6)
@@ -386,6 +399,7 @@ def test_validation_inside_a_window_sees_the_last_step_and_changes_nothing(engin
         assert torch.load(f"losses{rank}.pt") == pytest.approx([expected[0], expected[2], expected[3], expected[5]], rel=1e-12)
 
 
+@pytest.mark.some_cases(2)
 @ENGINES
 def test_max_steps_counts_optimizer_steps(engine: str) -> None:
     by_rank = dealt(6)
@@ -405,6 +419,7 @@ class Saves(pl.Callback):
             trainer.save_checkpoint("middle.ckpt")
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("engine", "options", "is_folder"),
     [
@@ -438,6 +453,7 @@ class SavesInside(pl.Callback):
             trainer.save_checkpoint(f"inside{batch_idx}.ckpt")
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("reshard", [None, False])
 def test_checkpoint_inside_a_window_changes_nothing(reshard: bool | None) -> None:
     by_rank = dealt(6)
@@ -452,6 +468,7 @@ def test_checkpoint_inside_a_window_changes_nothing(reshard: bool | None) -> Non
 # --- weights and precision --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(2)
 @ENGINES
 def test_equal_weights_are_the_mean_of_the_means(engine: str) -> None:
     by_rank = dealt(3)
@@ -467,6 +484,7 @@ def test_equal_weights_are_the_mean_of_the_means(engine: str) -> None:
     assert error(run, by_hand(windows_of(by_rank))) > 1e-3
 
 
+@pytest.mark.some_cases(2)
 @ENGINES
 def test_counted_tokens_equal_the_full_batch(engine: str) -> None:
     by_rank = dealt(3)
@@ -515,6 +533,7 @@ def test_low_precision_is_as_near_to_the_full_batch_in_double_as_the_full_batch_
 # --- split batches ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(2)
 @SYNCS
 @ENGINES
 def test_ranks_with_different_numbers_of_micro_batches(engine: str, sync: str) -> None:
@@ -526,6 +545,7 @@ def test_ranks_with_different_numbers_of_micro_batches(engine: str, sync: str) -
     assert error(run, by_hand(windows_of(by_rank))) < EXACT
 
 
+@pytest.mark.some_cases(2)
 @SYNCS
 @ENGINES
 def test_nothing_on_one_of_two_ranks_where_batches_are_split(engine: str, sync: str) -> None:
@@ -552,6 +572,7 @@ class DividesByItself(Dealt):
         self.net.set_gradient_divide_factor(3.0)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("module", "match"),
     [
@@ -571,6 +592,7 @@ def test_torch_that_keeps_the_gradients_elsewhere_is_refused(monkeypatch: pytest
         fit(Dealt(dealt(2)), strategy_of("fsdp2"))
 
 
+@pytest.mark.some_cases(2)
 @ENGINES
 def test_unknown_sync_is_refused(engine: str) -> None:
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match='sync=\'nonsense\': expected "window" or "mic'):
@@ -653,6 +675,7 @@ class Sizes(list):
         monkeypatch.setattr(torch.distributed, "all_reduce", noting)
 
 
+@pytest.mark.some_cases(2)
 @ENGINES
 def test_weights_of_a_window_are_64_bytes(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Sizes(monkeypatch)

@@ -337,6 +337,7 @@ class Scored(Resumed):
         return of_tokens + 0.3 * (self.net(batch["input_ids"])[:, 0].mean(-1) - 1).square().mean()
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("policy", [{"window": 3}, {"window": 3, "micro_batch": 2}, {"window": Tokens(60)}])
 def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: dict[str, Any]) -> None:
     """What was drawn ahead and not trained on comes again."""
