@@ -11,7 +11,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
-import lightning.pytorch  # now, when nobody else handles logs: then it prints them, from the ranks of a test too
+import lightning.pytorch  # noqa: F401  # now, when nobody else handles logs: then it prints them, from the ranks of a test too
 import pytest
 import torch
 
