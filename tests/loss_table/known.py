@@ -15,6 +15,7 @@ OPEN: Known = {
     ),
     ("refused", "a node that is not looked through"): ("multi-task: torch.addcmul", "multi-task: torch.lerp"),
     ("refused", "as many steps as samples, time first"): ("reinforcement: time first, sum over time",),
+    ("false alarm", "terms over a clamped count, in parts of one row"): ("vision: both by the number of positives",),
     ("false alarm", "a penalty on parameters is taken for a term of the batch"): ("multi-task: a penalty on orthogonality",),
 }
 
