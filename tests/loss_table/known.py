@@ -14,6 +14,12 @@ OPEN: Known = {
         "multi-task: a term only where the batch has a label",
     ),
     ("refused", "a node that is not looked through"): ("multi-task: torch.addcmul", "multi-task: torch.lerp"),
+    ("refused", "a weight that is 5e-10 off, where the check lets 4e-10 pass"): (
+        "idioms: masked squares, mean over a clamped mean of the mask",
+    ),
+    ("refused", "only a later batch of the first window shows that the weight is to be measured"): (
+        "idioms: masked cross entropy, selected sum over all rows",
+    ),
     ("refused", "as many steps as samples, time first"): ("reinforcement: time first, sum over time",),
     ("false alarm", "terms over a clamped count, in parts of one row"): ("vision: both by the number of positives",),
     ("false alarm", "a penalty on parameters is taken for a term of the batch"): ("multi-task: a penalty on orthogonality",),
