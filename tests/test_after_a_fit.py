@@ -145,6 +145,7 @@ def quiet(**kwargs: Any) -> pl.Trainer:
     return trainer(**{"enable_progress_bar": True, **kwargs})
 
 
+@pytest.mark.some_cases(7)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("module", [Small, Manual])
@@ -166,6 +167,7 @@ def test_nothing_of_this_package_is_left_in_the_trainer(end: str, module: type[S
     assert (type(run), type(run.fit_loop)) == (type(plain), type(plain.fit_loop))
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("end", ["fit", "failed in setup", "failed in training_step", "scale_batch_size"])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -45,6 +45,7 @@ CORE = [
 ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["test_window_equals_batch", *(pytest.param(name, marks=pytest.mark.slow) for name in CORE)])
 def test_the_suite_passes_with_pytorch_lightning(name: str, tmp_path: Path) -> None:
@@ -322,6 +323,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.some_cases(1)
 @both
 def test_names_work_where_lightning_is_imported_afterwards_and_the_other_is_not(family: str) -> None:
     script = f"import lightning_accum\nimport {family} as pl\n" + TRAINS.format(family=family)

@@ -159,6 +159,7 @@ print("TOTAL", module.total)
 """
 
 
+@pytest.mark.exhaustive
 def test_first_threads_of_a_forked_rank_do_not_fail() -> None:
     """Each would make torch's pool of threads anew: "Invalid thread pool!"."""
     assert "TOTAL 1.0" in run_script(sys.executable, "script.py", script=THREADS_SCRIPT)

@@ -396,7 +396,7 @@ def order(events: Sequence[tuple[str, int]]) -> list[str]:
     return [name for name in nodes if name != "DivBackward0"]  # Lightning's own, by accumulate_grad_batches
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @OPTIONS
 def test_reduction_overlaps_with_the_last_backward_as_in_plain_lightning(options: dict[str, Any]) -> None:
     fit(Profiled(), of_trainer={"max_epochs": 1}, bucket_cap_mb=SMALL, **options)

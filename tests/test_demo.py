@@ -53,6 +53,7 @@ def test_a_python_without_its_source_is_refused_by_name(tmp_path: Path):
         sample_corpus(10, LONGEST, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_the_corpus_is_the_same_at_every_call_and_its_lengths_differ_widely():
     few = Path(json.__file__).parent
     assert sample_corpus(20, LONGEST, few) == sample_corpus(20, LONGEST, few)
@@ -146,6 +147,7 @@ def _with_these_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "sample_corpus", lambda samples, longest: TEXTS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_with_these_texts")
 def test_the_demo_trains_in_processes_and_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     mixes = [FULL_BATCH, *(mix for mix in MIXES if mix.engine == "lightning_accum" and mix.ranks > 1)]

@@ -806,7 +806,7 @@ def test_the_rate_finder_tries_each_rate_in_one_window(policy: Any, notes: int) 
     assert run.global_step == 5
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("policy", LIKE_TWO)
 def test_the_batch_size_finder_finds_what_it_does_with_lightning(policy: str) -> None:
     class Sized(Regression):

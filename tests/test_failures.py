@@ -158,6 +158,7 @@ def test_failure_that_was_caught_on_all_ranks_is_not_told_in_the_next_run() -> N
     assert said[1] == "KeyError: 'boom'"
 
 
+@pytest.mark.exhaustive
 def test_store_whose_host_hangs_holds_nobody_up() -> None:
     def work(rank: int) -> None:
         dist.barrier()

@@ -421,6 +421,7 @@ def test_all_other_ranks_name_the_one_that_raised() -> None:
     assert_failed(ranks(partial(train, "ddp", Fault("raises", {2: 2}), devices=3), world_size=3), 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["Lightning's own launcher", "torchrun"]
 )
@@ -446,6 +447,7 @@ def test_rank_that_raises_in_validation_ends_all_and_is_named(strategy: str) -> 
     assert_failed(ranks(partial(train, strategy, fault, **VALIDATING, val_check_interval=6)), 1)
 
 
+@pytest.mark.some_cases(2)
 @strategies("ddp", "fsdp2")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_is_killed_ends_all(strategy: str, rank: int) -> None:

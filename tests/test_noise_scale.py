@@ -317,6 +317,7 @@ def test_a_language_model_over_two_ranks_with_labels_that_are_all_ignored() -> N
     assert_agrees(estimate, expected, 2)
 
 
+@pytest.mark.some_cases(1)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
@@ -330,6 +331,7 @@ def test_sharded_parameters(sync: str, reshard_after_forward: bool) -> None:
 # --- a known noise ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_quadratic_with_known_noise_is_found_within_its_standard_error(devices: int) -> None:
     sigma, windows, size = 2.0, 400, (1, 2, 3, 6)
@@ -393,6 +395,7 @@ def test_the_interval_covers_a_noise_scale_that_moved_while_it_was_measured(smoo
     assert sum(e.trend == trend for e in estimates) >= 0.92 * number
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("smoothing", [1.0, 0.99])
 def test_a_noise_scale_that_stays_is_not_often_said_to_move(smoothing: float) -> None:
     generator, number = torch.Generator().manual_seed(2), 300

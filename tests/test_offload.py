@@ -383,7 +383,7 @@ PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", [Normalised, Contrastive, Penalised])
@@ -432,6 +432,7 @@ def test_the_resnet_on_digits_is_that_of_the_whole_batches_to_the_bit(memory: Ot
 POLICIES = [{"on_nonfinite": "skip"}, {"on_nonfinite": "raise"}, {"window": 2}, {"window": 2, "accumulate_dtype": torch.float64}]
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_other_arguments_do_as_without_it(memory: OtherMemory, policy: dict[str, Any]) -> None:
     modules = [Normalised("adamw"), Normalised("adamw")]
@@ -484,7 +485,7 @@ class OnRanks(Language):
         assert not offload.lane_for(CPU).faults
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 def test_two_ranks(memory: OtherMemory, window: int, arguments: dict[str, Any]) -> None:
@@ -497,6 +498,7 @@ def test_two_ranks(memory: OtherMemory, window: int, arguments: dict[str, Any]) 
     assert relative_error(module.parameters(), whole.parameters()) < 1e-12
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("kind", [GAN, *DEPENDENT])
 def test_manual_optimization_on_two_ranks(memory: OtherMemory, kind: type[Manual]) -> None:
     by_rank = draw(kind, 2)
@@ -506,6 +508,7 @@ def test_manual_optimization_on_two_ranks(memory: OtherMemory, kind: type[Manual
     assert relative_error(module.parameters(), whole.parameters()) < 1e-12
 
 
+@pytest.mark.some_cases(1)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
 def test_sharded_modules_whose_parameters_stay(memory: OtherMemory, engine: str) -> None:

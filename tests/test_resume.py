@@ -167,7 +167,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_checkpoint_after_any_loader_batch_goes_on_to_the_bit(policy: str) -> None:
     expected = train(lambda: "accum", 1, **POLICIES[policy])
@@ -177,7 +177,7 @@ def test_a_checkpoint_after_any_loader_batch_goes_on_to_the_bit(policy: str) -> 
         assert_goes_on(expected, found, f"checkpoint after {after}")
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 @pytest.mark.parametrize("policy", ["3", "3, split", "tokens"])
 def test_on_two_ranks_too(policy: str, sync: str) -> None:
@@ -188,7 +188,7 @@ def test_on_two_ranks_too(policy: str, sync: str) -> None:
         assert_goes_on(expected, found, f"checkpoint after {after}")
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.exhaustive
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
@@ -277,6 +277,7 @@ def test_a_checkpoint_inside_a_window_loads_in_plain_lightning() -> None:
     trainer("auto").fit(Scalar([x(i) for i in range(8)]), ckpt_path="inside.ckpt")
 
 
+@pytest.mark.exhaustive
 def test_reduced_at_micro_batches_too_a_split_window_of_tokens_goes_on_from_each_ranks_gradients() -> None:
     class Uneven(Module):
         def train_dataloader(self) -> StatefulLoader:

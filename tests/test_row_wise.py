@@ -863,6 +863,7 @@ class Limited(nn.Module):
             raise torch.OutOfMemoryError("CUDA out of memory. (not really)")
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("where", ["first pass", "backward"])
 @pytest.mark.parametrize("window", [1, 2])
 def test_out_of_memory_it_is_as_if_the_step_had_not_begun(where: str, window: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -1065,7 +1066,7 @@ def fit_sharded(module: Sharded, sizes: tuple[int, int], names: Any, sync: Any =
 
 
 @needs_sharding_on_cpu
-@pytest.mark.some_cases(5)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("names", [["encoder"], ["encoder", "head"]], ids=str)
 @pytest.mark.parametrize("resharding", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}], ids=str)
 @pytest.mark.parametrize("loss", [clip, barlow_twins])

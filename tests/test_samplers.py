@@ -143,6 +143,7 @@ def note_what_a_rank_gets(rank: int, folder: Path, sampler: SameOrderSampler) ->
     dist.destroy_process_group()
 
 
+@pytest.mark.exhaustive
 def test_ranks_are_those_of_the_process_group_until_they_are_dealt(tmp_path: Path) -> None:
     sampler = SameOrderSampler(range(7), shuffle=False)
     assert len(sampler) == 7  # asked for before there is a process group

@@ -125,7 +125,7 @@ def test_two_ranks_equal_the_full_batch(engine: str, sync: str, optimizer: str) 
     assert [torch.load(f"rank{rank}.pt") for rank in range(2)] == [{"global_step": 3 * EPOCHS, "epoch": EPOCHS}] * 2
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("sync", "reshard"), [("window", False), ("window", True), ("micro_batch", False)])
 def test_fsdp2_with_or_without_resharding_equals_the_full_batch(sync: str, reshard: bool) -> None:
     by_rank = dealt(7)
@@ -139,7 +139,7 @@ def test_fsdp2_on_four_ranks_equals_the_full_batch() -> None:
     assert error(run, by_hand(windows_of(by_rank), "adamw")) < EXACT
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @SYNCS
 def test_fsdp2_beside_tensor_parallelism_equals_the_full_batch(sync: str) -> None:
     by_rank = dealt(3)
@@ -212,7 +212,7 @@ class Recomputed(Dealt):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("engine", "reshard"), [("fsdp2", None), ("fsdp2", False), ("fsdp1", None)])
 def test_activation_checkpointing_equals_the_full_batch(engine: str, reshard: bool | None) -> None:
     by_rank = dealt(3)
@@ -220,7 +220,7 @@ def test_activation_checkpointing_equals_the_full_batch(engine: str, reshard: bo
     assert error(run, by_hand(windows_of(by_rank))) < EXACT
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("tensor", "devices"), [(1, 2), (2, 4)], ids=["data", "data and tensor"])
 def test_clipped_update_of_fsdp2_equals_that_of_the_full_batch(tensor: int, devices: int) -> None:
     by_rank = dealt(3)
@@ -381,7 +381,7 @@ class Validated(Dealt):
         torch.save(self.validation_losses, f"losses{self.global_rank}.pt")
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("engine", "reshard"), [("fsdp2", None), ("fsdp2", False), ("fsdp2", True), ("fsdp1", None)])
 def test_validation_inside_a_window_sees_the_last_step_and_changes_nothing(engine: str, reshard: bool | None) -> None:
     by_rank = dealt(6)
@@ -419,7 +419,7 @@ class Saves(pl.Callback):
             trainer.save_checkpoint("middle.ckpt")
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("engine", "options", "is_folder"),
     [
@@ -453,7 +453,7 @@ class SavesInside(pl.Callback):
             trainer.save_checkpoint(f"inside{batch_idx}.ckpt")
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("reshard", [None, False])
 def test_checkpoint_inside_a_window_changes_nothing(reshard: bool | None) -> None:
     by_rank = dealt(6)
@@ -641,7 +641,7 @@ def collectives_in(profiled: profile) -> list[tuple[Counter[str], list[int]]]:
 GROUPS = 3  # two blocks, and what is left
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("engine", "reshard"), [("fsdp2", None), ("fsdp2", False), ("fsdp1", None)])
 @SYNCS
 def test_one_reduce_scatter_for_each_group_and_one_small_all_reduce(engine: str, sync: str, reshard: bool | None) -> None:

@@ -535,6 +535,7 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == f"lightning-accum {version('lightning-accum')}\n"
 
 
+@pytest.mark.exhaustive
 def test_command_in_a_process_of_its_own_draws_and_finds_the_users_package() -> None:
     Path("project.py").write_text(PROJECT)
     command = [sys.executable, "-m", "lightning_accum", "verify", "project:Good", "--data", "project:Data", "--micro-batch", "4"]

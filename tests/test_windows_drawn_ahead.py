@@ -186,6 +186,7 @@ def test_each_term_of_a_window_is_that_of_its_full_batch(kind: type[Model], opti
     assert_full_batches(kind, optimizer, module, windows_of(batches, 3))
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_over_two_ranks_of_different_lengths(kind: type[Model], optimizer: str) -> None:
