@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
@@ -17,10 +14,10 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 
+from lightning_accum import valid_policy
 from lightning_accum.asked import Asked
 from lightning_accum.exclusions import why_refused
 from lightning_accum.policy import Policy
-from lightning_accum.splitting.micro_batch import Tokens
 
 
 def checked(policy: Policy) -> Policy:
@@ -29,23 +26,10 @@ def checked(policy: Policy) -> Policy:
     Raises:
         MisconfigurationException: an argument is out of its range, or two exclude each other.
     """
-    for argument, example in (("window", "Tokens(8_192)"), ("micro_batch", "Tokens(8_192)"), ("weight", "TokenCount()")):
-        _check_is_no_class(argument, getattr(policy, argument), example)
-    _check_window(policy.window)
-    _check_micro_batch(policy.micro_batch, policy.trim_padding, policy.split)
-    weight = _checked_weight(policy.weight)
-    _check_is_one_of("tail", policy.tail, "step", "drop", "carry")
-    _check_is_one_of("scheduler_counts", policy.scheduler_counts, "optimizer_steps", "micro_batches")
-    dtype: Any = policy.accumulate_dtype
-    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
-        raise MisconfigurationException(
-            f"accumulate_dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.float32, or None"
-        )
-    _check_is_one_of("on_nonfinite", policy.on_nonfinite, "propagate", "skip", "raise")
-    for name, value in (("log", policy.log), ("check", policy.check)):
-        if not isinstance(value, bool):
-            raise MisconfigurationException(f"{name}={value!r}: expected True or False")
-    policy = replace(policy, weight=weight)
+    try:
+        policy = valid_policy.checked(policy)
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from None
     refuse(Asked(policy))
     return policy
 
@@ -66,30 +50,10 @@ def row_wise_policy(row_wise: Any, micro_batch: Any) -> dict[str, Any]:
     Raises:
         MisconfigurationException: it is no name, or the micro-batches have no size.
     """
-    if row_wise is None:
-        return {}
-    names = (row_wise,) if isinstance(row_wise, str) else tuple(row_wise) if isinstance(row_wise, (list, tuple)) else ()
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise MisconfigurationException(f"row_wise={row_wise!r}: expected the name of a submodule, a list of names, or None")
-    if micro_batch is None or micro_batch == "offload":
-        raise MisconfigurationException(
-            f"row_wise={row_wise!r} runs submodules in micro-batches, but micro_batch={micro_batch!r}: give a number of samples,"
-            ' Tokens(...) or "auto"'
-        )
-    _check_micro_batch(micro_batch, True, None)
-    return {"row_wise": names, "row_wise_size": micro_batch}
-
-
-def _check_is_one_of(argument: str, found: Any, *expected: str) -> None:
-    if found not in expected:
-        *first, last = (f'"{word}"' for word in expected)
-        raise MisconfigurationException(f"{argument}={found!r}: expected {', '.join(first)} or {last}")
-
-
-def _check_is_no_class(argument: str, found: Any, example: str) -> None:
-    for one in found if isinstance(found, (list, tuple)) else [found]:
-        if isinstance(one, type):
-            raise MisconfigurationException(f"{argument}={one.__name__} is a class: pass an instance of it, such as {example}")
+    try:
+        return valid_policy.row_wise_fields(row_wise, micro_batch)
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from None
 
 
 def why_unexpected(argument: str) -> str:
@@ -120,53 +84,3 @@ def what_to_use_instead_of(strategy: Strategy) -> str:
     return (
         f'Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several; for sharded modules {sharded}.'
     )
-
-
-def _check_window(window: Any) -> None:
-    if isinstance(window, Mapping):
-        if not window or any(not _is_natural(epoch, 0) or not _is_natural(size, 1) for epoch, size in window.items()):
-            raise MisconfigurationException(
-                f"window={window!r}: expected {{epoch: loader batches}} with epochs from 0 and sizes from 1"
-            )
-        if 0 not in window:
-            raise MisconfigurationException(f"window={dict(window)!r} does not say what holds in epoch 0; add {{0: 1}}")
-    elif not (window is None or isinstance(window, Tokens) or callable(window) or _is_natural(window, 1)):
-        raise MisconfigurationException(
-            f"window={window!r}: expected a number of loader batches from 1, {{epoch: number}}, a function of the optimizer step,"
-            " Tokens(...) or None"
-        )
-
-
-def _checked_weight(weight: Any) -> Any:
-    if isinstance(weight, (list, tuple)) and len(weight) == 1:
-        weight = weight[0]
-    if not isinstance(weight, (list, tuple)):
-        if not (callable(weight) or (isinstance(weight, str) and weight in ("auto", "equal"))):
-            raise MisconfigurationException(
-                f'weight={weight!r}: expected "auto", "equal" or a callable of the batch, or a list of callables, one for each term'
-            )
-        return weight
-    if not weight or not all(callable(of_term) for of_term in weight):
-        raise MisconfigurationException(
-            f"weight={weight!r}: expected a callable of the batch for each term of the loss, such as [TokenCount(), SampleCount()]"
-        )
-    return tuple(weight)
-
-
-def _is_natural(number: Any, least: int) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
-
-
-def _check_micro_batch(micro_batch: Any, trim_padding: Any, split: Any) -> None:
-    if not (micro_batch is None or micro_batch == "auto" or isinstance(micro_batch, Tokens) or _is_natural(micro_batch, 1)):
-        raise MisconfigurationException(
-            f'micro_batch={micro_batch!r}: expected a number of samples from 1, Tokens(...), "auto", "offload" or None'
-        )
-    if isinstance(micro_batch, Tokens) and callable(micro_batch.count):
-        raise MisconfigurationException(f"micro_batch={micro_batch!r}: only the Tokens of a window can be a function")
-    if not isinstance(trim_padding, (bool, str)):
-        raise MisconfigurationException(
-            f"trim_padding={trim_padding!r}: expected True, False, or the key of a mask or of lengths in the batch"
-        )
-    if split is not None and not callable(split):
-        raise MisconfigurationException(f"split={split!r}: expected a function of a batch and a size")

@@ -134,7 +134,7 @@ class Session:
             run = self._run_whole if splitting is None or splitting.plan is None else self._run_in_micro_batches
             if not accumulation.is_shadow_batch:
                 return run(step, batch, ends_window)
-            self._zero_grad(step)  # what it does to the module is to last
+            self.zero_grad(step)  # what it does to the module is to last
             snapshot = self._keeper().take(watches_parameters=False)
             try:
                 return run(step, batch, ends_window)
@@ -157,7 +157,7 @@ class Session:
             step.show_logs(log, self.guard.has_left_out)
         if not ends_window:
             return Outcome(loss, extra, None)
-        window_loss = self._end_window() if is_boundary else self.finish_window()
+        window_loss = self.end_window() if is_boundary else self.finish_window()
         return Outcome(loss, extra, loss if accumulation.is_passthrough() else window_loss)
 
     def _run_in_micro_batches(self, step: Step, batch: Any, ends_window: bool) -> Outcome:
@@ -190,7 +190,7 @@ class Session:
     def _attempt(self, step: Step, plan: Plan, has_boundary: bool) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
         guard, is_shadow_batch = self.guard, self._accumulation.is_shadow_batch
         own, window_loss = len(plan.pieces), None
-        rounds, outputs = self._rounds(own), Outputs([piece.count for piece in plan.pieces])
+        rounds, outputs = self.rounds(own), Outputs([piece.count for piece in plan.pieces])
         with step.collecting_logs() as log:
             for index, batch in enumerate(plan):
                 is_boundary = has_boundary and index == rounds - 1
@@ -200,7 +200,7 @@ class Session:
                 loss, extra, weighed = self._run_micro_batch(step, micro_batch)
                 log.note_loss(loss)
                 if is_boundary:
-                    window_loss = self._end_window()
+                    window_loss = self.end_window()
                 if guard is not None and guard.has_left_out:
                     outputs.leave_out()
                     if not (index == own - 1 and self._has_ranks and not outputs.weights):  # others may wait for what it logs
@@ -219,39 +219,51 @@ class Session:
 
     def _run_micro_batch(self, step: Step, micro_batch: MicroBatch) -> tuple[Tensor | None, dict[str, Any], Weighed]:
         """Forward, weight, backward. Returns the loss, what else was returned, and what the window got."""
-        guard = self.guard
-        if guard is not None:
-            guard.begin_micro_batch(micro_batch)
-        with self.sync.blocked(micro_batch) if self._has_sync and not micro_batch.is_boundary else _NOTHING_AROUND:
+        with self.begin_micro_batch(micro_batch):
             loss, extra = step.forward(micro_batch.batch)
-            if self._accumulation.is_zero_grad_due:
-                self._zero_grad(step)
-            weighed = EMPTY
-            if loss is None or step.skips_backward:
-                self._accumulation.add_without_loss(micro_batch)
-                self.sync.backward_without_loss()
-            else:
-                weighed = self._accumulation.add(loss, micro_batch)
-                if not self._is_announced:
-                    self._is_announced = True
-                    self._engine.announce(micro_batch, weighed)
-                if self._has_sync:
-                    self.sync.begin_backward(micro_batch)
-                if guard is None and not weighed.is_weightless:
-                    step.backward(loss, weighed.grad_output)
-                else:
-                    with self._around_backward(loss, micro_batch, weighed):
-                        step.backward(loss, weighed.grad_output)
-                if self._accumulation.observer is not None:
-                    self._accumulation.observer.end_backward()
-            if self._has_sync:
-                self.sync.complete_reduction(micro_batch)
-        if guard is not None and guard.end_micro_batch():
-            self._accumulation.window.skip_nonfinite()
-            weighed = EMPTY
-        return loss, extra, weighed
+            weighed = self.add(step, loss, micro_batch)
+        return loss, extra, self.end_micro_batch(weighed)
 
-    def _zero_grad(self, step: Step) -> None:
+    def begin_micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+        """Its forward is next: returns what this and its backward run in."""
+        if self.guard is not None:
+            self.guard.begin_micro_batch(micro_batch)
+        return self.sync.blocked(micro_batch) if self._has_sync and not micro_batch.is_boundary else _NOTHING_AROUND
+
+    def add(self, step: Step, loss: Tensor | None, micro_batch: MicroBatch) -> Weighed:
+        """Add a micro-batch that has run forward to the window, with its backward. Returns what it brought in."""
+        if self._accumulation.is_zero_grad_due:
+            self.zero_grad(step)
+        weighed = EMPTY
+        if loss is None or step.skips_backward:
+            self._accumulation.add_without_loss(micro_batch)
+            self.sync.backward_without_loss()
+        else:
+            weighed = self._accumulation.add(loss, micro_batch)
+            if not self._is_announced:
+                self._is_announced = True
+                self._engine.announce(micro_batch, weighed)
+            if self._has_sync:
+                self.sync.begin_backward(micro_batch)
+            if self.guard is None and not weighed.is_weightless:
+                step.backward(loss, weighed.grad_output)
+            else:
+                with self._around_backward(loss, micro_batch, weighed):
+                    step.backward(loss, weighed.grad_output)
+            if self._accumulation.observer is not None:
+                self._accumulation.observer.end_backward()
+        if self._has_sync:
+            self.sync.complete_reduction(micro_batch)
+        return weighed
+
+    def end_micro_batch(self, weighed: Weighed) -> Weighed:
+        """Leave a micro-batch that was not finite out of the window, where that was asked for. Returns what it brought in."""
+        if self.guard is not None and self.guard.end_micro_batch():
+            self._accumulation.window.skip_nonfinite()
+            return EMPTY
+        return weighed
+
+    def zero_grad(self, step: Step) -> None:
         """Clear the gradients of an earlier window, if it was not done."""
         accumulation = self._accumulation
         if step.skips_backward or not accumulation.is_zero_grad_due:
@@ -282,7 +294,7 @@ class Session:
         Returns:
             The loss of the window, if it ends one.
         """
-        window_loss = self._run_shadow_batches(0, max(1, self._rounds(0)), ends_window and not self.finishes_after_backward)
+        window_loss = self._run_shadow_batches(0, max(1, self.rounds(0)), ends_window and not self.finishes_after_backward)
         return self.finish_window() if ends_window and self.finishes_after_backward else window_loss
 
     def _run_shadow_batches(self, done: int, rounds: int, has_boundary: bool) -> Tensor | None:
@@ -303,9 +315,9 @@ class Session:
                 self.sync.complete_reduction(micro_batch)
             if self.counts_tokens_of_parts and not is_last:
                 self._engine.end_window_inside_batch()
-        return self._end_window() if has_boundary else None
+        return self.end_window() if has_boundary else None
 
-    def _rounds(self, own: int) -> int:
+    def rounds(self, own: int) -> int:
         """The micro-batches of a loader batch, after each of which this rank may have to wait for others. Called on all ranks."""
         return int(self._accumulation.ranks.largest(own)[0]) if self._has_rounds else own
 
@@ -322,9 +334,10 @@ class Session:
         """
         self._accumulation.reduce()
         self.sync.reduce_accumulated()
-        return self._end_window(is_inside_batch)
+        return self.end_window(is_inside_batch)
 
-    def _end_window(self, is_inside_batch: bool = False) -> Tensor | None:
+    def end_window(self, is_inside_batch: bool = False) -> Tensor | None:
+        """As :meth:`finish_window`, where the last backward has reduced the gradients."""
         accumulation, engine = self._accumulation, self._engine
         engine.note_end_of_window()
         self.sync.end_window()

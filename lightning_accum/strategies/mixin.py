@@ -24,6 +24,7 @@ from lightning_accum.asked import Asked
 from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
+from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
 from lightning_accum.engine import Engine
 from lightning_accum.hook_table import HookTable, callbacks_of
 from lightning_accum.loops.first_batch import MOST_BATCHES
@@ -38,7 +39,6 @@ from lightning_accum.session import Session
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.strategies.preparation import guard, row_wise, wide_sums
-from lightning_accum.strategies.unfinished import go_on_with, unfinished_window
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
@@ -279,7 +279,9 @@ class AccumulationMixin(Engine):
 
     def partial_window(self) -> PartialWindow | None:
         """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""
-        return unfinished_window(self, rank_zero_warn)
+        if self.accumulation is None:
+            return None
+        return unfinished_window(self, self.accumulation, self.trainer().accumulate_grad_batches, rank_zero_warn, rank_zero_info)
 
 
 def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:
