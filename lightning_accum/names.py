@@ -1,5 +1,6 @@
 """The public names of the package, each where it is defined. Loaded when the first is used, see ``families.py``."""
 
+from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.noise.callback import GradientNoiseScale
 from lightning_accum.samplers import SameOrderSampler
@@ -17,6 +18,7 @@ from lightning_accum.weighing.counts import SampleCount, TokenCount
 __all__ = [
     "AccumulationStrategy",
     "AccumulationWarning",
+    "BalancedBatchSampler",
     "DDPAccumulationStrategy",
     "FSDPAccumulationStrategy",
     "GradientAccumulation",

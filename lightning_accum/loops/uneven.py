@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
 
+from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.engine import Engine
 from lightning_accum.failures import RankFailedError, failure_of, note_failure
 from lightning_accum.loops.trainer_state import stop
@@ -167,6 +168,11 @@ class UnrepeatingData(_DataConnector):
         kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if isinstance(sampler, SameOrderSampler):
             sampler.deal(**kwargs)
+        batch_sampler = getattr(dataloader, "batch_sampler", None)
+        if isinstance(batch_sampler, BalancedBatchSampler):
+            batch_sampler.check_length_of(cast("DataLoader[Any]", dataloader).dataset)
+            batch_sampler.deal(**kwargs)
+            return dataloader
         return super()._prepare_dataloader(dataloader, shuffle, mode)
 
     @override

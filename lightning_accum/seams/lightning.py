@@ -110,7 +110,7 @@ loops.fetchers._DataFetcher
 utilities.combined_loader.CombinedLoader
     _state_dicts | - | what a checkpoint holds of the loaders | 2032a772
 trainer.connectors.data_connector._DataConnector
-    _prepare_dataloader | UnrepeatingData | deals a SameOrderSampler to the ranks | 7ca31a88
+    _prepare_dataloader | UnrepeatingData | deals SameOrderSampler and BalancedBatchSampler to the ranks | 7ca31a88
     _resolve_sampler | UnrepeatingData | Lightning's own sampler repeats no samples | 53f73aba
 trainer.connectors.logger_connector.logger_connector._LoggerConnector
     _current_fx | - | the hook that logged last | -

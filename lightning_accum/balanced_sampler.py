@@ -1,0 +1,231 @@
+"""Samples of very different lengths, shared out over ranks so that all have the same to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
+from typing import Any
+
+from torch import distributed as dist
+from torch.utils.data import Sampler
+
+from lightning_accum.even_shares import batch_sizes, share_evenly
+from lightning_accum.samplers import SameOrderSampler
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """A ``batch_sampler`` that gives the ranks equal work: the windows of :class:`SameOrderSampler`, shared out by length.
+
+    A window is ``window`` loader batches of every rank, ``window * ranks * batch_size`` samples. It holds the same samples as it
+    does with a :class:`SameOrderSampler` of the same seed, in every epoch, so a training that is exact in its windows goes the
+    same way. Which rank gets which of them is chosen so that the sums of their costs are as even as possible: longest first, each
+    to the rank with the least, and then exchanges between the rank with the most and the rank with the least. Inside a rank the
+    longest samples come first, in batches of about equal size when padded.
+
+    Ranks and batches have different numbers of samples, so gradients need weights: use it with the strategies of this package,
+    and a ``GradientAccumulation`` of as many loader batches as ``window``. Every rank has the same number of loader batches,
+    except in an epoch whose last window has fewer samples than there are ranks: some ranks have none of those.
+
+    With these strategies Lightning leaves the loader alone, and sets the ranks and the epoch. Elsewhere pass
+    ``Trainer(use_distributed_sampler=False)``; ranks are those of the process group at the time of the iteration.
+
+    Args:
+        lengths: of the samples of the dataset, in its order, the same on all ranks: a list, an array or a tensor; or a function of
+            the index, called once for each sample when the sampler is made.
+        batch_size: samples in a loader batch, in the mean.
+        window: loader batches of a rank in a window. Windows begin anew with every epoch.
+        cost: a function of a length that returns what such a sample costs, such as ``lambda n: n + n**2 / 1024`` where
+            attention counts; None for the length.
+        shuffle: whether every epoch (see :meth:`set_epoch`) has an order of its own, or all have the dataset's.
+        seed: seed of the shuffling, the same on all ranks.
+        num_replicas: ranks that share the samples; None for those of the process group.
+        rank: which of them this is; None for that of the process group.
+        samples: how many samples there are, where ``lengths`` is a function.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a length or a cost is negative or not finite, or there are none; a size is less than 1; or there is no such
+            rank.
+
+    Example:
+        >>> lengths = [90, 10, 20, 80, 40, 60, 50, 50]
+        >>> left, right = (BalancedBatchSampler(lengths, 4, num_replicas=2, rank=rank, shuffle=False) for rank in range(2))
+        >>> [[lengths[index] for index in batch] for batch in left]
+        [[90, 50, 50, 10]]
+        >>> [[lengths[index] for index in batch] for batch in right]
+        [[80, 60, 40, 20]]
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[float] | Callable[[int], float] | Any,
+        batch_size: int,
+        *,
+        window: int = 1,
+        cost: Callable[[Any], float] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        samples: int | None = None,
+    ) -> None:
+        self.batch_size, self.window = _natural("batch_size", batch_size), _natural("window", window)
+        if cost is not None and not callable(cost):
+            raise TypeError(f"BalancedBatchSampler(cost={cost!r}): expected a function of a length, or None")
+        if (num_replicas is None) != (rank is None):
+            raise ValueError(
+                f"BalancedBatchSampler(num_replicas={num_replicas}, rank={rank}): pass both, or neither for those of the process"
+                " group"
+            )
+        self._lengths = _read_lengths(lengths, samples)
+        self._costs = self._lengths if cost is None else _costs_of(self._lengths, cost)
+        self.sampler = SameOrderSampler(range(len(self._lengths)), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        """The order of the samples. Lightning looks for the epoch here."""
+        self.sampler.deal(1, rank=0)
+        self.num_replicas, self.rank = 1, 0
+        self._is_dealt = False
+        self._is_fixed = num_replicas is not None
+        self._yielded = self._begin_at = 0
+        if num_replicas is not None and rank is not None:
+            self._set_ranks(num_replicas, rank)
+
+    def deal(self, num_replicas: int, rank: int) -> None:
+        """Set the ranks, whatever the process group says; those that the constructor was given stay.
+
+        Args:
+            num_replicas: ranks that share the samples.
+            rank: which of them this is, from 0.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not self._is_fixed:
+            self._set_ranks(num_replicas, rank)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch. Lightning calls it."""
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The indices of this rank's samples, a list for each of its loader batches."""
+        self._find_ranks()
+        self._yielded, self._begin_at = self._begin_at, 0
+        first_window, skipped = divmod(self._yielded, self.window)
+        return self._batches(first_window, skipped)
+
+    def _batches(self, first_window: int, skipped: int) -> Iterator[list[int]]:
+        size, order = self._samples_in_window, list(self.sampler)
+        for start in range(first_window * size, len(order), size):
+            for batch in self._of_this_rank(order[start : start + size])[skipped:]:
+                self._yielded += 1
+                yield batch
+            skipped = 0
+
+    def _of_this_rank(self, indices: Sequence[int]) -> list[list[int]]:
+        """The loader batches that this rank has of a window."""
+        batches = self._batches_of(len(indices))
+        at_least = batches if len(indices) >= self.num_replicas else 0
+        own = share_evenly([self._costs[index] for index in indices], self.num_replicas, at_least)[self.rank]
+        by_length = sorted((indices[place] for place in own), key=self._lengths.__getitem__, reverse=True)
+        sizes = batch_sizes([self._lengths[index] for index in by_length], batches)
+        rest = iter(by_length)
+        return [list(islice(rest, size)) for size in sizes]
+
+    def __len__(self) -> int:
+        """How many loader batches this rank gets in an epoch."""
+        self._find_ranks()
+        windows, rest = divmod(len(self._lengths), self._samples_in_window)
+        return windows * self.window + (self._batches_of(rest) if self.rank < rest else 0)
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the data, for loaders that save theirs in checkpoints, as torchdata's ``StatefulDataLoader`` does."""
+        return {"epoch": self.sampler.epoch, "yielded": self._yielded}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Begin the next iteration where :meth:`state_dict` was taken; at an end, at the beginning."""
+        self.sampler.set_epoch(state["epoch"])
+        self._begin_at = state["yielded"] % max(1, len(self))
+
+    def check_length_of(self, dataset: object) -> None:
+        """Refuse a dataset of another number of samples.
+
+        Raises:
+            ValueError: there are lengths for more samples, or for fewer.
+        """
+        if isinstance(dataset, Sized) and len(dataset) != len(self._lengths):
+            raise ValueError(
+                f"BalancedBatchSampler(lengths=...) has the lengths of {len(self._lengths)} samples, but the loader's"
+                f" {type(dataset).__name__} has {len(dataset)}: pass the lengths of this dataset"
+            )
+
+    @property
+    def _samples_in_window(self) -> int:
+        return self.window * self.num_replicas * self.batch_size
+
+    def _batches_of(self, samples: int) -> int:
+        """The loader batches that each rank has of a window of so many samples: no more than it can have samples."""
+        return min(math.ceil(samples / (self.num_replicas * self.batch_size)), max(1, samples // self.num_replicas))
+
+    def _set_ranks(self, num_replicas: int, rank: int) -> None:
+        if not 0 <= rank < num_replicas:
+            raise ValueError(
+                f"BalancedBatchSampler(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0"
+                " to num_replicas - 1"
+            )
+        self._is_dealt = True
+        self.num_replicas, self.rank = num_replicas, rank
+
+    def _find_ranks(self) -> None:
+        # each time anew: a length may have been asked for before there were processes
+        if not self._is_dealt:
+            has_group = dist.is_available() and dist.is_initialized()
+            self.num_replicas, self.rank = (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
+
+
+def _natural(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"BalancedBatchSampler({name}={value!r}): expected a whole number, found {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"BalancedBatchSampler({name}={value}): expected 1 or more")
+    return value
+
+
+def _read_lengths(lengths: Any, samples: int | None) -> list[float]:
+    if callable(lengths):
+        if samples is None:
+            raise TypeError(
+                "BalancedBatchSampler(lengths=<a function>) does not know how many samples there are: pass samples=len(dataset)"
+            )
+        read = [lengths(index) for index in range(_natural("samples", samples))]
+    else:
+        if isinstance(lengths, (str, bytes, Mapping)) or not (hasattr(lengths, "tolist") or hasattr(lengths, "__iter__")):
+            raise TypeError(
+                f"BalancedBatchSampler(lengths=...): expected a list, an array or a tensor of the lengths of all samples, or a"
+                f" function of the index, found {type(lengths).__name__}"
+            )
+        read = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
+        if not isinstance(read, list) or not read:
+            raise ValueError("BalancedBatchSampler(lengths=...): expected one length for each sample, found none")
+        if samples is not None and samples != len(read):
+            raise ValueError(f"BalancedBatchSampler(samples={samples}): there are {len(read)} lengths")
+    return [_cost(f"lengths[{index}]", value) for index, value in enumerate(read)]
+
+
+def _costs_of(lengths: Sequence[float], cost: Callable[[Any], float]) -> list[float]:
+    known = {length: _cost(f"cost({length})", cost(length)) for length in set(lengths)}
+    return [known[length] for length in lengths]
+
+
+def _cost(name: str, value: Any) -> float:
+    """A number that is none of Python's own, such as a tensor with one element, as one that is."""
+    if type(value) not in (int, float) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError) as error:
+            raise TypeError(f"BalancedBatchSampler: expected one number, found {name} of shape {tuple(value.shape)}") from error
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"BalancedBatchSampler: expected a number, found {name} = {value!r}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"BalancedBatchSampler: expected a finite number from 0, found {name} = {value}")
+    return value
