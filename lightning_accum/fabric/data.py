@@ -1,0 +1,123 @@
+"""The loader batches of a hand-written loop: which is the last is known, and there are as many on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset
+
+from lightning_accum.failures import RankFailedError, failure_of
+from lightning_accum.ranks import Ranks, Turn
+
+
+class LoaderBatch(NamedTuple):
+    """What a loader gave.
+
+    Attributes:
+        batch: it.
+        is_last: nothing follows on any rank.
+        is_shadow_batch: this rank has run out of data, and others have not: it is the last batch again, and weighs nothing.
+    """
+
+    batch: Any
+    is_last: bool
+    is_shadow_batch: bool = False
+
+
+_END: Any = object()
+
+
+def loader_batches(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]:
+    """The batches of a loader, as many on every rank as that with the most has. Used on all ranks.
+
+    A loader whose length is known is not drawn from before its batch is needed, so that its own state, in a checkpoint, is that of
+    the batches that were yielded. Of others one batch is drawn ahead.
+
+    Raises:
+        RankFailedError: the loader of another rank failed, where lengths are not known.
+
+    Example:
+        >>> import torch
+        >>> [(drawn.batch, drawn.is_last) for drawn in loader_batches(iter("ab"), Ranks(torch.device("cpu")))]
+        [('a', False), ('b', True)]
+    """
+    length = _length(loader)
+    if ranks.world_size == 1:
+        return _of_one_rank(loader, length)
+    longest, shortest = ranks.largest(length, -length)
+    if longest == math.inf or shortest == 0:
+        return _by_agreement(loader, ranks)
+    return _of_known_lengths(loader, int(longest))
+
+
+def _length(loader: Iterable[Any]) -> float:
+    """Of a loader, in batches; inf where it is not known. Streams may give other than they tell."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return math.inf
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return math.inf
+
+
+def _of_one_rank(loader: Iterable[Any], length: float) -> Iterator[LoaderBatch]:
+    if length != math.inf:
+        for number, batch in enumerate(loader, 1):
+            yield LoaderBatch(batch, number >= length)
+        return
+    batches = iter(loader)
+    batch = next(batches, _END)
+    while batch is not _END:
+        following = next(batches, _END)
+        yield LoaderBatch(batch, following is _END)
+        batch = following
+
+
+def _of_known_lengths(loader: Iterable[Any], longest: int) -> Iterator[LoaderBatch]:
+    batches, last = iter(loader), None
+    for number in range(1, longest + 1):
+        batch = next(batches, None)  # one that is None takes part in what the others do, too
+        last = last if batch is None else batch
+        yield LoaderBatch(last, number == longest, is_shadow_batch=batch is None and last is not None)
+
+
+def _by_agreement(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]:
+    """Before each batch the ranks tell each other what they have."""
+    last, batches, following, failure = None, None, _END, None
+    try:
+        batches = iter(loader)
+        following = next(batches, _END)
+    except Exception as error:
+        failure = error
+    while True:
+        batch, following = following, _END
+        if batch is not _END and batches is not None:
+            try:
+                following = next(batches, _END)
+            except Exception as error:
+                failure = error
+        own = None if batch is _END else batch
+        turn = ranks.agree(
+            Turn(
+                is_alive=batch is not _END,
+                batch_from=0 if own is None else ranks.rank + 1,
+                has_more=following is not _END,
+                lacks_batch=own is None and last is None,
+                failed=0 if failure is None else ranks.rank + 1,
+            )
+        )
+        if turn.failed:
+            first = ranks.share(None if failure is None else failure_of(failure, ranks.rank), turn.failed - 1)
+            if failure is not None:
+                raise failure
+            told = f"The loader of rank {first.rank} failed, with {first.error.rstrip('.')}"
+            raise RankFailedError(f"{told}. No rank goes on without it.")
+        if not turn.is_alive:
+            return
+        if turn.lacks_batch and turn.batch_from:
+            shared = ranks.share(own, turn.batch_from - 1)
+            last = shared if own is None and last is None else last
+        last = last if own is None else own
+        yield LoaderBatch(last, not turn.has_more, is_shadow_batch=own is None and last is not None)

@@ -1,0 +1,156 @@
+"""What is made or refused once, before the first window of a hand-written loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS
+
+from lightning_accum.accumulation import Accumulation
+from lightning_accum.asked import Asked
+from lightning_accum.exclusions import why_refused
+from lightning_accum.fabric.training import Training
+from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.nonfinite import Guard
+from lightning_accum.policy import Policy
+from lightning_accum.splitting import trimming
+from lightning_accum.splitting.attempts import Splitting
+from lightning_accum.splitting.proofs import Proof
+from lightning_accum.sync import GradientSlot, SumSlot
+from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.whole.row_wise import RowWise
+from lightning_accum.wide_sums import WideSums, is_narrower
+
+
+def refuse(policy: Policy, training: Training, micro_batch: Any) -> None:
+    """Refuse what a hand-written loop cannot have.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if policy.micro_batch == "auto" or policy.row_wise_size == "auto":
+        raise ValueError(
+            'micro_batch="auto" runs a batch again where memory runs out, and cannot run your loop again. Give a number of samples'
+            " or Tokens(...); or train a LightningModule with GradientAccumulation."
+        )
+    if micro_batch == "offload":
+        raise ValueError(
+            'micro_batch="offload" is not for hand-written loops: run the forward and backward of each batch in'
+            " torch.autograd.graph.save_on_cpu(pin_memory=True), and leave micro_batch out."
+        )
+    if policy.row_wise == ("auto",):
+        raise ValueError('row_wise="auto" tries a training_step out, which a hand-written loop has none of: name the submodules')
+    if policy.counts_ahead:
+        raise ValueError(
+            "A weight for each term of the loss needs the batches of a window before it runs, which a hand-written loop does not"
+            " wait for. Give one weight; or train a LightningModule with GradientAccumulation."
+        )
+    optimizers = [training.raw_optimizer]
+    if isinstance(training.raw_optimizer, LBFGS):
+        raise ValueError("LBFGS runs its closure several times in a step, and accumulator.step() has none. Use another optimizer.")
+    engine: dict[str, Any] = {}
+    if training.ddp is not None:
+        is_static, has_hook = bool(training.ddp.static_graph), bool(training.ddp._comm_hooks)
+        engine = {"engine": "ddp", "is_static_graph": is_static, "has_comm_hook": has_hook, "strategy": "DDPStrategy"}
+    elif training.is_sharded:
+        engine = {"engine": "fsdp2", "strategy": "ModelParallelStrategy"}
+    asked = Asked(
+        policy, 1, training.module, optimizers=optimizers, parameters=training.parameters(), ranks=training.ranks.size, **engine
+    )
+    if (reason := why_refused(asked)) is not None:
+        raise ValueError(reason.replace("GradientAccumulation(", "Accumulator("))
+
+
+def splitting(policy: Policy, training: Training, is_proven: bool, samples: Callable[[], Collection[int]]) -> Splitting | None:
+    """How loader batches are split; None where each is a micro-batch.
+
+    Args:
+        policy: what was asked for.
+        training: that runs them.
+        is_proven: whether padding is trimmed can be tried out.
+        samples: returns how many samples the loader puts into a batch.
+
+    Raises:
+        ValueError: lengths are named, and cannot be used.
+    """
+    if policy.micro_batch is None:
+        return None
+    may_trim = is_proven and not training.is_sharded
+    if isinstance(policy.trim_padding, str) and not may_trim:
+        raise ValueError(
+            f"trim_padding={policy.trim_padding!r} is tried out on two rows before it is used, which needs the loss as a function:"
+            " pass loss_of=; and a model that is not sharded."
+        )
+    trim = policy.trim_padding if may_trim else False
+    device, has_ranks = training.ranks.device, training.ranks.world_size > 1
+    size, split = policy.micro_batch, policy.split
+    return Splitting(size, trim, split, training.module, device, has_ranks, rank_zero_warn, lambda text: None, samples)
+
+
+def difference_by_padding(policy: Policy, training: Training, loss_of: Callable[[Any], Tensor] | None) -> Proof:
+    """What tries out whether the loss depends on padding; without the loss, nothing is trimmed and nothing asks."""
+    weigh = policy.weight
+    return partial(
+        trimming.difference_by_padding,
+        module=training.module,
+        keeper=training.keeper,
+        training_step=loss_of or (lambda batch: torch.zeros(())),
+        weigh=weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
+    )
+
+
+def row_wise(policy: Policy, training: Training) -> RowWise | None:
+    """What runs submodules in micro-batches; None where none was named."""
+    if not policy.row_wise:
+        return None
+    assert policy.row_wise_size is not None
+    ranks = training.ranks
+    largest = ranks.largest if training.is_sharded else None
+    return RowWise(training.module, policy.row_wise, policy.row_wise_size, ranks.device, policy.trim_padding is not False, largest)
+
+
+def wide_sums(policy: Policy, training: Training) -> WideSums | None:
+    """Where gradients are added up, if in a wider type than that of their parameters.
+
+    Raises:
+        ValueError: it is ``fully_shard`` that adds them up.
+    """
+    dtype = policy.accumulate_dtype
+    if dtype is None or not any(is_narrower(parameter.dtype, dtype) for parameter in training.parameters()):
+        return None
+    if training.is_sharded:
+        raise ValueError(
+            f"accumulate_dtype={dtype}: the model is sharded, and it is fully_shard that adds up its gradients. Leave it out, and"
+            f" apply fully_shard with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})."
+        )
+    return WideSums(dtype, training.parameters)
+
+
+def guard(training: Training, accumulation: Accumulation) -> Guard | None:
+    """What looks whether micro-batches are finite; None where nobody asked."""
+    policy = accumulation.policy
+    if policy.on_nonfinite == "propagate":
+        return None
+
+    def places() -> list[GradientSlot]:
+        named, sums = training.parameters_by_name(), accumulation.sums
+        if sums is None:
+            return training.sync.gradient_slots(named)
+        return [SumSlot(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
+
+    def in_words(micro_batch: MicroBatch) -> str:
+        part = f" (micro-batch {micro_batch.position} of {micro_batch.number})" if micro_batch.number > 1 else ""
+        return f"Loader batch {training.seen}{part} of rank {training.ranks.rank}, counted from 1,"
+
+    return Guard(
+        policy.on_nonfinite == "skip",
+        places,
+        in_words,
+        lambda: training.keeper,
+        print,
+        looks_at_gradients=training.scaler is None,  # which looks at them by itself
+    )

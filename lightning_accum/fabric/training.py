@@ -1,0 +1,342 @@
+"""What a hand-written loop trains: a model and its optimizer, as Fabric or plain torch has set them up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accum.at_exit import let_gloo_rest_at_exit
+from lightning_accum.micro_batch import MicroBatch, Weighed
+from lightning_accum.ranks import Ranks
+from lightning_accum.session import Session
+from lightning_accum.splitting.batch_log import BatchLog
+from lightning_accum.splitting.snapshot import Keeper, Snapshot
+from lightning_accum.sync import DDPSync, FSDP2Sync, GradientSync, WideDDPSync
+from lightning_accum.wide_sums import WideSums
+
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+"""Of Fabric's, those that leave the backward and the gradients where torch has them."""
+
+
+class Fabric(Protocol):
+    """What is asked of ``lightning.fabric.Fabric``."""
+
+    @property
+    def strategy(self) -> Any:
+        """How it trains."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def global_rank(self) -> int:
+        """Of this rank."""
+
+    def backward(self, tensor: Tensor, **kwargs: Any) -> None:
+        """The backward of a loss."""
+
+    def clip_gradients(self, module: Any, optimizer: Any, **kwargs: Any) -> Tensor | None:
+        """Clip the gradients of an optimizer, unscaled. Returns their norm, where it is clipped by that."""
+
+
+class Training:
+    """A model and its optimizer, as a session and a checkpoint ask for them.
+
+    Args:
+        fabric: that has set them up; None for plain torch, with or without DistributedDataParallel.
+        model: as the loop calls it.
+        optimizer: of its parameters.
+        step_outside: called where somebody else steps the optimizer.
+
+    Raises:
+        ValueError: they cannot be trained so.
+    """
+
+    skips_backward = False
+    session: Session
+    sync: GradientSync = GradientSync()
+    announce: Callable[[MicroBatch, Weighed], None]
+    """The first loss was weighed: says what was understood."""
+
+    def __init__(self, fabric: Fabric | None, model: nn.Module, optimizer: Any, step_outside: Callable[[], None]) -> None:
+        self.fabric = fabric
+        self.model = model
+        self.optimizer = optimizer
+        self.raw_optimizer: Optimizer = optimizer.optimizer if _has_property(optimizer, "optimizer") else optimizer
+        found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self.ddp = found[0] if found else None
+        self.is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        if fabric is not None and not _has_property(model, "module"):
+            raise ValueError("The model was not set up: call model, optimizer = fabric.setup(model, optimizer) first")
+        self.module: nn.Module = model if fabric is None else model.module  # type: ignore[assignment]
+        if self.ddp is not None and fabric is None:
+            self.module = self.ddp.module
+        precision = getattr(getattr(fabric, "strategy", None), "precision", None)
+        self.scaler: Any = getattr(precision, "scaler", None)
+        self.ranks = self._ranks()
+        self.keeper = Keeper(self.module, self.ranks.device)
+        self.trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        stepped = {id(parameter) for group in self.raw_optimizer.param_groups for parameter in group["params"]}
+        if self.trained and not any(id(parameter) in stepped for parameter in self.trained):
+            raise ValueError(
+                "The optimizer has none of the parameters of the model. Where fabric.setup(model) shards or replaces them, make the"
+                " optimizer after it: optimizer = fabric.setup_optimizers(AdamW(model.parameters()))"
+            )
+        self.seen = 0
+        """Loader batches that the loop has drawn so far, over all passes."""
+        self._is_stepping = self._has_stepped = False
+        self._step_outside = step_outside
+        self.raw_optimizer.register_step_pre_hook(self._before_step)
+        self.raw_optimizer.register_step_post_hook(self._after_step)
+
+    def _ranks(self) -> Ranks:
+        """Those that train, and whose gradients are averaged."""
+        self._refuse_others()
+        fabric, ddp = self.fabric, self.ddp
+        if fabric is not None:
+            device, size, rank = fabric.device, fabric.world_size, fabric.global_rank
+        else:
+            device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+            size, rank = (1, 0) if ddp is None else (dist.get_world_size(ddp.process_group), dist.get_rank(ddp.process_group))
+        if size > 1:
+            let_gloo_rest_at_exit()
+        return Ranks(device, size, None, size, rank)
+
+    def _refuse_others(self) -> None:
+        fabric, ddp = self.fabric, self.ddp
+        if any(isinstance(module, FullyShardedDataParallel) for module in self.model.modules()):
+            raise ValueError(
+                "The model is sharded by FullyShardedDataParallel (FSDP1), which gives its gradients to nobody inside a window. Use"
+                " FSDP2: Fabric(strategy=ModelParallelStrategy(...)), which applies fully_shard."
+            )
+        if fabric is None:
+            if self.is_sharded:
+                raise ValueError("A model sharded by fully_shard needs Fabric: pass Fabric(strategy=ModelParallelStrategy(...))")
+            if ddp is not None and ddp.process_group.size() != dist.get_world_size():
+                raise ValueError("DistributedDataParallel has a process group of its own: the ranks of it have to be all")
+            return
+        kinds = [kind.__name__ for kind in type(fabric.strategy).__mro__]
+        if not any(name in kinds for name in _STRATEGIES):
+            raise ValueError(
+                f"Accumulator does not know how {kinds[0]} reduces and keeps gradients. Use Fabric(strategy=...) with one of"
+                f' "auto" on one device, "ddp", or ModelParallelStrategy (FSDP2).'
+            )
+        mesh = getattr(fabric.strategy, "device_mesh", None) if "ModelParallelStrategy" in kinds else None
+        if mesh is not None and mesh["tensor_parallel"].size() > 1:
+            raise ValueError(
+                "ModelParallelStrategy(tensor_parallel_size=...) has ranks that share a batch, which the Accumulator does not"
+                " support. Use tensor_parallel_size=1, or a Trainer with ModelParallelAccumulationStrategy."
+            )
+        if fabric.world_size > 1 and ddp is None and not self.is_sharded:
+            raise ValueError(
+                f"Nothing averages the gradients over the {fabric.world_size} ranks: there is neither"
+                " DistributedDataParallel nor fully_shard in the model. Pass what fabric.setup(model, optimizer)"
+                " returned; with ModelParallelStrategy, have its parallelize_fn apply fully_shard."
+            )
+
+    # --- parameters -------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the model and of the optimizer."""
+        parameters = dict.fromkeys(self.module.parameters())
+        for group in self.raw_optimizer.param_groups:
+            parameters.update(dict.fromkeys(group["params"]))
+        return list(parameters)
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """The same, by names that do not depend on what wraps the model."""
+        named = {name.replace("_orig_mod.", ""): parameter for name, parameter in self.module.named_parameters()}
+        known = set(named.values())
+        left = [parameter for parameter in self.parameters() if parameter not in known]
+        return {**named, **{f"optimizer.{index}": parameter for index, parameter in enumerate(left)}}
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def make_sync(
+        self, finishes_after_backward: bool, sums: WideSums | None, loss_of: Callable[[Any], Tensor] | None
+    ) -> GradientSync:
+        """When gradients are reduced over the ranks.
+
+        Args:
+            finishes_after_backward: after the last backward of a window, not in it.
+            sums: where they are added up, if not in ``parameter.grad``.
+            loss_of: the loss of a batch, for a rank that has none while others run sharded modules.
+        """
+        if self.ddp is not None and sums is not None:
+            return WideDDPSync(self.ddp, sums, self.ranks)
+        if self.ddp is not None:
+            return LoopDDPSync(self.ddp, "window", finishes_after_backward)
+        if self.is_sharded:
+            return LoopFSDP2Sync(self.module, "window", _ShardedModel(self.keeper, loss_of))
+        return GradientSync()
+
+    def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
+        """Add the gradients of ``loss``, times ``grad_output`` (None for 1)."""
+        if isinstance(self.sync, LoopDDPSync):
+            self.sync.note_loss(loss)
+        if self.fabric is None:
+            loss.backward(grad_output)  # type: ignore[no-untyped-call]
+        elif grad_output is None:
+            self.fabric.backward(loss)
+        else:
+            self.fabric.backward(loss, gradient=grad_output)
+
+    def loss_scale(self) -> float:
+        """What a GradScaler multiplies losses by, and so their gradients."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        self.raw_optimizer.zero_grad()
+
+    def clip(self, norm: float | None, value: float | None) -> Tensor | None:
+        """Clip the gradients. Returns their norm, where they are clipped by that."""
+        if self.fabric is not None:
+            how = {"clip_val": value} if norm is None else {"max_norm": norm, "error_if_nonfinite": False}
+            found = self.fabric.clip_gradients(self.model, self.optimizer, **how)
+            return found.full_tensor() if isinstance(found, DTensor) else found
+        parameters = [parameter for group in self.raw_optimizer.param_groups for parameter in group["params"]]
+        if norm is None:
+            assert value is not None
+            nn.utils.clip_grad_value_(parameters, value)
+            return None
+        return nn.utils.clip_grad_norm_(parameters, norm)
+
+    # --- what a session and a checkpoint ask for ---------------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        """This is the first rank."""
+        return self.ranks.rank == 0
+
+    def rank_in_group(self) -> int:
+        """Of this rank."""
+        return self.ranks.rank
+
+    def loader_batches_seen(self) -> int:
+        """Those that the loop has drawn so far."""
+        return self.seen
+
+    def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+        """The loop runs it."""
+        raise NotImplementedError
+
+    def collecting_logs(self) -> AbstractContextManager[BatchLog]:
+        """The loop logs what it likes."""
+        raise NotImplementedError
+
+    def show_logs(self, log: BatchLog, is_left_out: bool) -> None:
+        """The loop logs what it likes."""
+
+    def note_end_of_window(self) -> None:
+        """Nobody has to know."""
+
+    def end_window_inside_batch(self) -> None:
+        """The loop ends it."""
+
+    def stop(self) -> None:
+        """Nobody tells a hand-written loop to end."""
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Step the optimizer. Returns whether it did: a GradScaler may have left it out."""
+        self._is_stepping, self._has_stepped = True, False
+        try:
+            self.optimizer.step()
+        finally:
+            self._is_stepping = False
+        return self._has_stepped
+
+    def _before_step(self, *args: Any) -> None:
+        if not self._is_stepping:
+            self._step_outside()
+
+    def _after_step(self, optimizer: Optimizer, *args: Any) -> None:
+        # an optimizer that unscales by itself (`fused=True`) is called in any case, with what a GradScaler has found
+        found_inf = getattr(optimizer, "found_inf", None)
+        self._has_stepped = not (isinstance(found_inf, Tensor) and bool(found_inf))
+
+
+def _has_property(value: object, name: str) -> bool:
+    """Whether it is a wrapper of Fabric's, which has what it wraps as a property."""
+    return isinstance(getattr(type(value), name, None), property)
+
+
+class LoopDDPSync(DDPSync):
+    """As its base, where the loop itself calls the wrapper: inside a window no forward may wait for other ranks."""
+
+    def note_loss(self, loss: Tensor) -> None:
+        """A backward of this loss is next."""
+        self._last_node = loss.grad_fn if self._ddp.require_backward_grad_sync else None
+
+    @override
+    def end_window(self) -> None:
+        super().end_window()
+        self._settle()
+
+
+class _ShardedModel:
+    """What the reduction of sharded modules asks for."""
+
+    def __init__(self, keeper: Keeper, loss_of: Callable[[Any], Tensor] | None) -> None:
+        self._keeper = keeper
+        self._loss_of = loss_of
+
+    def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step as it is."""
+        return step(*args, **kwargs)
+
+    def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
+        """The loss of a batch that had one before."""
+        if self._loss_of is None:
+            raise RuntimeError(
+                f"Rank {dist.get_rank()} has a micro-batch that ran no forward, and the others wait for it in theirs, since the"
+                " model is sharded. Call the model in every micro-batch, also where accumulator.backward(None) follows; or pass"
+                " Accumulator(loss_of=...), by which an earlier batch takes its place."
+            )
+        return self._loss_of(batch)
+
+    def snapshot(self) -> Snapshot:
+        """What puts back what a step changes."""
+        return self._keeper.take(watches_parameters=False)
+
+
+class LoopFSDP2Sync(FSDP2Sync):
+    """As its base, where the loop itself has called the model."""
+
+    @override
+    def forward_without_batch(self) -> None:
+        if self._outputs:  # the forward has run, and has no loss
+            self._shadow_loss = self._loss_without_batch()
+        else:
+            super().forward_without_batch()
+
+
+def checked_clip(clip_norm: float | None, clip_value: float | None) -> None:
+    """Refuse what gradients cannot be clipped to.
+
+    Raises:
+        ValueError: both are given, or one of them is not above 0.
+    """
+    if clip_norm is not None and clip_value is not None:
+        raise ValueError("step(clip_norm=..., clip_value=...): give one of them")
+    for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if value is not None and not value > 0:
+            raise ValueError(f"step({name}={value!r}): expected a number above 0; {math.inf} measures and does not clip")
