@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_accum.boundary import Boundary
+from lightning_accum.boundary import Boundary, StepClock
 from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow
-from lightning_accum.lr_schedule import StepClock
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.parameter_changes import ParameterChanges
 from lightning_accum.policy import Policy, window_in_words
@@ -211,6 +210,13 @@ class Accumulation:
         at_once = self._terms_at_once is not None and self.boundary.size in (None, 1)
         return at_once or self.window.terms is not None
 
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins, or goes on; from 0."""
+        self.epoch = epoch
+        self.changes.begin_epoch()
+        if self.splitting is not None:
+            self.splitting.planner.prove_again()
+
     # --- one loader batch -----------------------------------------------------------------------------------------
 
     @property
@@ -357,7 +363,8 @@ class Accumulation:
             parameters: what has the gradients.
             is_inside_batch: the rest of that loader batch begins the next window.
         """
-        self.changes.end(self.window.micro_batches)
+        if self.changes.is_under_way:
+            self.changes.end(self.window.micro_batches)
         if self.sums is None:
             self.closed = self.window.close([parameter.grad for parameter in parameters if parameter.grad is not None])
         else:
@@ -426,6 +433,8 @@ class Accumulation:
         before = 0 if is_inside_batch else self.closed_loader_batches
         self.closed_loader_batches = self.boundary.position(seen) or before
         self.boundary.close(seen)
+        if is_inside_batch:
+            self.boundary.begin(math.inf)
         self.is_zero_grad_due = True
         if self.sums is not None:
             self.sums.clear()

@@ -1,11 +1,13 @@
-"""Where a window ends. Loader batches and the end of the data ask the same object."""
+"""When a window ends, how many there will be, and what schedulers count of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+SchedulerCounts: TypeAlias = Literal["optimizer_steps", "micro_batches"]
 Tail: TypeAlias = Literal["step", "drop", "carry"]
 
 
@@ -33,9 +35,10 @@ class Boundary:
         """The loader batch, counted from 1, that ended the last window."""
         self.size = math.inf
         """Loader batches in the window that is under way, or in the last one; inf before the first."""
-        self._is_under_way = False
-        self.cut_at: int | None = None
-        """The loader batch that is about to end its window, as nothing follows it; None where there is none."""
+        self.is_under_way = False
+        """A window has begun, and not ended."""
+        self.ends_at: float = 0
+        """The loader batch that ends the window that is under way, or ended the last one; inf where something else ends it."""
 
     def begin(self, size: float) -> None:
         """A loader batch begins: where a window begins with it, this is its size, and it keeps it.
@@ -43,8 +46,8 @@ class Boundary:
         Args:
             size: loader batches in a window; inf where something else ends it.
         """
-        if not self._is_under_way:
-            self.size, self._is_under_way = size, True
+        if not self.is_under_way:
+            self.size, self.is_under_way, self.ends_at = size, True, self.closed_at + size
 
     def is_reached(self, seen: int, size: Callable[[], float]) -> bool:
         """Whether the window ends with loader batch number ``seen``, whatever follows.
@@ -55,10 +58,8 @@ class Boundary:
             seen: loader batches so far, this one included.
             size: returns the loader batches in a window that has not begun; see :meth:`begin`.
         """
-        position = seen - self.closed_at
-        if position == 0 or seen == self.cut_at:
-            return True
-        return position >= (self.size if self._is_under_way else size())
+        is_known = self.is_under_way or seen == self.ends_at
+        return seen >= (self.ends_at if is_known else self.closed_at + size())
 
     def is_cut_by_the_end(self, is_end_of_training: bool) -> bool:
         """Whether an unfinished window ends where the data does.
@@ -79,15 +80,15 @@ class Boundary:
             seen: loader batches so far.
             size: returns the loader batches in a window that has not begun; see :meth:`begin`.
         """
-        return (self.size if self._is_under_way else size()) - self.position(seen)
+        return (self.size if self.is_under_way else size()) - self.position(seen)
 
     def cut_short(self, seen: int) -> None:
         """Nothing follows loader batch ``seen``: it is the last of its window."""
-        self.cut_at = seen
+        self.ends_at = seen
 
     def close(self, seen: int) -> None:
         """End the window with loader batch ``seen``."""
-        self.closed_at, self._is_under_way, self.cut_at = seen, False, None
+        self.closed_at, self.is_under_way, self.ends_at = seen, False, seen
 
     def go_on(self, seen: int, position: int, size: float) -> None:
         """Be inside a window of ``size`` loader batches, the last of ``position`` so far being number ``seen``."""
@@ -121,3 +122,39 @@ def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], ta
             windows -= tail == "drop"
         begun, windows = end, windows + 1
     return windows
+
+
+@dataclass
+class StepClock:
+    """Counts optimizer steps, and tells which schedulers are due.
+
+    Attributes:
+        counts: what a scheduler's frequency counts.
+        optimizer_steps: steps that really happened; one that a GradScaler skipped is none.
+        time: what schedulers have seen so far: optimizer steps, or the loader batches that those took.
+
+    Example:
+        >>> clock = StepClock("micro_batches")
+        >>> clock.tick(loader_batches=4)
+        >>> clock.times_due(frequency=1), clock.times_due(frequency=3)
+        (4, 1)
+    """
+
+    counts: SchedulerCounts = "optimizer_steps"
+    optimizer_steps: int = 0
+    time: int = 0
+    _before: int = 0
+
+    def tick(self, loader_batches: int) -> None:
+        """Count an optimizer step on a window of ``loader_batches``."""
+        self.optimizer_steps += 1
+        self._before = self.time
+        self.time += 1 if self.counts == "optimizer_steps" else loader_batches
+
+    def hold(self) -> None:
+        """No scheduler is due: a window ended without an optimizer step, or all have stepped after its step."""
+        self._before = self.time
+
+    def times_due(self, frequency: int) -> int:
+        """How often a scheduler of this frequency is to step now."""
+        return self.time // frequency - self._before // frequency

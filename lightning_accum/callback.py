@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -21,11 +21,10 @@ from lightning_accum.arguments import (
     what_to_use_instead_of,
     why_unexpected,
 )
-from lightning_accum.boundary import Tail
+from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.engine import Engine
 from lightning_accum.hook_table import callbacks_of, disable_unused_hooks, restore_unused_hooks
-from lightning_accum.lr_schedule import SchedulerCounts
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
 from lightning_accum.splitting.micro_batch import Tokens
@@ -219,6 +218,7 @@ class GradientAccumulation(Callback):
         if self.policy.log and run is not None:
             is_same_epoch = run.resumed_state.get("epoch") == trainer.current_epoch
             self._metrics = WindowMetrics(trainer, pl_module, run.resumed_state.get("epoch_loss") if is_same_epoch else None)
+            cast("Engine", trainer.strategy).metrics = self._metrics
         disable_unused_hooks(self)
 
     @override
@@ -229,16 +229,14 @@ class GradientAccumulation(Callback):
 
     def _begin_epoch(self, trainer: pl.Trainer) -> None:
         if self._accumulation is not None:
-            self._accumulation.epoch = trainer.current_epoch
-            if self._accumulation.splitting is not None:
-                self._accumulation.splitting.planner.prove_again()
+            self._accumulation.begin_epoch(trainer.current_epoch)
         elif self._manual is not None:
             self._manual.windows.epoch = trainer.current_epoch
         self.set_size(trainer)
 
     def set_size(self, trainer: pl.Trainer) -> None:
         """A window is about to begin: have its size where tuners, monitors and Lightning look for it. Called by the strategy."""
-        if not (isinstance(self.policy.window, Mapping) or callable(self.policy.window)):
+        if not self.policy.has_varying_windows:
             return
         if self._accumulation is not None:
             steps = self._accumulation.clock.optimizer_steps
@@ -252,13 +250,8 @@ class GradientAccumulation(Callback):
 
     # --- what one sees ----------------------------------------------------------------------------------------------
 
-    def show_window(self) -> None:
-        """Log the window that has just ended. Called by the strategy."""
-        if self._metrics is not None and self._accumulation is not None:
-            self._metrics.log_window(self._accumulation)
-
     def show_manual_window(self, trainer: pl.Trainer) -> None:
-        """As :meth:`show_window`, for a module that optimizes by itself. Called by the strategy."""
+        """Log the window of a module that optimizes by itself, which has just ended. Called by the strategy."""
         windows = None if self._manual is None else self._manual.windows
         if self._metrics is not None and windows is not None and windows.closed:
             first, *others = windows.closed

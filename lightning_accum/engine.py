@@ -22,8 +22,8 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.hook_table import HookTable, already_on_cpu
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.watch import Watch
-from lightning_accum.lr_schedule import StepWatch
 from lightning_accum.manual.optimization import ManualOptimization
+from lightning_accum.metrics import WindowMetrics
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
@@ -38,9 +38,6 @@ from lightning_accum.whole.row_wise import RowWise
 
 class WindowListener(Protocol):
     """What is told of the windows of a training."""
-
-    def show_window(self) -> None:
-        """One has ended."""
 
     def show_manual_window(self, trainer: pl.Trainer) -> None:
         """One of a module that optimizes by itself has ended."""
@@ -58,6 +55,10 @@ class Engine(Strategy):
     estimated_windows: int | None = None
     """How many windows of tokens a training will have; None where it was not asked."""
     listener: WindowListener | None = None
+    has_varying_windows: bool = False
+    """:attr:`listener` sets the size of each window that is about to begin."""
+    metrics: WindowMetrics | None = None
+    """Shows each window that has ended; None where nothing is to be seen."""
     _keeper: Keeper | None = None
     world_size: int
     global_rank: int
@@ -81,7 +82,6 @@ class Engine(Strategy):
     """Which of Lightning's hooks somebody overrides; there with :attr:`accumulation`."""
     session: Session
     """Runs loader batches; there with :attr:`accumulation`."""
-    _watch: StepWatch
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 
@@ -164,12 +164,10 @@ class Engine(Strategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.accumulation is None or self.hooks.has_own_transfer:
             return super().batch_to_device(batch, device, dataloader_idx)
+        if self.hooks.has_no_transfer and (there := already_on_cpu(batch)) is not None:
+            return there
         splitting = self.accumulation.splitting
-        if self.root_device.type == "cpu":
-            moved = None if self.hooks.is_profiled else already_on_cpu(batch)
-            if moved is not None:
-                return moved
-        elif splitting is not None and batch is not None and self.trainer().training:
+        if self.root_device.type != "cpu" and splitting is not None and batch is not None and self.trainer().training:
             splitting.planner.look_at(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -184,7 +182,8 @@ class Engine(Strategy):
         return self.watch.gradient_of_loss(loss, grad_output, self.loss_scale() if self._is_precision_lightnings else None)
 
     @property
-    def _may_skip_steps(self) -> bool:
+    def may_skip_steps(self) -> bool:
+        """A step may be left out where a gradient has overflowed, or the precision plugin is not known."""
         return getattr(self.precision_plugin, "scaler", None) is not None or not self._is_precision_lightnings
 
     @property
@@ -213,10 +212,6 @@ class Engine(Strategy):
 
     # --- what a session asks for ------------------------------------------------------------------------------------
 
-    def loader_batches_seen(self) -> int:
-        """Those that training has drawn so far, over all epochs."""
-        return trainer_state.loader_batches_seen(self.trainer())
-
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
         """Say in one line what was understood."""
         accumulation, trainer = self.accumulation, self.trainer()
@@ -225,10 +220,6 @@ class Engine(Strategy):
         samples = samples_of(batch, trainer_state.samples_of_loader(trainer))
         rank_zero_info(accumulation.describe(micro_batch, weighed, samples, trainer.accumulate_grad_batches))
         accumulation.warn_of_windows_never_full(micro_batch, weighed, batch, trainer.num_training_batches)
-
-    def note_end_of_window(self) -> None:
-        """The watch is to see that an optimizer step follows."""
-        self.watch.close(self._watch.optimizer)
 
     def end_window_inside_batch(self) -> None:
         """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
@@ -250,21 +241,12 @@ class Engine(Strategy):
             with suppress(_EmptyWindowError):
                 return super().optimizer_step(optimizer, self._raising_where_empty(closure), model, **kwargs)
             return None
-        if self._watch.optimizer is not optimizer:
-            self._watch.remove()
-            self._watch = self._step_watch(optimizer)
         loss = closure()
         if self.accumulation.is_closed_empty:  # nothing had any weight: optimizer and hooks see no step
             return loss
         if self.hooks.has_step:
             return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
         return optimizer.step(_already_run(closure, loss))
-
-    def _step_watch(self, optimizer: Optimizer) -> StepWatch:
-        return StepWatch(optimizer, lambda: self.watch.before_optimizer(self._is_passthrough))
-
-    def _is_passthrough(self) -> bool:
-        return self.accumulation is None or self.accumulation.is_passthrough()
 
     def _raising_where_empty(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that Lightning calls inside of the optimizer's step, and that ends this step if the window has no weight."""
@@ -280,19 +262,6 @@ class Engine(Strategy):
             return result
 
         return run
-
-    def after_optimizer_step(self) -> None:
-        """Count the step, if it really happened."""
-        assert self.accumulation is not None
-        has_stepped, is_empty = self._watch.has_stepped(), self.accumulation.is_closed_empty
-        self.watch.after_optimizer(has_stepped or is_empty or self._may_skip_steps)
-        is_counted = (has_stepped or is_empty) and self.accumulation.is_step
-        self.accumulation.after_optimizer_step(is_counted)
-        if is_counted and self.lr_scheduler_configs:
-            self.watch.schedulers_due()
-        if self.listener is not None:
-            self.listener.show_window()
-            self.listener.set_size(self.trainer())
 
 
 class _EmptyWindowError(Exception):

@@ -64,6 +64,7 @@ _HOOKS_OF_A_PRECISION = (
     "_clip_gradients",
     "clip_gradients",
 )
+_ENGINES = ("lightning_accum.engine", "lightning_accum.pytorch_lightning.engine")
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
 _are_disjoint: Callable[..., bool] = type({}.keys()).isdisjoint
 
@@ -110,6 +111,7 @@ class HookTable:
 
     Attributes:
         has_own_transfer: a batch may be another on the device than on the host: augmented, or moved by the user's own rules.
+        has_no_transfer: a batch that is on the CPU need not be moved, and nobody is to see it before it is.
         is_profiled: a profiler measures how long Lightning's calls take, or it is not known what they are.
         is_more_than_callbacks: not only callbacks have hooks around a loader batch, or its way to the device.
         has_batch_start: a callback overrides ``on_train_batch_start``.
@@ -151,6 +153,8 @@ class HookTable:
             + [(trainer.strategy, _HOOKS_OF_A_STRATEGY), (trainer.precision_plugin, _HOOKS_OF_A_PRECISION)]
         )
         self.has_own_transfer, self.is_profiled = _has_own_transfer(trainer), _is_profiled(trainer) or not self._is_read
+        is_on_cpu = trainer.strategy.root_device.type == "cpu" and _is_of_the_engine(trainer.strategy, "batch_to_device")
+        self.has_no_transfer = is_on_cpu and not (self.has_own_transfer or self.is_profiled)
         self.is_more_than_callbacks = self.is_profiled or _has_batch_hooks(trainer)
         self.has_batch_start, self.has_batch_end = (
             not all(_is_inherited(callback, pl.Callback, (hook,)) for callback in self._callbacks)
@@ -284,6 +288,11 @@ def _names_in(code: CodeType | None) -> Iterator[str]:
 def _is_of_libraries(strategy: Strategy, name: str) -> bool:
     """No strategy that was derived from one of this package's or Lightning's has the method itself."""
     return name not in vars(strategy) and getattr(type(strategy), name).__module__.startswith(_LIBRARIES)
+
+
+def _is_of_the_engine(strategy: Strategy, name: str) -> bool:
+    """No class that was derived from ``Engine`` has the method itself."""
+    return name not in vars(strategy) and getattr(type(strategy), name).__module__ in _ENGINES
 
 
 def _is_of_this_package(strategy: Strategy, name: str) -> bool:

@@ -31,6 +31,7 @@ class WindowMetrics:
     def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule, epoch_loss: Sequence[float] | None = None) -> None:
         self._trainer = trainer
         self._module = pl_module
+        self._shown = trainer_state.window_metrics(trainer)
         self._epoch: list[tuple[Tensor | float, Tensor | float]] = []
         self._weighed_loss, self._weight = (0.0, 0.0) if epoch_loss is None else epoch_loss
         self._last_end: float | None = None
@@ -98,7 +99,7 @@ class WindowMetrics:
     def _show(self, metrics: Mapping[str, Tensor | float]) -> None:
         if not metrics:
             return
-        trainer_state.show_metrics(self._trainer, metrics)
+        self._shown.update(metrics)
         if self._trainer.loggers and trainer_state.is_logging_due(self._trainer):
             trainer_state.log_metrics(self._trainer, {name: float(value) for name, value in metrics.items()})
 

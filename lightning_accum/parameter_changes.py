@@ -34,7 +34,7 @@ class ParameterChanges:
 
     Example:
         >>> module, changes = nn.Linear(1, 1, bias=False), ParameterChanges(print)
-        >>> changes.begin(module, epoch=0)
+        >>> changes.begin(module)
         >>> _ = module.weight.data.mul_(2)
         >>> changes.end(micro_batches=2)  # doctest: +ELLIPSIS
         The parameter 'weight' changes between the micro-batches of a window (by 0.5 of its size in ...
@@ -43,17 +43,25 @@ class ParameterChanges:
     def __init__(self, warn: Callable[[str], None] | None) -> None:
         self._warn = warn
         self._windows_left = _WINDOWS
-        self._epoch = -1
         self._before: list[_Sample] = []
+        self.is_due = warn is not None
+        """The window that begins next is compared."""
+        self.is_under_way = False
+        """That which is under way is."""
 
-    def begin(self, module: nn.Module, epoch: int) -> None:
-        """The first micro-batch of a window has run forward."""
-        if self._warn is not None and (self._windows_left or epoch != self._epoch):
-            self._epoch, self._windows_left = epoch, max(0, self._windows_left - 1)
-            self._before = [_Sample(name, tensor, _elements(tensor)) for name, tensor in _compared(module)]
+    def begin_epoch(self) -> None:
+        """Its first window is compared."""
+        self.is_due = self._warn is not None
+
+    def begin(self, module: nn.Module) -> None:
+        """The first micro-batch of a window that is compared has run forward."""
+        self._windows_left = max(0, self._windows_left - 1)
+        self.is_due, self.is_under_way = self._windows_left > 0, True
+        self._before = [_Sample(name, tensor, _elements(tensor)) for name, tensor in _compared(module)]
 
     def end(self, micro_batches: int) -> None:
-        """A window of so many micro-batches has run its last backward."""
+        """A window of so many micro-batches, which was compared, has run its last backward."""
+        self.is_under_way = False
         before, self._before = self._before, []
         if not before or self._warn is None or micro_batches < 2:
             return
@@ -69,7 +77,7 @@ class ParameterChanges:
                 changed[sample.name] = difference / size
         if changed:
             self._warn(_message(changed))
-            self._warn = None
+            self._warn, self.is_due = None, False
 
 
 def _message(changed: dict[str, float]) -> str:

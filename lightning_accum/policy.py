@@ -8,8 +8,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from lightning_accum.boundary import Tail
-from lightning_accum.lr_schedule import SchedulerCounts
+from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.weighing.counts import Weight
@@ -67,6 +66,11 @@ class Policy:
     def ends_by_tokens(self) -> bool:
         """A window ends when the weights of its micro-batches come to its tokens: nobody knows before."""
         return isinstance(self.window, Tokens) and not self.counts_ahead
+
+    @property
+    def has_varying_windows(self) -> bool:
+        """Windows may have another number of loader batches than the one before."""
+        return isinstance(self.window, Mapping) or callable(self.window)
 
     @property
     def main_weight(self) -> Literal["auto", "equal"] | Weight:

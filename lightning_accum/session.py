@@ -31,14 +31,8 @@ class SessionEngine(Protocol):
     def parameters(self) -> list[nn.Parameter]:
         """All that may get a gradient."""
 
-    def loader_batches_seen(self) -> int:
-        """Those that training has drawn so far, over all epochs."""
-
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
         """The first loss was weighed: say what was understood."""
-
-    def note_end_of_window(self) -> None:
-        """The last backward of a window is over, and its gradients are reduced."""
 
     def end_window_inside_batch(self) -> None:
         """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
@@ -47,17 +41,22 @@ class SessionEngine(Protocol):
         """A rank was told to end: all end after the loader batch under way."""
 
 
-class Step(Protocol):
-    """How the micro-batches of one loader batch are run."""
+class ZeroGrad(Protocol):
+    """How gradients are cleared."""
 
-    skips_backward: bool
-    """Nothing is trained."""
-
-    def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
-        """``training_step``: the loss of a micro-batch, and what else it returned."""
+    @property
+    def skips_backward(self) -> bool:
+        """Nothing is trained."""
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
+
+
+class Step(ZeroGrad, Protocol):
+    """How the micro-batches of one loader batch are run."""
+
+    def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+        """``training_step``: the loss of a micro-batch, and what else it returned."""
 
     def backward(self, loss: Tensor, grad_output: Tensor | None, /) -> None:
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
@@ -120,12 +119,20 @@ class Session:
         policy = accumulation.policy
         self.finishes_after_backward = finishes_after_backward(policy)
         self.counts_tokens_of_parts = counts_tokens_of_parts(policy)
+        self.ends_by_tokens = policy.ends_by_tokens
         self._has_rounds = self.counts_tokens_of_parts or (sync.is_waited_for_in_forward and policy.micro_batch is not None)
 
     # --- one loader batch -----------------------------------------------------------------------------------------
 
-    def run(self, step: Step, batch: Any, ends_window: bool) -> Outcome:
-        """Run a loader batch, as the training loop hands it over."""
+    def run(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
+        """Run a loader batch, as the training loop hands it over.
+
+        Args:
+            step: how its micro-batches are run.
+            batch: the loader batch.
+            seen: its number, counted from 1 over all epochs.
+            ends_window: its window ends with it.
+        """
         accumulation = self._accumulation
         if accumulation.window.terms is not None:
             accumulation.count_ahead(batch)
@@ -133,15 +140,15 @@ class Session:
             splitting = accumulation.splitting
             run = self._run_whole if splitting is None or splitting.plan is None else self._run_in_micro_batches
             if not accumulation.is_shadow_batch:
-                return run(step, batch, ends_window)
+                return run(step, batch, seen, ends_window)
             self.zero_grad(step)  # what it does to the module is to last
             snapshot = self._keeper().take(watches_parameters=False)
             try:
-                return run(step, batch, ends_window)
+                return run(step, batch, seen, ends_window)
             finally:
                 snapshot.restore()
 
-    def _run_whole(self, step: Step, batch: Any, ends_window: bool) -> Outcome:
+    def _run_whole(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation = self._accumulation
         rows = None if accumulation.splitting is None else accumulation.splitting.rows
         is_boundary = ends_window and not self.finishes_after_backward
@@ -157,10 +164,10 @@ class Session:
             step.show_logs(log, self.guard.has_left_out)
         if not ends_window:
             return Outcome(loss, extra, None)
-        window_loss = self.end_window() if is_boundary else self.finish_window()
+        window_loss = self.end_window(seen) if is_boundary else self.finish_window(seen)
         return Outcome(loss, extra, loss if accumulation.is_passthrough() else window_loss)
 
-    def _run_in_micro_batches(self, step: Step, batch: Any, ends_window: bool) -> Outcome:
+    def _run_in_micro_batches(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation, splitting = self._accumulation, self._accumulation.splitting
         assert splitting is not None
         begun, is_zero_grad_due = accumulation.window.micro_batches, accumulation.is_zero_grad_due
@@ -177,17 +184,19 @@ class Session:
                     parameter.grad = None
 
         def attempt(plan: Plan) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
-            return self._attempt(step, plan, ends_window and not self.finishes_after_backward)
+            return self._attempt(step, plan, seen, ends_window and not self.finishes_after_backward)
 
         accumulated = None if is_zero_grad_due else self._engine.parameters()
         outputs, order, log, window_loss = splitting.run(attempt, discard, accumulated)
         step.show_logs(log, not outputs.weights)
         if ends_window and self.finishes_after_backward:
-            window_loss = self.finish_window()
+            window_loss = self.finish_window(seen)
         is_window = ends_window and begun == 0 and accumulation.world_size == 1 and not self.counts_tokens_of_parts
         return Outcome(outputs.loss(window_loss if is_window else None), outputs.extra(order), window_loss)
 
-    def _attempt(self, step: Step, plan: Plan, has_boundary: bool) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
+    def _attempt(
+        self, step: Step, plan: Plan, seen: int, has_boundary: bool
+    ) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
         guard, is_shadow_batch = self.guard, self._accumulation.is_shadow_batch
         own, window_loss = len(plan.pieces), None
         rounds, outputs = self.rounds(own), Outputs([piece.count for piece in plan.pieces])
@@ -200,7 +209,7 @@ class Session:
                 loss, extra, weighed = self._run_micro_batch(step, micro_batch)
                 log.note_loss(loss)
                 if is_boundary:
-                    window_loss = self.end_window()
+                    window_loss = self.end_window(seen)
                 if guard is not None and guard.has_left_out:
                     outputs.leave_out()
                     if not (index == own - 1 and self._has_ranks and not outputs.weights):  # others may wait for what it logs
@@ -211,7 +220,7 @@ class Session:
                 if self.counts_tokens_of_parts and index < rounds - 1:
                     self._engine.end_window_inside_batch()
         if rounds > own:
-            window_loss = self._run_shadow_batches(own, rounds, has_boundary)
+            window_loss = self._run_shadow_batches(own, rounds, seen, has_boundary)
         log.weigh(outputs.weights or [0.0], outputs.rows or [1], outputs.of_means)
         return outputs, plan.order, log, window_loss
 
@@ -263,15 +272,21 @@ class Session:
             return EMPTY
         return weighed
 
-    def zero_grad(self, step: Step) -> None:
-        """Clear the gradients of an earlier window, if it was not done."""
+    def zero_grad(self, step: ZeroGrad, is_after_forward: bool = True) -> None:
+        """Clear the gradients of an earlier window, if it was not done.
+
+        Args:
+            step: how.
+            is_after_forward: the first micro-batch of the window has run forward.
+        """
         accumulation = self._accumulation
         if step.skips_backward or not accumulation.is_zero_grad_due:
             return
         accumulation.is_zero_grad_due = False
         # parameters of sharded modules are others between forward and backward
-        if not (accumulation.is_passthrough() or self.sync.is_waited_for_in_forward):
-            accumulation.changes.begin(self._module, accumulation.epoch)
+        is_compared = is_after_forward and accumulation.changes.is_due and not self.sync.is_waited_for_in_forward
+        if is_compared and not accumulation.is_passthrough():
+            accumulation.changes.begin(self._module)
         step.zero_grad()
 
     def _around_backward(self, loss: Tensor, micro_batch: MicroBatch, weighed: Weighed) -> AbstractContextManager[None]:
@@ -288,21 +303,27 @@ class Session:
 
     # --- a rank without a batch -----------------------------------------------------------------------------------
 
-    def run_without_batch(self, ends_window: bool) -> Tensor | None:
+    def run_without_batch(self, seen: int, ends_window: bool) -> Tensor | None:
         """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0.
+
+        Args:
+            seen: its number, counted from 1 over all epochs.
+            ends_window: its window ends with it.
 
         Returns:
             The loss of the window, if it ends one.
         """
-        window_loss = self._run_shadow_batches(0, max(1, self.rounds(0)), ends_window and not self.finishes_after_backward)
-        return self.finish_window() if ends_window and self.finishes_after_backward else window_loss
+        has_boundary = ends_window and not self.finishes_after_backward
+        window_loss = self._run_shadow_batches(0, max(1, self.rounds(0)), seen, has_boundary)
+        return self.finish_window(seen) if ends_window and self.finishes_after_backward else window_loss
 
-    def _run_shadow_batches(self, done: int, rounds: int, has_boundary: bool) -> Tensor | None:
+    def _run_shadow_batches(self, done: int, rounds: int, seen: int, has_boundary: bool) -> Tensor | None:
         """Other ranks have more micro-batches in a loader batch: this one takes part in them, with weight 0.
 
         Args:
             done: micro-batches that this rank has run.
             rounds: those of the rank with the most.
+            seen: the number of the loader batch.
             has_boundary: the last of them ends the window.
         """
         for index in range(done, rounds):
@@ -315,7 +336,7 @@ class Session:
                 self.sync.complete_reduction(micro_batch)
             if self.counts_tokens_of_parts and not is_last:
                 self._engine.end_window_inside_batch()
-        return self.end_window() if has_boundary else None
+        return self.end_window(seen) if has_boundary else None
 
     def rounds(self, own: int) -> int:
         """The micro-batches of a loader batch, after each of which this rank may have to wait for others. Called on all ranks."""
@@ -323,10 +344,11 @@ class Session:
 
     # --- the end of a window --------------------------------------------------------------------------------------
 
-    def finish_window(self, is_inside_batch: bool = False) -> Tensor | None:
+    def finish_window(self, seen: int, is_inside_batch: bool = False) -> Tensor | None:
         """End the window after its last backward, which reduced nothing. On all ranks together.
 
         Args:
+            seen: the number of the loader batch that it ends with.
             is_inside_batch: the rest of the loader batch begins the next window.
 
         Returns:
@@ -334,16 +356,15 @@ class Session:
         """
         self._accumulation.reduce()
         self.sync.reduce_accumulated()
-        return self.end_window(is_inside_batch)
+        return self.end_window(seen, is_inside_batch)
 
-    def end_window(self, is_inside_batch: bool = False) -> Tensor | None:
+    def end_window(self, seen: int, is_inside_batch: bool = False) -> Tensor | None:
         """As :meth:`finish_window`, where the last backward has reduced the gradients."""
         accumulation, engine = self._accumulation, self._engine
-        engine.note_end_of_window()
-        self.sync.end_window()
+        if self._has_sync:
+            self.sync.end_window()
         if self.guard is not None:
             self.guard.end_window()
-        seen = engine.loader_batches_seen()
         if accumulation.is_passthrough():
             accumulation.close_passthrough(seen)
             return None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accum import AccumulationStrategy, GradientAccumulation, seams
-from lightning_accum.backward import backward
+from lightning_accum.loops.optimization import backward
 
 # --- backward ---------------------------------------------------------------------------------------------------------
 

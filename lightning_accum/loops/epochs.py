@@ -18,8 +18,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
 
+from lightning_accum import seams
 from lightning_accum.boundary import Boundary
 from lightning_accum.engine import Engine
+from lightning_accum.hook_table import already_on_cpu
 from lightning_accum.loops.ahead import AheadFetcher, drawing_ahead
 from lightning_accum.loops.first_batch import check_first_batch
 from lightning_accum.loops.optimization import WindowOptimization
@@ -30,6 +32,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
 
 if TYPE_CHECKING:
+    from lightning_accum.accumulation import Accumulation
     from lightning_accum.loops.loggers import WindowRows
     from lightning_accum.manual.windows import ManualWindows
 
@@ -125,8 +128,10 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     """The epoch of the checkpoint is over."""
     batch: Any = None
     """The last loader batch, where a callback is to get it that counts optimizer steps."""
-    _begun: tuple[int, bool] = (-1, False)
-    """The loader batch that began last, counted from 1 over all epochs, and whether its window ends with it."""
+    begun: int = 0
+    """The loader batch that began last, counted from 1 over all epochs."""
+    _advanced: int = 0
+    """That which :meth:`advance` was called for."""
     _inspected: Any = None
     _takes_batch_idx: bool = False
 
@@ -143,10 +148,12 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        self.strategy.watch.advance()
-        if self.strategy.manual is not None:  # a window has one on_train_batch_start that steps, that of its first loader batch
-            self.strategy.manual.windows.waits = not self.strategy.manual.windows.is_first
-        trainer, strategy = self.trainer, self.strategy
+        trainer, strategy, progress = self.trainer, self.strategy, self.batch_progress
+        if not strategy.watch.is_in_epoch:
+            raise seams.SeamError("_TrainingEpochLoop.advance was called, but not by _TrainingEpochLoop.run.")
+        self._advanced = progress.total.ready + 1
+        if strategy.manual is not None:  # a window has one on_train_batch_start that steps, that of its first loader batch
+            strategy.manual.windows.waits = not strategy.manual.windows.is_first
         if strategy.accumulation is None or self._is_restarting_or_unknown(data_fetcher):
             super().advance(data_fetcher)
             return
@@ -158,12 +165,17 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         # as Lightning does, without the calls of hooks that nobody has: they cost 100 us
         if trainer.world_size > 1 and _SHARES_SIGTERM:
             self._broadcast_sigterm_tensor()
-        progress, connector = self.batch_progress, trainer._logger_connector
+        connector = trainer._logger_connector
         batch, batch_idx, outputs = next(data_fetcher)[0], self.batch_idx + 1, None
         progress.is_last_batch = data_fetcher.done
-        batch = strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+        batch = trainer.precision_plugin.convert_input(batch)
+        moved = already_on_cpu(batch) if hooks.has_no_transfer else None
+        batch = strategy.batch_to_device(batch, dataloader_idx=0) if moved is None else moved
         progress.increment_ready()
-        connector.on_batch_start(batch)
+        if connector._first_loop_iter is False:  # what the rest of it comes to
+            self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, None, None
+        else:
+            connector.on_batch_start(batch)
         if batch is None:
             self._warning_cache.warn("The train_dataloader yielded None. If this was on purpose, ignore this warning.")
         else:
@@ -183,7 +195,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         else:  # nothing was logged: it would only drop the batch
             self._results.batch = self._results.batch_size = None
         progress.increment_completed()
-        connector.update_train_step_metrics()
+        if trainer.loggers and not self._should_accumulate():
+            connector.update_train_step_metrics()
 
     def _is_restarting_or_unknown(self, data_fetcher: _DataFetcher) -> bool:
         return self.restarting or self.val_loop.restarting or type(data_fetcher) not in (_PrefetchDataFetcher, EvenFetcher)
@@ -195,6 +208,9 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if self.strategy.manual is not None:
             self.strategy.manual.windows.waits = False  # what is stepped between loader batches is no part of one
             self.strategy.manual.windows.put_back()
+        rows = cast("WindowRows", self.trainer._logger_connector)
+        if rows.pending:
+            rows.flush()
         super().on_advance_end(data_fetcher)
 
     @override
@@ -204,38 +220,54 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @override
     def _should_accumulate(self) -> bool:
-        accumulation = self.strategy.accumulation
-        if self.strategy.manual is not None:
-            boundary, seen = self.strategy.manual.windows.boundary, self.batch_progress.total.ready
-            return not (boundary.is_reached(seen, self.window_size) or self._is_cut_by_the_end(boundary))
-        if accumulation is None:
+        boundary, seen = self._boundary, self.batch_progress.total.ready
+        if boundary is None:
             return super()._should_accumulate()
-        boundary, seen = accumulation.boundary, self.batch_progress.total.ready
-        if self._begun[0] == seen != boundary.cut_at:  # asked five times a loader batch
-            return not self._begun[1] and boundary.closed_at != seen
-        if boundary.is_reached(seen, self.window_size):
-            return False
-        return self._counts_tokens_of_parts() or not self._is_cut_by_the_end(boundary)
+        if self.begun == seen:  # asked five times a loader batch
+            return seen < boundary.ends_at
+        return not (boundary.is_reached(seen, self.window_size) or self._is_cut_by_the_end(boundary))
+
+    @property
+    def _boundary(self) -> Boundary | None:
+        """Decides where windows end; None where Lightning does."""
+        if self.strategy.accumulation is not None:
+            return self.strategy.accumulation.boundary
+        return None if self.strategy.manual is None else self.strategy.manual.windows.boundary
 
     def window_size(self) -> float:
         """Loader batches in a window that begins now; inf for tokens, which are counted after a micro-batch."""
         return math.inf if isinstance(self.strategy.policy.window, Tokens) else self.trainer.accumulate_grad_batches
 
-    def begin_loader_batch(self, boundary: Boundary) -> bool:
-        """A loader batch begins, and a window with it, unless one is under way. Returns whether the window ends with it."""
-        boundary.begin(self.window_size())
-        ends_window = not self._should_accumulate()
-        self._begun = (self.batch_progress.total.ready, ends_window)
-        return ends_window
+    def begin_loader_batch(self, boundary: Boundary, runs: str) -> bool:
+        """A loader batch begins, and a window with it, unless one is under way.
+
+        Args:
+            boundary: where windows end.
+            runs: the loop of Lightning's that runs it.
+
+        Returns:
+            Whether the window ends with it.
+        """
+        seen = self.batch_progress.total.ready
+        if seen == self.begun or seen != self._advanced:
+            raise seams.SeamError(f"{runs}.run was called twice for a loader batch, or not by _TrainingEpochLoop.advance.")
+        self.begun = seen
+        if not boundary.is_under_way:
+            boundary.begin(self.window_size())
+        if seen < boundary.ends_at and self._is_cut_by_the_end(boundary):
+            boundary.cut_short(seen)
+        return seen >= boundary.ends_at
 
     def _counts_tokens_of_parts(self) -> bool:
         """Several windows may end in one loader batch, so none of them may be the one that its step is wrapped around."""
         accumulation = self.strategy.accumulation
-        assert accumulation is not None
-        return accumulation.policy.ends_by_tokens and accumulation.splitting is not None
+        return accumulation is not None and self.strategy.session.ends_by_tokens and accumulation.splitting is not None
 
     def _is_cut_by_the_end(self, boundary: Boundary) -> bool:
-        return self._num_ready_batches_reached() and boundary.is_cut_by_the_end(self._is_last_epoch())
+        """The window ends with this loader batch, as it is the last of its epoch."""
+        if not self._num_ready_batches_reached() or self._counts_tokens_of_parts():
+            return False
+        return boundary.is_cut_by_the_end(self._is_last_epoch())
 
     def _is_last_epoch(self) -> bool:
         fit_loop = self.trainer.fit_loop
@@ -274,9 +306,10 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             accumulation.discard(seen)
             self.strategy.drop_gradients()
             return
-        is_full = accumulation.is_full()  # on all ranks
-        if is_full or (self._counts_tokens_of_parts() and self._is_cut_by_the_end(accumulation.boundary)):
-            accumulation.boundary.cut_short(seen)
+        boundary, is_full = accumulation.boundary, accumulation.is_full()  # on all ranks
+        is_cut = self._num_ready_batches_reached() and boundary.is_cut_by_the_end(self._is_last_epoch())
+        if is_full or (self._counts_tokens_of_parts() and is_cut):
+            boundary.cut_short(seen)
             self._step_without_batch()
 
     def end_window_inside_batch(self) -> None:
@@ -291,15 +324,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         cast("WindowRows", self.trainer._logger_connector).flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
-        self._zero_grad()
-
-    def _zero_grad(self) -> None:
-        """Clear the gradients of an earlier window, before what is not a micro-batch may reduce them."""
-        accumulation = self.strategy.accumulation
-        assert accumulation is not None
-        if accumulation.is_zero_grad_due and not self.optimization._skip_backward:
-            accumulation.is_zero_grad_due = False
-            self.optimization.zero_grad(self.trainer.optimizers[0], self.batch_idx)
+        self.strategy.session.zero_grad(self.optimization, is_after_forward=False)
 
     def finish_window(self, is_end_of_training: bool) -> None:
         """An unfinished window meets the end of its epoch, or of the training."""
@@ -310,7 +335,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             return
         if accumulation is None or accumulation.boundary.position(seen) <= 0:
             return
-        if accumulation.is_passthrough() and self.optimization.visited != seen:
+        if accumulation.is_passthrough() and self.begun != seen:
             accumulation.discard(seen)  # on_train_batch_start has ended the epoch; in Lightning 2.5 nothing else ends its batch
             return
         if accumulation.policy.tail == "drop":
@@ -361,52 +386,53 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         if interval == "step":
             # the first thing that Lightning does after every loader batch, also where it was None and nothing ran
-            progress = self.batch_progress
-            is_forgotten = progress.current.started < progress.current.ready  # type: ignore[attr-defined]  # the tracker has it
-            # on_train_batch_start ends an epoch with a batch that Lightning then calls the last
-            is_cut = progress.is_last_batch and progress.current.ready < self.trainer.num_training_batches
-            if is_forgotten and not is_cut:
-                progress.increment_started()  # which it forgets for None, and then resumes one batch too early
-            elif not update_plateau_schedulers and not is_forgotten:
-                self.strategy.watch.end_batch("_AutomaticOptimization" if self.strategy.manual is None else "_ManualOptimization")
-            if not update_plateau_schedulers and self.batch_progress.total.ready != self.optimization.visited:
-                self._visit_skipped_batch()
+            if not update_plateau_schedulers and self.batch_progress.total.ready != self.begun:
+                self._end_batch_that_did_not_run()
             if self._should_accumulate():
                 return
         self._update_learning_rates(interval, update_plateau_schedulers)
+
+    def _end_batch_that_did_not_run(self) -> None:
+        progress = self.batch_progress
+        is_forgotten = progress.current.started < progress.current.ready  # type: ignore[attr-defined]  # the tracker has it
+        # on_train_batch_start ends an epoch with a batch that Lightning then calls the last
+        if is_forgotten and not (progress.is_last_batch and progress.current.ready < self.trainer.num_training_batches):
+            progress.increment_started()  # which it forgets for None, and then resumes one batch too early
+        elif not is_forgotten and self._boundary is not None:
+            runs = "_AutomaticOptimization" if self.strategy.manual is None else "_ManualOptimization"
+            raise seams.SeamError(f"A loader batch was trained on without a call of {runs}.run.")
+        if self.strategy.accumulation is not None:
+            self._visit_skipped_batch(self.strategy.accumulation)
 
     @property
     def optimization(self) -> WindowOptimization:
         """The loop of automatic optimization, by its own type."""
         return cast("WindowOptimization", self.automatic_optimization)
 
-    def _visit_skipped_batch(self) -> None:
+    def _visit_skipped_batch(self, accumulation: Accumulation) -> None:
         """A loader batch that ran no training_step counts in its window, with weight 0."""
         strategy, optimization, seen = self.strategy, self.optimization, self.batch_progress.total.ready
-        accumulation = strategy.accumulation
-        if accumulation is None:
-            return
-        optimization.visited = seen
         if accumulation.splitting is not None:
             accumulation.splitting.plan = None
         if accumulation.checks_left and strategy.world_size > 1:
             check_first_batch(self.trainer, strategy, OrderedDict())
-        ends_window = self.begin_loader_batch(accumulation.boundary)
-        self._zero_grad()
+        ends_window = self.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
+        strategy.session.zero_grad(optimization, is_after_forward=False)
+        run = partial(strategy.session.run_without_batch, seen, ends_window)
         if accumulation.is_passthrough():
             accumulation.discard(seen)
             accumulation.after_optimizer_step(has_stepped=False)
         elif ends_window:
-            optimization.step(self.batch_idx, partial(strategy.session.run_without_batch, ends_window=True))
+            optimization.step(run)
         else:
-            strategy.session.run_without_batch(ends_window=False)
+            run()
         accumulation.end_loader_batch(seen)
-        if strategy.policy.ends_by_tokens:
+        if strategy.session.ends_by_tokens:
             self.end_full_window()
 
     def _step_without_batch(self, is_inside_batch: bool = False) -> None:
-        finish = partial(self.strategy.session.finish_window, is_inside_batch)
-        self.optimization.step(self.batch_idx, finish)
+        seen = self.batch_progress.total.ready
+        self.optimization.step(partial(self.strategy.session.finish_window, seen, is_inside_batch))
 
     @override
     def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:

@@ -22,7 +22,7 @@ class WindowRows(_LoggerConnector):
         self.pending.update({name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()})
 
     def flush(self) -> None:
-        """No row of the module's own comes at this step."""
+        """A loader batch has ended, or a window without one: no row of the module's own comes at this step."""
         if self.pending:
             self.log_metrics({})
 
@@ -31,8 +31,3 @@ class WindowRows(_LoggerConnector):
         if step is None and self.pending:
             metrics, self.pending = {**self.pending, **metrics}, {}
         super().log_metrics(metrics, step)
-
-    @override
-    def update_train_step_metrics(self) -> None:
-        super().update_train_step_metrics()
-        self.flush()

@@ -20,19 +20,16 @@ class WindowManualOptimization(_ManualOptimization):
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        self.strategy.watch.run("_ManualOptimization")
         batch = next(iter(kwargs.values()), None)
         with self.strategy.around_loader_batch(kwargs), self.strategy.running_row_wise(batch):
-            outputs = self._run(kwargs)
-        self.strategy.watch.end_run()
-        return outputs
+            return self._run(kwargs)
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         manual = self.strategy.manual
         if manual is None:
             return super().run(kwargs)
         epoch_loop, batch = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop), next(iter(kwargs.values()), None)
-        is_boundary = epoch_loop.begin_loader_batch(manual.windows.boundary)
+        is_boundary = epoch_loop.begin_loader_batch(manual.windows.boundary, "_ManualOptimization")
         self.strategy.begin_manual_loader_batch()
         manual.windows.begin_micro_batch(batch, is_boundary)
         outputs = super().run(kwargs)

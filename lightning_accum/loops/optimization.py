@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.backward import backward
 from lightning_accum.boundary import Boundary
 from lightning_accum.engine import Engine
 from lightning_accum.gradient_norm import noting_gradient_norm
@@ -33,15 +32,17 @@ if TYPE_CHECKING:
 
 _NOTHING: dict[str, Any] = {}
 _NOTHING_AROUND = nullcontext()
+_ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 class EpochLoop(Protocol):
     """What the loop of automatic optimization asks of the loop that it is a part of."""
 
-    batch_progress: Any
+    batch_idx: int
     batch: Any
+    begun: int
 
-    def begin_loader_batch(self, boundary: Boundary) -> bool:
+    def begin_loader_batch(self, boundary: Boundary, runs: str) -> bool:
         """A loader batch begins. Returns whether its window ends with it."""
 
     def end_full_window(self) -> None:
@@ -52,51 +53,45 @@ class WindowOptimization(_AutomaticOptimization):
     """A loader batch adds to a window instead of being a part of one."""
 
     strategy: Engine
-    visited: int = 0
-    """The loader batch whose training_step ran last, counted from 1 over all epochs."""
+
+    @property
+    def epoch_loop(self) -> EpochLoop:
+        """The loop that this one is a part of. No attribute: those that are loops are restored from checkpoints."""
+        return cast("EpochLoop", self.trainer.fit_loop.epoch_loop)
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        strategy = self.strategy
-        strategy.watch.run("_AutomaticOptimization")
+        strategy, accumulation = self.strategy, self.strategy.accumulation
         with _NOTHING_AROUND if strategy.offload is None else strategy.around_loader_batch(kwargs):
-            if strategy.accumulation is None:
-                outputs = super().run(optimizer, batch_idx, kwargs)
+            if accumulation is None:
+                return super().run(optimizer, batch_idx, kwargs)
+            closure = self._closure_of(kwargs, accumulation)
+            if closure.ends_window:
+                self.step(closure)
             else:
-                closure = self._closure_of(kwargs, optimizer, batch_idx, strategy.accumulation)
-                if closure.ends_window:
-                    self.step(batch_idx, closure)
-                else:
-                    closure()
-                result = closure.consume_result()
-                outputs = {} if result.loss is None else result.asdict()
-        strategy.watch.end_run()
-        if strategy.accumulation is not None:
-            strategy.accumulation.end_loader_batch(self.visited)
-            if strategy.policy.ends_by_tokens:
-                cast("EpochLoop", self.trainer.fit_loop.epoch_loop).end_full_window()
-        return outputs
+                closure()
+            result = closure.consume_result()
+        accumulation.end_loader_batch(closure.seen)
+        if strategy.session.ends_by_tokens:
+            self.epoch_loop.end_full_window()
+        return {} if result.loss is None else result.asdict()
 
-    def _closure_of(
-        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int, accumulation: Accumulation
-    ) -> WindowClosure:
+    def _closure_of(self, kwargs: OrderedDict[str, Any], accumulation: Accumulation) -> WindowClosure:
         """What runs a loader batch that begins now."""
         strategy = self.strategy
-        epoch_loop = cast("EpochLoop", self.trainer.fit_loop.epoch_loop)
-        self.visited = epoch_loop.batch_progress.total.ready
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
             accumulation.window.discard()
-        ends_window = epoch_loop.begin_loader_batch(accumulation.boundary)
-        batch = next(iter(kwargs.values()), None)
+        ends_window = self.epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
+        batch, *others = kwargs.values()
         if strategy.hooks.step_counters:
-            epoch_loop.batch = batch
+            self.epoch_loop.batch = batch
         if accumulation.splitting is not None:
             accumulation.splitting.begin(batch, partial(self._difference_by_padding, kwargs))
         if strategy.row_wise is not None and strategy.row_wise.is_undecided:
             choose_row_wise(self.trainer, strategy, strategy.row_wise, kwargs)
         if accumulation.checks_left and not self._skip_backward:
             check_first_batch(self.trainer, strategy, kwargs)
-        return WindowClosure(self, strategy, kwargs, optimizer, batch_idx, ends_window)
+        return WindowClosure(self, batch, others, self.epoch_loop.begun, ends_window)
 
     def _difference_by_padding(self, kwargs: OrderedDict[str, Any], padded: Any, *trimmed: Any) -> Verdict:
         trainer, accumulation = self.trainer, self.strategy.accumulation
@@ -112,12 +107,18 @@ class WindowOptimization(_AutomaticOptimization):
             weigh=weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
         )
 
-    def zero_grad(self, optimizer: Optimizer, batch_idx: int) -> None:
+    @property
+    def skips_backward(self) -> bool:
+        """Nothing is trained."""
+        return self._skip_backward
+
+    def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
-        if self.strategy.hooks.has_backward:
-            with self.strategy.watch.zero_grad(optimizer) if self.strategy.watch.is_close else _NOTHING_AROUND:
+        strategy, optimizer = self.strategy, self.strategy.optimizers[0]
+        if strategy.hooks.has_backward:
+            with strategy.watch.zero_grad(optimizer) if strategy.watch.is_close else _NOTHING_AROUND:
                 self._on_before_zero_grad(optimizer)
-                self._optimizer_zero_grad(batch_idx, optimizer)
+                self._optimizer_zero_grad(self.epoch_loop.batch_idx, optimizer)
             return
         progress = self.optim_progress.optimizer.zero_grad
         progress.increment_ready()
@@ -125,27 +126,35 @@ class WindowOptimization(_AutomaticOptimization):
         optimizer.zero_grad()
         progress.increment_completed()
 
-    def step(self, batch_idx: int, closure: Callable[[], Tensor | None]) -> None:
-        """Make the optimizer step of a window that ``closure`` ends."""
-        strategy, accumulation = self.strategy, self.strategy.accumulation
+    def step(self, closure: Callable[[], Tensor | None]) -> None:
+        """Make the optimizer step of a window that ``closure`` ends, and count it if it really happened."""
+        strategy, trainer, accumulation = self.strategy, self.trainer, self.strategy.accumulation
         assert accumulation is not None
-        strategy.watch.expect_schedulers()
+        optimizer, progress, watch = strategy._lightning_optimizers[0], self.optim_progress.optimizer.step, strategy.watch
+        watch.begin_step(optimizer._optimizer, accumulation)
         strategy.hooks.look_again()
-        accumulation.closed = None
-        optimizer, progress, trainer = strategy._lightning_optimizers[0], self.optim_progress.optimizer.step, self.trainer
+        accumulation.closed = accumulation.gradient_norm = None
         progress.increment_ready()
-        with noting_gradient_norm(trainer, strategy):
-            if strategy.hooks.has_step or accumulation.is_passthrough():
-                arguments = (trainer.current_epoch, batch_idx, optimizer, closure)
+        if strategy.hooks.has_step or accumulation.is_passthrough():
+            arguments = (trainer.current_epoch, self.epoch_loop.batch_idx, optimizer, closure)
+            with noting_gradient_norm(trainer, strategy):
                 call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
-            else:
-                strategy.optimizer_step(optimizer._optimizer, closure)
+        else:
+            strategy.optimizer_step(optimizer._optimizer, closure)
         progress.increment_completed()
-        strategy.after_optimizer_step()
+        is_empty = accumulation.is_closed_empty
+        has_stepped = watch.end_step(is_empty or strategy.may_skip_steps) or is_empty
+        accumulation.after_optimizer_step(has_stepped and accumulation.is_step)
         if not accumulation.is_step:  # none is counted
             for tracker in (progress.total, progress.current):
                 tracker.ready -= 1
                 tracker.completed -= 1
+        elif has_stepped and strategy.lr_scheduler_configs:
+            watch.schedulers_due()
+        if strategy.metrics is not None:
+            strategy.metrics.log_window(accumulation)
+        if strategy.has_varying_windows and strategy.listener is not None:
+            strategy.listener.set_size(trainer)
 
 
 class WindowClosure(AbstractClosure[ClosureResult]):
@@ -153,37 +162,27 @@ class WindowClosure(AbstractClosure[ClosureResult]):
 
     Args:
         optimization: the loop that it runs in.
-        strategy: of the Trainer.
-        kwargs: of ``training_step``.
-        optimizer: of the module.
-        batch_idx: of the loader batch.
+        batch: the loader batch.
+        others: the other arguments of ``training_step``.
+        seen: the number of the loader batch, counted from 1 over all epochs.
         ends_window: it is the last of its window.
     """
 
     _warning_cache = WarningCache()
 
-    def __init__(
-        self,
-        optimization: WindowOptimization,
-        strategy: Engine,
-        kwargs: OrderedDict[str, Any],
-        optimizer: Optimizer,
-        batch_idx: int,
-        ends_window: bool,
-    ) -> None:
+    def __init__(self, optimization: WindowOptimization, batch: Any, others: Sequence[Any], seen: int, ends_window: bool) -> None:
         super().__init__()
+        self.seen = seen
         self.ends_window = ends_window
         self.skips_backward = optimization._skip_backward
         self._optimization = optimization
-        self._strategy = strategy
-        self._optimizer = optimizer
-        self._batch_idx = batch_idx
-        self._batch, *self._others = kwargs.values()
+        self._strategy = strategy = optimization.strategy
+        self._batch = batch
+        self._others = others
         self._runs = 0
-        module, hooks = optimization.trainer.lightning_module, strategy.hooks
-        self._module = module
-        self._training_step = module.training_step if hooks.is_step_bare else strategy.training_step
-        self._has_hooks = hooks.has_backward
+        self._module = module = optimization.trainer.lightning_module
+        self._training_step = module.training_step if strategy.hooks.is_step_bare else strategy.training_step
+        self._has_hooks = strategy.hooks.has_backward
         if not self._has_hooks:
             self.backward = backward  # type: ignore[method-assign, assignment]
 
@@ -208,7 +207,7 @@ class WindowClosure(AbstractClosure[ClosureResult]):
         attributes["_current_fx_name"] = "training_step"
         try:
             with torch.enable_grad():
-                outcome = self._strategy.session.run(self, self._batch, self.ends_window)
+                outcome = self._strategy.session.run(self, self._batch, self.seen, self.ends_window)
         finally:
             attributes["_current_fx_name"] = before
         self._result = ClosureResult(None, extra=outcome.extra)
@@ -237,7 +236,7 @@ class WindowClosure(AbstractClosure[ClosureResult]):
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
-        self._optimization.zero_grad(self._optimizer, self._batch_idx)
+        self._optimization.zero_grad()
 
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
@@ -247,7 +246,7 @@ class WindowClosure(AbstractClosure[ClosureResult]):
         if grad_output is not None:
             kwargs["gradient"] = grad_output
         with strategy.watching_gradient(loss, grad_output) if strategy.watch.is_close else _NOTHING_AROUND:
-            call._call_strategy_hook(self._optimization.trainer, "backward", loss, self._optimizer, **kwargs)
+            call._call_strategy_hook(self._optimization.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
 
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:
         """Collect what is logged in here, and log nothing yet."""
@@ -274,3 +273,43 @@ def _result_of(output: Any) -> ClosureResult:
     if isinstance(output, Mapping):
         result.closure_loss = output["loss"]  # without a division by 1
     return result
+
+
+def backward(loss: Tensor, gradient: Tensor | None) -> None:
+    """Add the gradients of ``loss`` to those of the leaves that it was computed from, as :func:`torch.autograd.backward`.
+
+    What that does to be ready for any arguments takes as long as the backward of a small layer: 5 us, once a micro-batch.
+
+    Args:
+        loss: of a micro-batch.
+        gradient: what they are multiplied by, of the shape of ``loss``; None for 1.
+
+    Raises:
+        RuntimeError: as :func:`torch.autograd.backward`.
+
+    Example:
+        >>> weights = torch.ones(3, requires_grad=True)
+        >>> backward(weights.sum(), torch.tensor(0.5))
+        >>> backward(weights.sum(), None)
+        >>> weights.grad
+        tensor([1.5000, 1.5000, 1.5000])
+    """
+    run: Any = getattr(torch.autograd, "_engine_run_backward", None)
+    if run is None or not _is_usual(loss) or not (gradient is None or type(gradient) is Tensor):
+        torch.autograd.backward(loss, gradient)
+        return
+    seed = _one_for(loss) if gradient is None else gradient
+    run((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.dim() == 0 and tensor.is_floating_point()
+
+
+def _one_for(loss: Tensor) -> Tensor:
+    """1, made once: on a GPU, making it starts a kernel."""
+    key = loss.dtype, loss.device
+    one = _ones.get(key)
+    if one is None or one._version:  # a backward of the user's own may have written into it
+        one = _ones[key] = torch.ones_like(loss)
+    return one

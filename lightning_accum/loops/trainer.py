@@ -48,8 +48,9 @@ class AccumulatingTrainer(pl.Trainer):
 
     def show_window_metrics(self) -> None:
         """Somebody looks, or training ends."""
-        numbers, self.window_metrics = self.window_metrics, {}
-        shown = {name: v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for name, v in numbers.items()}
+        numbers = self.window_metrics.items()
+        shown = {name: v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for name, v in numbers}
+        self.window_metrics.clear()
         self._logger_connector._callback_metrics.update(shown)
         self._logger_connector._logged_metrics.update(shown)
 

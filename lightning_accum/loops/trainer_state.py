@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,9 +53,10 @@ def is_logging_due(trainer: pl.Trainer) -> bool:
     return trainer._logger_connector.should_update_logs
 
 
-def show_metrics(trainer: pl.Trainer, metrics: Mapping[str, Tensor | float]) -> None:
-    """Add to ``trainer.callback_metrics`` and ``logged_metrics``, numbers in double precision."""
-    _specialised(trainer).window_metrics.update(metrics)
+def window_metrics(trainer: pl.Trainer) -> dict[str, Tensor | float]:
+    """What is to be added to ``trainer.callback_metrics`` and ``logged_metrics`` once somebody looks."""
+    shown: dict[str, Tensor | float] = _specialised(trainer).window_metrics
+    return shown
 
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum, auto
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,64 +13,55 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum import seams
+from lightning_accum.accumulation import Accumulation
 
 CLOSE_WINDOWS = 3
 """The windows in which the watch is close where all of Lightning's methods are those that were read."""
 _TOLERANCE = 1e-2
 """Of a factor: what gradients are rounded to in the narrowest type; a loss that is divided is at least halved."""
-
-
-class At(Enum):
-    """How far a loader batch has come."""
-
-    NOWHERE = auto()
-    ADVANCE = auto()
-    RUN = auto()
-    DONE = auto()
-
-
-class Step(Enum):
-    """How far the step of a window has come."""
-
-    OPEN = auto()
-    CLOSED = auto()
-    BEGUN = auto()
-    """The optimizer runs the closure, which closes the window."""
-    DONE = auto()
+_OF_A_STEP = "LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step, Precision.optimizer_step"
 
 
 class Watch:
-    """Compares, in each loader batch and at each boundary, what was called with what was to be called.
+    """Compares, at each boundary, what was called with what was to be called.
+
+    Which loader batches ran, and how often, the loops compare by the numbers that they have (``epochs.py``).
 
     Args:
         module: whose own hooks, where it has them, are left to it.
+        progress: Lightning's, of the loader batches of training.
 
     Attributes:
         is_close: what needs hooks on tensors is looked at too: in the first windows, or always where a method was not read.
         is_set_up: the strategy is.
         has_data: the loaders are set up.
         is_unfinished: the last window has not ended.
+        is_in_epoch: an epoch runs.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: pl.LightningModule, progress: Any) -> None:
         self._is_read = not seams.changed()
         self._close_windows = CLOSE_WINDOWS if self._is_read else math.inf
+        self._progress = progress
         self.is_close = True
-        self.is_set_up = self.has_data = self._has_begun = self.is_unfinished = False
+        self.is_set_up = self.has_data = self._has_begun = self.is_unfinished = self.is_in_epoch = False
         self._epoch: int | None = None
-        self._at = At.NOWHERE
-        self._step = Step.OPEN
+        self._accumulation: Accumulation | None = None
+        self._optimizer: Optimizer | None = None
+        self._forget_optimizer: list[Callable[[], None]] = []
+        self._depth = self._steps = 0
+        self._is_stepping = self._has_stepped = False
+        self._versions: list[tuple[Tensor, int]] = []
         self._own: Tensor | None = None
-        self._stepped: tuple[Tensor, int] | None = None
         self._left: set[bool] = set()
         own = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
         self._is_lightnings = {hook: not is_overridden(hook, module) for hook in own}
 
-    # --- loader batches -------------------------------------------------------------------------------------------------
+    # --- epochs ---------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Training begins, maybe after a run that failed: tuners try some."""
-        self._has_begun, self._step, self._epoch, self._left = True, Step.OPEN, None, set()
+        self._has_begun, self._is_stepping, self._epoch, self._left = True, False, None, set()
 
     @contextmanager
     def epoch(self, number: int) -> Iterator[None]:
@@ -86,32 +76,15 @@ class Watch:
                 raise seams.SeamError(f"{seam} was not called before the first loader batch.")
         if number == self._epoch:
             raise seams.SeamError(f"_TrainingEpochLoop.run was called twice for epoch {number}.")
-        self._epoch, self.is_unfinished, self._at = number, True, At.DONE
+        self._epoch, self.is_unfinished, self.is_in_epoch = number, True, True
         try:
             yield
         finally:
-            self._at = At.NOWHERE
-
-    def advance(self) -> None:
-        """A loader batch is about to be drawn."""
-        if self._at is At.NOWHERE:
-            raise seams.SeamError("_TrainingEpochLoop.advance was called, but not by _TrainingEpochLoop.run.")
-        self._at = At.ADVANCE
-
-    def run(self, optimization: str) -> None:
-        """A loader batch is about to run."""
-        if self._at is not At.ADVANCE:
-            raise seams.SeamError(f"{optimization}.run was called twice for a loader batch, or not by _TrainingEpochLoop.advance.")
-        self._at = At.RUN
-
-    def end_batch(self, optimization: str) -> None:
-        """A loader batch is over."""
-        if self._at is At.ADVANCE:
-            raise seams.SeamError(f"A loader batch was trained on without a call of {optimization}.run.")
+            self.is_in_epoch = False
 
     def end(self) -> None:
         """Training ends, and its last window has."""
-        self.expect_schedulers()
+        self._expect_schedulers()
         self.is_unfinished = False
 
     # --- the loss -------------------------------------------------------------------------------------------------------
@@ -169,7 +142,9 @@ class Watch:
     @contextmanager
     def zero_grad(self, optimizer: Optimizer) -> Iterator[None]:
         """The gradients of an earlier window are cleared in here."""
-        parameter = _with_gradient(optimizer) if self._is_lightnings["optimizer_zero_grad"] else None
+        is_lightnings = self._is_lightnings["optimizer_zero_grad"]
+        with_gradient = (parameter for parameter in _parameters_of(optimizer) if parameter.grad is not None)
+        parameter = next(with_gradient, None) if is_lightnings else None
         gradient = None if parameter is None else parameter.grad
         before = None if gradient is None else gradient._version
         yield
@@ -181,56 +156,65 @@ class Watch:
 
     # --- the step -------------------------------------------------------------------------------------------------------
 
-    def close(self, optimizer: Optimizer) -> None:
-        """A window has ended."""
-        if self._step is not Step.DONE:
-            self._step = Step.DONE if self._step is Step.BEGUN else Step.CLOSED
+    def attend(self, optimizer: Optimizer, accumulation: Accumulation) -> None:
+        """See the steps of an optimizer, the only one, that are to end windows."""
+        if optimizer is self._optimizer:
+            return
+        self.forget_optimizer()
+        self._optimizer, self._accumulation = optimizer, accumulation
+        register = getattr(optimizer, "register_step_post_hook", None)
+        if register is not None:
+            handles = [register(self._after_optimizer), optimizer.register_step_pre_hook(self._before_optimizer)]
+            self._forget_optimizer = [handle.remove for handle in handles]
+
+    def forget_optimizer(self) -> None:
+        """See no steps any more."""
+        for remove in self._forget_optimizer:
+            remove()
+        self._optimizer, self._accumulation, self._forget_optimizer = None, None, []
+
+    def begin_step(self, optimizer: Optimizer, accumulation: Accumulation) -> None:
+        """A window is about to end, and its step to be made."""
+        self._expect_schedulers()
+        self.attend(optimizer, accumulation)
+        self._depth, self._steps, self._is_stepping = 0, 0, True
+        self._has_stepped = not self._forget_optimizer  # nothing tells
         if not self._is_read:
-            parameter = _with_gradient(optimizer)
-            self._stepped = None if parameter is None else (parameter, parameter._version)
-        self._close_windows -= 1
+            self._versions = [(parameter, parameter._version) for parameter in _parameters_of(optimizer)]
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        progress, accumulation = self._progress.current, self._accumulation
+        is_running = progress.started == progress.ready > progress.processed
+        if self._depth > 1 or accumulation is None or not (is_running or self._is_stepping):
+            return  # a step that calls that of the class it extends is one; and between loader batches it is the user who steps
+        self._steps += 1
+        has_ended = self._is_stepping and (accumulation.closed is not None or accumulation.is_passthrough())
+        if (self._steps > 1 or not has_ended) and self._is_lightnings["optimizer_step"]:
+            seen = "for the second time in a window" if has_ended else "no window has ended"
+            raise seams.SeamError(f"The optimizer steps, {seen} ({_OF_A_STEP}).")
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        found_inf = getattr(optimizer, "found_inf", None)  # of an optimizer that unscales by itself (`fused=True`)
+        self._has_stepped |= not (isinstance(found_inf, Tensor) and bool(found_inf))
+
+    def end_step(self, may_be_skipped: bool) -> bool:
+        """The step of a window is over. Returns whether the optimizer has stepped: a GradScaler that found an inf calls none.
+
+        Args:
+            may_be_skipped: nothing is wrong where it has not.
+        """
+        closed = None if self._accumulation is None else self._accumulation.closed
+        self._close_windows -= closed is not None
         self.is_close = self._close_windows > 0
-
-    def before_optimizer(self, is_passthrough: Callable[[], bool]) -> None:
-        """The optimizer is about to change parameters.
-
-        Args:
-            is_passthrough: whether it runs the closure itself, since the window is one micro-batch.
-
-        Raises:
-            SeamError: no window has ended, or it has stepped before.
-        """
-        if self._step is Step.CLOSED:
-            self._step = Step.DONE
-        elif self._step is Step.OPEN and is_passthrough():
-            self._step = Step.BEGUN
-        elif self._is_lightnings["optimizer_step"] and self._at is At.RUN:  # else it is the user who steps
-            seen = "no window has ended" if self._step is Step.OPEN else "for the second time in a window"
-            raise seams.SeamError(
-                f"The optimizer steps, {seen} (LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step,"
-                " Precision.optimizer_step)."
-            )
-
-    def after_optimizer(self, has_stepped: bool) -> None:
-        """The step of a window is over.
-
-        Args:
-            has_stepped: the optimizer has, or need not have.
-        """
-        step, self._step = self._step, Step.OPEN
-        stepped, self._stepped = self._stepped, None
-        has_stepped = has_stepped or stepped is None or stepped[0]._version != stepped[1]
-        if step is Step.CLOSED and not has_stepped and self._is_lightnings["optimizer_step"]:
-            raise seams.SeamError(
-                "A window ended, and the optimizer did not step (LightningModule.optimizer_step, LightningOptimizer.step,"
-                " Strategy.optimizer_step, Precision.optimizer_step)."
-            )
-
-    def end_run(self) -> None:
-        """A loader batch has run."""
-        self._at = At.DONE
-        if self._step is not Step.OPEN:
-            raise seams.SeamError("A window ended, and no step followed (LightningModule.optimizer_step).")
+        versions, self._versions = [pair for pair in self._versions if pair[0].grad is not None], []
+        has_changed = not versions or any(parameter._version != version for parameter, version in versions)
+        may_be_skipped |= self._has_stepped or bool(self._steps) or has_changed
+        if closed is not None and not (closed.is_empty or may_be_skipped) and self._is_lightnings["optimizer_step"]:
+            raise seams.SeamError(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
+        self._is_stepping, self._steps = False, 0
+        return self._has_stepped
 
     # --- schedulers -----------------------------------------------------------------------------------------------------
 
@@ -244,7 +228,7 @@ class Watch:
         self._left.discard(is_plateau)
         return is_left
 
-    def expect_schedulers(self) -> None:
+    def _expect_schedulers(self) -> None:
         """The next step is about to begin, or training ends."""
         if False in self._left:
             raise seams.SeamError("Schedulers were not asked after a step: _TrainingEpochLoop.update_lr_schedulers was not called.")
@@ -266,6 +250,5 @@ class Watch:
             )
 
 
-def _with_gradient(optimizer: Optimizer) -> Tensor | None:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return next((parameter for parameter in parameters if parameter.grad is not None), None)
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -247,7 +247,7 @@ class GradientNoiseScale(Callback):
 
     def _show(self, trainer: pl.Trainer) -> None:
         shown = self._noise.shown()
-        trainer_state.show_metrics(trainer, shown)
+        trainer_state.window_metrics(trainer).update(shown)
         if trainer.loggers and trainer_state.is_logging_due(trainer):
             numbers = {name: value.item() for name, value in shown.items()}
             trainer_state.log_metrics(trainer, {name: value for name, value in numbers.items() if math.isfinite(value)})

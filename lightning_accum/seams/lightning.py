@@ -115,6 +115,7 @@ trainer.connectors.data_connector._DataConnector
 trainer.connectors.logger_connector.logger_connector._LoggerConnector
     _current_fx | - | the hook that logged last | -
     _callback_metrics _logged_metrics | - | what was logged last | -
+    _first_loop_iter | - | no loader batch of the epoch has ended, or only the first | -
     on_batch_start | - | a loader batch begins | 7758d5bf
     on_batch_end | - | a loader batch ends | 328cf288
     should_update_logs | - | loggers get metrics at this step | a446a83e

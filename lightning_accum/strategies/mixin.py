@@ -72,7 +72,7 @@ class AccumulationMixin(Engine):
         self._end_fit()  # one that could not be torn down
         for callback in callbacks_of(trainer):
             families.adopt(callback, trainer)
-        before, self._fit, self.watch = set(vars(self)), ExitStack(), Watch(model)
+        before, self._fit, self.watch = set(vars(self)), ExitStack(), Watch(model, trainer.fit_loop.epoch_loop.batch_progress)
         self._fit.callback(self._forget_fit, before)
         self._fit.enter_context(installed(trainer))
         self._fit.callback(self._show_window_size)  # if something fails before it is
@@ -163,12 +163,13 @@ class AccumulationMixin(Engine):
             else:
                 self.accumulation.verdict = Verdict(None, seen=reason)
         self.listener = callback
+        self.has_varying_windows = callback is not None and self.policy.has_varying_windows
         self._keeper = None
         self.sync = self._make_sync()
         looks = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
         self.session = Session(self, module, self.accumulation, self.sync, lambda: self.keeper, looks, self.row_wise)
-        self._watch = self._step_watch(self.optimizers[0])
-        self._fit.callback(lambda: self._watch.remove())  # there may be another by then
+        self.watch.attend(self.optimizers[0], self.accumulation)
+        self._fit.callback(self.watch.forget_optimizer)
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self.takes_gradient = not is_overridden("backward", module)
         self.hooks = HookTable(trainer)
@@ -267,7 +268,7 @@ class AccumulationMixin(Engine):
                 go_on_with(partial, self, self.accumulation, rank_zero_warn)
                 self.accumulation.end_loader_batch(seen)
             self.accumulation.resumed_state = {}
-            if self.listener is not None:
+            if self.listener is not None and self.has_varying_windows:
                 self.listener.set_size(trainer)
 
     @override

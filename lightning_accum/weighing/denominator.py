@@ -73,6 +73,13 @@ class Term(NamedTuple):
         return self._replace(criterion=found, denominator=None, is_readable=False)
 
 
+def on_host(number: Denominator) -> Denominator:
+    """A number for what the host holds already; what a device holds stays there."""
+    if not isinstance(number, Tensor):
+        return number
+    return number.item() if number.device.type == "cpu" else number.detach()
+
+
 NO_REDUCTION, MEAN_REDUCTION, SUM_REDUCTION = 0, 1, 2  # at::Reduction
 
 
@@ -105,12 +112,24 @@ CRITERIA: dict[str, tuple[str, Callable[[Node], Denominator]]] = {
 }
 
 
-def plain_mean(node: Node, denominator: Callable[[Node], Denominator]) -> Denominator | None:
-    """What a loss that is one of :data:`CRITERIA` itself was divided by; None where :func:`criterion_of` knows more."""
-    if node._saved_reduction != MEAN_REDUCTION:
-        return None
-    below = node.next_functions[0][0]
-    return None if below is None or kind_of(below) == "Mean" else denominator(node)
+class PlainMean:
+    """Reads losses that are one of :data:`CRITERIA` themselves, as the first of them, which was read in all of its graph.
+
+    Args:
+        node: of the first.
+    """
+
+    def __init__(self, node: Node) -> None:
+        below = node.next_functions[0][0]
+        is_plain = below is not None and kind_of(below) != "Mean"  # else `criterion_of` knows more
+        self._kind, self._below = type(node), type(below) if is_plain else None
+        self._denominator = CRITERIA[kind_of(node)][1]
+
+    def read(self, node: Node) -> Denominator | None:
+        """What a loss was divided by; None where it is not like the first."""
+        if type(node) is not self._kind or type(node.next_functions[0][0]) is not self._below:
+            return None
+        return on_host(self._denominator(node)) if node._saved_reduction == MEAN_REDUCTION else None
 
 
 class Operation(NamedTuple):

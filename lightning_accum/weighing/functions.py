@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.weighing.denominator import CRITERIA, Denominator, UnreadableLossError, operation
+from lightning_accum.weighing.denominator import CRITERIA, Denominator, UnreadableLossError, on_host, operation
 from lightning_accum.weighing.graph import Reading, read_loss, read_terms, terms_of
 from lightning_accum.weighing.nodes import SUMS, THROUGH, Node, constant_operand, inputs_of, is_of_parameters_only, kind_of
 from lightning_accum.weighing.reductions import is_whole_loss
@@ -41,11 +41,6 @@ class _Scalar(NamedTuple):
     apply: Callable[..., Tensor]
     operand: Callable[[Node], Tensor]
     numbers: tuple[str, ...] = ()
-
-
-def on_host(number: Tensor) -> Denominator:
-    """A number for what the host holds already; what a device holds stays there."""
-    return number.item() if number.device.type == "cpu" else number.detach()
 
 
 def _wide(tensor: Tensor) -> Tensor:

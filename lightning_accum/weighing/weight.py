@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lightning_accum.weighing.counts import SampleCount, Weight, count_samples
-from lightning_accum.weighing.denominator import CRITERIA, Denominator, Term, UnreadableLossError, plain_mean
-from lightning_accum.weighing.functions import FoundFunction, FunctionOfMean, OfMean, function_of_mean, is_of_whole_losses, on_host
+from lightning_accum.weighing.denominator import CRITERIA, Denominator, PlainMean, Term, UnreadableLossError, on_host
+from lightning_accum.weighing.functions import FoundFunction, FunctionOfMean, OfMean, function_of_mean, is_of_whole_losses
 from lightning_accum.weighing.graph import Reading, read_terms, terms_of
-from lightning_accum.weighing.nodes import Node, kind_of, sizes_of
+from lightning_accum.weighing.nodes import kind_of, sizes_of
 from lightning_accum.weighing.reductions import Rows
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import ShareWeight
@@ -73,8 +73,8 @@ class Weigher:
         self._found: FoundFunction | None = None
         self._proportion = Proportion(getattr(weight, "__name__", str(weight)), warn)
         self._kinds: dict[tuple[str, int], str] = {}
-        self._plain: tuple[type, Callable[[Node], Denominator], Denominator, str] | None = None
-        """The node of a loss that is a mean criterion itself, what reads it, and what is constant in its contributions."""
+        self._plain: tuple[PlainMean, Denominator, str] | None = None
+        """Reads a loss that is a mean criterion itself, and what is constant in its contributions."""
         self.criterion: str | None = None
         """What the weight was found to be, in words; None before the first micro-batch."""
         self.takes_functions = True
@@ -106,10 +106,8 @@ class Weigher:
             except UnreadableLossError as unreadable:
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
             return Contribution(measured, factors=factor)
-        if self._plain is not None and type(loss.grad_fn) is self._plain[0]:
-            plain = plain_mean(loss.grad_fn, self._plain[1])
-            if plain is not None:
-                return Contribution(_on_host(plain), (), 0, self._plain[2], self._plain[3])
+        if self._plain is not None and (plain := self._plain[0].read(loss.grad_fn)) is not None:
+            return Contribution(plain, (), 0, self._plain[1], self._plain[2])
         is_first = self.criterion is None
         takes_functions = self._weight != "equal" and self.takes_functions
         self._found = found = function_of_mean(loss.grad_fn, loss.output_nr) if takes_functions else None
@@ -130,18 +128,19 @@ class Weigher:
             guard_against_zero(terms)
             kind = self._kind(reading, terms, count_rows)
             factors = _number_for(terms)
+            divisor = None if reading.weight is None else on_host(reading.weight)
             is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in reading.others)
             if not reading.others or (is_one_sum and self._reader is None):  # chunks of a sum over one count
                 of_mean = None if found is None else found.of_mean(loss)
-                weight = _zero_where_empty(_on_host(reading.weight), loss if of_mean is None else of_mean.mean, terms[0])
+                weight = _zero_where_empty(divisor, loss if of_mean is None else of_mean.mean, terms[0])
                 if terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
-                    self._plain = (type(loss.grad_fn), CRITERIA[kind_of(loss.grad_fn)][1], factors, kind)
+                    self._plain = (PlainMean(loss.grad_fn), factors, kind)
                 return Contribution(weight, (), 0, factors, kind, of_mean)
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             signature = 0
             if self._reader is not None and others and reading.weight is not None:
                 self._terms, signature = self._reader.read(terms, reading)
-            return Contribution(_on_host(reading.weight), others, signature, factors, kind)
+            return Contribution(divisor, others, signature, factors, kind)
         terms = []
         with suppress(UnreadableLossError):
             terms = terms_of(loss, count_rows, below)
@@ -260,10 +259,6 @@ def _count(weight: Weight, batch: Any, rows: int | None) -> Any:
     target too.
     """
     return rows if rows is not None and weight == SampleCount() else weight(batch)
-
-
-def _on_host(weight: Denominator | None) -> Denominator | None:
-    return on_host(weight) if isinstance(weight, Tensor) else weight
 
 
 def _refuse_counts_apart(terms: Sequence[Term], function: FunctionOfMean) -> None:
