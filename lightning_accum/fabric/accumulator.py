@@ -199,9 +199,7 @@ class Accumulator:
         size = getattr(loader, "batch_size", None)
         self._samples = frozenset((size,)) if isinstance(size, int) else frozenset()
         self._length = len(loader) if isinstance(loader, Sized) else math.inf
-        self._accumulation.epoch = self.passes
-        if self._accumulation.splitting is not None:
-            self._accumulation.splitting.planner.prove_again()
+        self._accumulation.begin_epoch(self.passes)
 
     def _end_pass(self, has_ended: bool, is_last: bool) -> None:
         """The data are at their end."""
@@ -381,14 +379,14 @@ class Accumulator:
         self._is_step_done = True
         if self._ends_window:
             if micro_batch.is_boundary:
-                session.end_window()
+                session.end_window(self._training.seen)
             else:
-                session.finish_window()
+                session.finish_window(self._training.seen)
         elif self.policy.ends_by_tokens and (micro_batch.ends_loader_batch or session.counts_tokens_of_parts):
             if not accumulation.is_full():
                 self._complete()
                 return False
-            session.finish_window(not micro_batch.ends_loader_batch)
+            session.finish_window(self._training.seen, not micro_batch.ends_loader_batch)
         else:
             self._complete()
             return False

@@ -229,10 +229,6 @@ class Training:
         """Of this rank."""
         return self.ranks.rank
 
-    def loader_batches_seen(self) -> int:
-        """Those that the loop has drawn so far."""
-        return self.seen
-
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """The loop runs it."""
         raise NotImplementedError
@@ -243,9 +239,6 @@ class Training:
 
     def show_logs(self, log: BatchLog, is_left_out: bool) -> None:
         """The loop logs what it likes."""
-
-    def note_end_of_window(self) -> None:
-        """Nobody has to know."""
 
     def end_window_inside_batch(self) -> None:
         """The loop ends it."""
