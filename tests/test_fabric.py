@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -9,14 +10,17 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from sharded import fully_shard, needs_sharding_on_cpu, whole_parameters
 from support import OPTIMIZERS, TinyGPT, language_loss, pad, relative_error, sentences
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from lightning_accum.fabric import Accumulator, Tokens
+from lightning_accum.fabric import Accumulator, TokenCount, Tokens
+from lightning_accum.failures import RankFailedError
 
 EPOCHS = 2
 Trained: TypeAlias = tuple[list[Tensor], list[float]]
@@ -218,3 +222,388 @@ def test_gradients_are_added_up_in_a_wider_type() -> None:
         accumulator.backward(model(batch).sum())
         accumulator.step()
     assert model.weight.item() == -86  # (256 + 1 + 1) / 3; in bfloat16, 256 + 1 is 256
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def resumed(fabric: Fabric | None, loader: Sequence[Any], **arguments: Any) -> list[Tensor]:
+    """Train, be stopped after five loader batches of the second pass, inside a window, and go on in a new model."""
+    is_first, path = fabric is None or fabric.global_rank == 0, "state.pt"
+
+    def make() -> tuple[Any, Any, Accumulator]:
+        model = gpt() if fabric is None else fabric.setup(gpt())
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        optimizer = optimizer if fabric is None else fabric.setup_optimizers(optimizer)
+        return model, optimizer, Accumulator(fabric, model, optimizer, log=False, **arguments)
+
+    model, optimizer, accumulator = make()
+    for batch in (batch for _ in range(EPOCHS) for batch in accumulator(loader)):
+        accumulator.backward(loss_of(model, batch))
+        accumulator.step(clip_norm=0.5)
+        if (accumulator.passes, accumulator.loader_batches) == (1, 5):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "accumulator": accumulator.state_dict()}
+            if is_first:  # as fabric.save does
+                torch.save(state, path)
+            break
+    if fabric is not None:
+        fabric.barrier()
+    model, optimizer, accumulator = make()
+    state = torch.load(path, weights_only=True)
+    for one, name in ((model, "model"), (optimizer, "optimizer"), (accumulator, "accumulator")):
+        one.load_state_dict(state[name])
+    assert (accumulator.passes, accumulator.loader_batches) == (1, 5)
+    for _ in range(accumulator.passes, EPOCHS):
+        for batch in accumulator(loader, skip=accumulator.loader_batches):
+            accumulator.backward(loss_of(model, batch))
+            accumulator.step(clip_norm=0.5)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@WITH_AND_WITHOUT_FABRIC
+@pytest.mark.parametrize("window", [3, Tokens(40)], ids=["batches", "tokens"])
+def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(fabric: Callable[[], Any], window: Any) -> None:
+    loader = in_batches(sentences(15), 2)
+    expected, _ = loop(fabric(), "adamw", loader, window=window, clip=0.5)
+    assert all(map(torch.equal, resumed(fabric(), loader, window=window), expected))
+
+
+def test_a_checkpoint_inside_a_window_of_two_ranks_goes_on_to_the_bit() -> None:
+    def train(fabric: Fabric) -> bool:
+        loader = in_batches(sentences(31), 2)[fabric.global_rank :: 2]
+        expected, _ = loop(fabric, "adamw", loader, window=3, clip=0.5)
+        return all(map(torch.equal, resumed(fabric, loader, window=3), expected))
+
+    assert on_two(train)
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    with pytest.raises(ValueError, match="no state of an Accumulator"):
+        accumulator_of(nn.Linear(1, 1)).load_state_dict({"format": 3})
+
+
+# --- losses that are not there, not finite, or of the whole batch ---------------------------------------------------------
+
+
+def accumulator_of(model: nn.Module, lr: float = 1.0, **arguments: Any) -> Accumulator:
+    return Accumulator(None, model, torch.optim.SGD(model.parameters(), lr), log=False, **arguments)
+
+
+def scalar() -> nn.Linear:
+    """Its gradient is the mean of what it sees."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+def train_scalar(batches: Sequence[Any], window: int, **arguments: Any) -> tuple[list[float], Accumulator]:
+    """The gradients that were stepped; a batch of NaN or None has no loss."""
+    model, gradients = scalar(), []
+    accumulator = accumulator_of(model, window=window, **arguments)
+    for batch in accumulator(batches):
+        before = model.weight.item()
+        accumulator.backward(None if batch is None or batch.isnan().all() else model(batch).mean())
+        if accumulator.step():
+            gradients.append(before - model.weight.item())
+    return gradients, accumulator
+
+
+def test_a_micro_batch_without_a_loss_weighs_nothing() -> None:
+    missing = column(math.nan)
+    batches = [column(1), None, column(2, 3, 4), missing, column(8), None, missing, missing]
+    gradients, accumulator = train_scalar(batches, 2)
+    assert gradients == pytest.approx([1, 3, 8], rel=1e-14)
+    assert accumulator.optimizer_steps == 3
+    assert accumulator.total_weight == 5
+
+
+def test_what_is_not_finite_is_left_out_or_an_error() -> None:
+    batches = [column(1), column(math.inf, 1), column(4, 6, 8)]
+    with pytest.warns(UserWarning, match="Loader batch 2 of rank 0"):
+        gradients, _ = train_scalar(batches, 3, on_nonfinite="skip")
+    assert gradients == [19 / 4]
+    with pytest.raises(FloatingPointError, match="Loader batch 2"):
+        train_scalar(batches, 3, on_nonfinite="raise")
+
+
+def test_ranks_without_a_loss_and_with_less_data_take_part_in_the_steps_of_others() -> None:
+    of_ranks = [
+        [column(1), column(2, 3), column(4), column(5), column(6, 7)],
+        [column(10, 11), None, column(math.nan)],
+    ]
+
+    def train(fabric: Fabric) -> list[float]:
+        found = []
+        for loader in (of_ranks[fabric.global_rank], Stream(of_ranks[fabric.global_rank])):
+            model = scalar()
+            wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 1.0))
+            accumulator, before = Accumulator(fabric, wrapped, optimizer, window=2, log=False), 0.0
+            for batch in accumulator(loader):
+                accumulator.backward(None if batch is None or batch.isnan().all() else wrapped(batch).mean())
+                if accumulator.step():
+                    found.append(before - model.weight.item())
+                    before = model.weight.item()
+        return found
+
+    expected = [(1 + 2 + 3 + 10 + 11) / 5, (4 + 5) / 2, (6 + 7) / 2]
+    assert on_two(train) == pytest.approx(2 * expected, rel=1e-12)
+    assert on_two(train, find_unused_parameters=True) == pytest.approx(2 * expected, rel=1e-12)
+
+
+def test_a_loader_that_fails_on_one_rank_ends_all() -> None:
+    def train(fabric: Fabric) -> str:
+        def failing() -> Iterator[Tensor]:
+            yield column(1)
+            if fabric.global_rank == 1:
+                raise KeyError("no such file")
+            yield column(2)
+
+        model = scalar()
+        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 1.0))
+        accumulator = Accumulator(fabric, wrapped, optimizer, window=2, log=False)
+        try:
+            for batch in accumulator(failing()):
+                accumulator.backward(wrapped(batch).mean())
+                accumulator.step()
+        except (KeyError, RankFailedError) as error:
+            return str(error)
+        return ""
+
+    assert "loader of rank 1 failed, with KeyError: 'no such file'" in on_two(train)
+
+
+class Towers(nn.Module):
+    """Two encoders whose loss compares every row with every other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        self.right = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        logits = F.normalize(self.left(batch[0]), dim=1) @ F.normalize(self.right(batch[1]), dim=1).T * 5
+        labels = torch.arange(len(logits))
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+@WITH_AND_WITHOUT_FABRIC
+def test_row_wise_towers_have_the_contrastive_loss_of_the_whole_batch(fabric: Callable[[], Any]) -> None:
+    torch.manual_seed(5)
+    batches = [(torch.randn(n, 6).double(), torch.randn(n, 5).double()) for n in (8, 8, 5)]
+    expected, model, seen = Towers(), Towers(), set()
+    optimizer = OPTIMIZERS["adamw"](expected.parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        expected(batch).backward()
+        optimizer.step()
+    chosen, optimizer, wrapped = fabric(), OPTIMIZERS["adamw"](model.parameters()), model
+    if chosen is not None:
+        wrapped, optimizer = chosen.setup(model, optimizer)
+    accumulator = Accumulator(chosen, wrapped, optimizer, micro_batch=3, row_wise=["left", "right"], log=False)
+    model.left[0].register_forward_hook(lambda layer, arguments, output: seen.add(len(output)))
+    for batch in accumulator(batches):
+        accumulator.backward(wrapped(batch))
+        assert accumulator.step()
+    assert relative_error(model.parameters(), expected.parameters()) < 1e-12
+    assert max(seen) == 3
+
+
+# --- precision ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_a_grad_scaler_leaves_out_is_none_and_clipping_is_unscaled() -> None:
+    precision = FabricMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=precision)
+    torch.manual_seed(2)
+    model = nn.Linear(4, 1)
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accumulator, stepped, norms = Accumulator(fabric, wrapped, optimizer, window=2, log=False), [], []
+    batches = [(torch.randn(n, 4), torch.full((n, 1), 3.0)) for n in (2, 3)]
+    for inputs, target in accumulator([*batches, (1e4 * torch.ones(1, 4), torch.full((1, 1), -1e4)), batches[0]]):
+        accumulator.backward(F.mse_loss(wrapped(inputs), target))
+        stepped.append(accumulator.step(clip_norm=1.0))
+        norms.append(accumulator.gradient_norm)
+    assert stepped == [False, True, False, False]
+    assert accumulator.optimizer_steps == 1
+    inputs, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    reference = nn.Linear(4, 1)
+    reference.load_state_dict(dict(zip(("weight", "bias"), start, strict=True)))
+    F.mse_loss(reference(inputs), target).backward()
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    assert norms[1].item() == pytest.approx(norm.item(), rel=5e-3)  # float16 has 10 bits
+    moved = [before - now for before, now in zip(start, model.parameters(), strict=True)]
+    assert relative_error(moved, [parameter.grad for parameter in reference.parameters()]) < 5e-3
+
+
+# --- loops that are not right -------------------------------------------------------------------------------------------
+
+
+def misused(body: Callable[[Accumulator, nn.Module, Any, Tensor, int], None], **arguments: Any) -> None:
+    """Run a loop with this body."""
+    model = scalar()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    accumulator = Accumulator(None, model, optimizer, log=False, **{"window": 2, **arguments})
+    for number, batch in enumerate(accumulator([column(1, 2), column(3), column(4), column(5)])):
+        body(accumulator, model, optimizer, batch, number)
+
+
+def test_a_micro_batch_that_is_skipped_without_a_word_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"without accumulator.backward\(loss\)"):
+        misused(lambda accumulator, model, optimizer, batch, number: None)
+    with pytest.raises(RuntimeError, match=r"without accumulator.backward\(loss\)"):
+        misused(lambda accumulator, model, optimizer, batch, number: model(batch).mean().backward())
+
+
+def test_a_window_whose_step_is_forgotten_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"accumulator.step\(\) was not called"):
+        misused(lambda accumulator, model, optimizer, batch, number: accumulator.backward(model(batch).mean()))
+
+
+def test_a_step_before_or_after_its_place_is_an_error() -> None:
+    def twice(accumulator: Accumulator, model: nn.Module, optimizer: Any, batch: Tensor, number: int) -> None:
+        accumulator.backward(model(batch).mean())
+        accumulator.step()
+        accumulator.step()
+
+    with pytest.raises(RuntimeError, match="before accumulator.backward"):
+        misused(lambda accumulator, model, optimizer, batch, number: accumulator.step())
+    with pytest.raises(RuntimeError, match="twice"):
+        misused(twice)
+    for method, arguments in (("step", ()), ("backward", (None,))):
+        with pytest.raises(RuntimeError, match="outside of the loop"):
+            getattr(accumulator_of(scalar()), method)(*arguments)
+
+
+def test_two_backwards_in_a_micro_batch_are_an_error() -> None:
+    def twice(accumulator: Accumulator, model: nn.Module, optimizer: Any, batch: Tensor, number: int) -> None:
+        accumulator.backward(model(batch).mean())
+        accumulator.backward(model(batch).mean())
+
+    with pytest.raises(RuntimeError, match="loss_a \\+ loss_b"):
+        misused(twice)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_loop_that_still_clears_its_gradients_is_an_error(set_to_none: bool) -> None:
+    def clearing(accumulator: Accumulator, model: nn.Module, optimizer: Any, batch: Tensor, number: int) -> None:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        accumulator.backward(model(batch).mean())
+        accumulator.step()
+
+    with pytest.raises(RuntimeError, match=r"Leave optimizer.zero_grad\(\)"):
+        misused(clearing)
+
+
+def test_a_loop_that_still_clips_or_steps_by_itself_is_an_error() -> None:
+    def clipping(accumulator: Accumulator, model: nn.Module, optimizer: Any, batch: Tensor, number: int) -> None:
+        accumulator.backward(model(batch).mean())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        accumulator.step()
+
+    def stepping(accumulator: Accumulator, model: nn.Module, optimizer: Any, batch: Tensor, number: int) -> None:
+        accumulator.backward(model(batch).mean())
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="clipping"):
+        misused(clipping)
+    with pytest.raises(RuntimeError, match=r"Leave optimizer.step\(\) out"):
+        misused(stepping)
+
+
+def test_a_loop_that_still_divides_its_loss_is_warned() -> None:
+    def dividing(accumulator: Accumulator, model: nn.Module, optimizer: Any, batch: Tensor, number: int) -> None:
+        accumulator.backward(model(batch).mean() / 2)
+        accumulator.step()
+
+    with pytest.warns(UserWarning, match="divided by 2, which is the size of the window"):
+        misused(dividing)
+
+
+def test_a_backward_that_failed_leaves_no_gradient_that_is_trained_on() -> None:
+    def failing(accumulator: Accumulator, model: nn.Module, optimizer: Any, batch: Tensor, number: int) -> None:
+        loss = model(batch).mean()
+        if number == 1:
+            loss.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                accumulator.backward(loss)
+            with pytest.raises(RuntimeError, match=r"accumulator.discard\(\)"):
+                accumulator.step()
+            accumulator.discard()
+            accumulator.backward(None)
+        else:
+            accumulator.backward(loss)
+        accumulator.step()
+
+    misused(failing)
+
+
+def test_a_pass_that_is_broken_off_goes_on_in_the_next() -> None:
+    model = scalar()
+    accumulator = accumulator_of(model, window=4)
+    batches, gradients = [column(1), column(2), column(4), column(6, 8)], []
+    for stop in (2, 4):
+        for number, batch in enumerate(accumulator(batches, skip=accumulator.loader_batches), 3 - stop // 2):
+            accumulator.backward(model(batch).mean())
+            if accumulator.step():
+                gradients.append(-model.weight.item())
+            if number == stop:
+                break
+    assert gradients == [(1 + 2 + 4 + 6 + 8) / 5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"micro_batch": "auto"}, "cannot run your loop again"),
+        ({"micro_batch": "offload"}, "save_on_cpu"),
+        ({"micro_batch": 2, "row_wise": "auto"}, "name the submodules"),
+        ({"weight": [TokenCount(), TokenCount()]}, "Give one weight"),
+        ({"tail": "keep"}, "tail='keep'"),
+        ({"window": 0}, "window=0"),
+        ({"trim_padding": "lengths"}, "set micro_batch= too"),
+        ({"trim_padding": "lengths", "micro_batch": 2}, "loss_of="),
+        ({"row_wise": "encoder", "micro_batch": 2}, "no submodule of that name"),
+    ],
+)
+def test_what_a_hand_written_loop_cannot_have_is_refused_by_name(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        accumulator_of(nn.Linear(1, 1), **arguments)
+
+
+def test_models_and_optimizers_that_do_not_belong_together_are_refused() -> None:
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="none of the parameters"):
+        Accumulator(None, model, torch.optim.SGD(other.parameters(), 1.0))
+    with pytest.raises(ValueError, match=r"fabric.setup\(model, optimizer\) first"):
+        Accumulator(one_process(), model, torch.optim.SGD(model.parameters(), 1.0))
+    with pytest.raises(ValueError, match="LBFGS"):
+        Accumulator(None, model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_loader_that_gives_less_than_its_length_is_an_error() -> None:
+    class Short(list):
+        def __len__(self) -> int:
+            return 9
+
+    with pytest.raises(RuntimeError, match="fewer batches than its length of 9"):
+        train_scalar(Short([column(1), column(2), column(3)]), 2)
+
+
+def test_the_start_line_says_what_was_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    model = gpt()
+    accumulator = Accumulator(None, model, torch.optim.SGD(model.parameters(), 0.1), window=2)
+    for batch in accumulator(in_batches(sentences(4), 2)):
+        accumulator.backward(loss_of(model, batch))
+        accumulator.step()
+    line = capsys.readouterr().out
+    assert line.startswith(
+        "Accumulator: a window is 2 loader batches, 4 samples with loader batches like the first (2); weight: cross"
+    )
+    assert "not checked: pass loss_of=" in line
+    assert line.count("\n") == 1

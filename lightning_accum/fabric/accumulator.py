@@ -103,6 +103,7 @@ class Accumulator:
         check: bool = True,
         log: bool = True,
     ) -> None:
+        setup.refuse_sizes(micro_batch)
         self.policy = valid_policy.checked(
             Policy(
                 1 if window is None else window,
@@ -119,7 +120,7 @@ class Accumulator:
             )
         )
         self._training = training = Training(fabric, model, optimizer, self._refuse_step)
-        setup.refuse(self.policy, training, micro_batch)
+        setup.refuse(self.policy, training)
         loss = None if loss_of is None else partial(loss_of, model if training.ddp is None else training.module)
         self._samples: frozenset[int] = frozenset()
         splitting = setup.splitting(self.policy, training, is_proven=loss_of is not None, samples=lambda: self._samples)
@@ -139,7 +140,7 @@ class Accumulator:
         warn_of_batch_norm(training.module, micro_batch is not None, self.policy.may_be_longer_than_one(1), rank_zero_warn)
         self.gradient_norm: Tensor | None = None
         self.passes = 0
-        self.loader_batches = 0
+        self.loader_batches = self._number = 0
         self._length = math.inf
         self._pass: Generator[Any, None, None] | None = None
         self._current: MicroBatch | None = None
@@ -167,6 +168,12 @@ class Accumulator:
         if self._pass is not None:
             self._pass.close()
         self._refuse_if_step_is_missing()
+        self._refuse_after_failure()
+        if not self._accumulation.is_between_loader_batches:
+            raise RuntimeError(
+                "The last pass was broken off inside of a loader batch, a part of which is in the window. Call"
+                " accumulator.discard() to begin a new window; or break off where accumulator.loader_batches has grown."
+            )
         self._pass = self._run(loader, skip, is_last)
         return self._pass
 
@@ -180,6 +187,7 @@ class Accumulator:
                 if number <= skip:
                     continue
                 self._training.seen += 1
+                self._number = number
                 accumulation.is_shadow_batch = drawn.is_shadow_batch
                 boundary.begin(self._window_size())
                 ends_window = boundary.is_reached(self._training.seen, lambda: math.inf)
@@ -188,9 +196,9 @@ class Accumulator:
                     self._begin(micro_batch, ends)
                     yield micro_batch.batch
                     self._end()
-                self.loader_batches = number
         finally:
             self._leave()
+            self._complete()
             self._current = None
         self._end_pass(drawn.is_last, is_last)
 
@@ -312,6 +320,7 @@ class Accumulator:
         """Its loader batch is done, if it is the last of it."""
         if self._current is not None and self._is_backward_done and self._current.ends_loader_batch:
             self._accumulation.end_loader_batch(self._training.seen)
+            self.loader_batches = self._number
 
     # --- one micro-batch --------------------------------------------------------------------------------------------
 
@@ -453,8 +462,7 @@ class Accumulator:
         partial_window = unfinished_window(self._training, accumulation, self._size, rank_zero_warn, lambda words: None)
         if partial_window is not None:
             own["window"] = partial_window.state_dict()
-        is_done = self._current is not None and self._is_backward_done and self._current.ends_loader_batch
-        return {"passes": self.passes, "loader_batches": self.loader_batches + is_done, "accumulation": own}
+        return {"passes": self.passes, "loader_batches": self.loader_batches, "accumulation": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, after the model and the optimizer have their states. On all ranks.
@@ -478,6 +486,10 @@ class Accumulator:
         accumulation.resume(state_dict["accumulation"])
         partial_window = accumulation.restart(self._training.seen, 0, 0, 0, self._size)
         self._training.zero_grad()
+        if partial_window is not None and not partial_window.gradients:
+            raise ValueError(
+                "This state is of a rank that keeps no gradients of the unfinished window. Load that of rank 0, on all ranks."
+            )
         if partial_window is not None:
             go_on_with(partial_window, self._training, accumulation, rank_zero_warn)
             accumulation.end_loader_batch(self._training.seen)

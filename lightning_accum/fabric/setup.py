@@ -22,17 +22,18 @@ from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.proofs import Proof
 from lightning_accum.sync import GradientSlot, SumSlot
 from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.whole.layers import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums, is_narrower
 
 
-def refuse(policy: Policy, training: Training, micro_batch: Any) -> None:
-    """Refuse what a hand-written loop cannot have.
+def refuse_sizes(micro_batch: Any) -> None:
+    """Refuse sizes of micro-batches that a hand-written loop cannot have.
 
     Raises:
         ValueError: with the reason.
     """
-    if policy.micro_batch == "auto" or policy.row_wise_size == "auto":
+    if micro_batch == "auto":
         raise ValueError(
             'micro_batch="auto" runs a batch again where memory runs out, and cannot run your loop again. Give a number of samples'
             " or Tokens(...); or train a LightningModule with GradientAccumulation."
@@ -42,6 +43,14 @@ def refuse(policy: Policy, training: Training, micro_batch: Any) -> None:
             'micro_batch="offload" is not for hand-written loops: run the forward and backward of each batch in'
             " torch.autograd.graph.save_on_cpu(pin_memory=True), and leave micro_batch out."
         )
+
+
+def refuse(policy: Policy, training: Training) -> None:
+    """Refuse what a hand-written loop cannot have.
+
+    Raises:
+        ValueError: with the reason.
+    """
     if policy.row_wise == ("auto",):
         raise ValueError('row_wise="auto" tries a training_step out, which a hand-written loop has none of: name the submodules')
     if policy.counts_ahead:
@@ -104,13 +113,20 @@ def difference_by_padding(policy: Policy, training: Training, loss_of: Callable[
 
 
 def row_wise(policy: Policy, training: Training) -> RowWise | None:
-    """What runs submodules in micro-batches; None where none was named."""
+    """What runs submodules in micro-batches; None where none was named.
+
+    Raises:
+        ValueError: a name is no submodule, or is inside of another.
+    """
     if not policy.row_wise:
         return None
     assert policy.row_wise_size is not None
     ranks = training.ranks
-    largest = ranks.largest if training.is_sharded else None
-    return RowWise(training.module, policy.row_wise, policy.row_wise_size, ranks.device, policy.trim_padding is not False, largest)
+    largest, trim = ranks.largest if training.is_sharded else None, policy.trim_padding is not False
+    try:
+        return RowWise(training.module, policy.row_wise, policy.row_wise_size, ranks.device, trim, largest)
+    except RowWiseError as error:
+        raise ValueError(str(error)) from None
 
 
 def wide_sums(policy: Policy, training: Training) -> WideSums | None:
