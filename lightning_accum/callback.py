@@ -106,7 +106,7 @@ class GradientAccumulation(Callback):
         check: whether to try out, on up to 8 rows of the first batch, that the weighed losses of parts add up to that of the whole,
             and their gradients too. It runs ``training_step`` a few times more, with dropout off, and leaves everything as it was.
             Where they do not add up there is an error before the first step. A window that is one micro-batch on one rank needs
-            no check, ``weight="equal"`` asks for what does not add up, and sharded modules are not checked.
+            no check, and ``weight="equal"`` asks for what does not add up.
         log: whether to log the metrics above, and to show the loss and the number of steps in the progress bar (``w_loss``,
             ``w_steps``).
 

@@ -1,4 +1,4 @@
-"""What ``newest.py`` and ``lower_bounds.py`` share: an environment of their own, and the README's table of tested versions."""
+"""What ``newest.py`` and ``lower_bounds.py`` share: an environment of their own, and the table of tested versions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "notebooks" / "site" / "docs" / "versions.md"
 BEGIN, END = "<!-- versions -->", "<!-- end of versions -->"
 COLUMNS = ["", "Python", "torch", "lightning", "torchmetrics", "tested on", "passed", "skipped", "failed"]
 OF_OTHERS = ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT", "PIP_REQUIREMENT", "PIP_NO_DEPS", "PIP_PRE", "PIP_ONLY_BINARY")
@@ -79,11 +80,11 @@ def counts(junit: str) -> list[int]:
     return [total - skipped - failed - errors, skipped, failed + errors]
 
 
-def with_row(readme: str, label: str, cells: Sequence[object]) -> str:
-    """The text of the README with the row ``label`` of its table as given, and the other rows as they were."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise SystemExit(f"README.md: expected one {BEGIN} and one {END}")
-    before, table, after = re.split(f"{BEGIN}|{END}", readme)
+def with_row(page: str, label: str, cells: Sequence[object]) -> str:
+    """The text of the page with the row ``label`` of its table as given, and the other rows as they were."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise SystemExit(f"{PAGE.name}: expected one {BEGIN} and one {END}")
+    before, table, after = re.split(f"{BEGIN}|{END}", page)
     rows = [row for row in table.strip().splitlines()[2:] if not row.startswith(f"| {label} |")]
     rows.append(f"| {label} | " + " | ".join(map(str, cells)) + " |")
     header = ["| " + " | ".join(COLUMNS) + " |", "| " + " | ".join(["---"] * len(COLUMNS)) + " |"]
@@ -107,8 +108,7 @@ def run_tests(options: argparse.Namespace, label: str, install: Callable[[Enviro
     cells = [*versions, datetime.date.today().isoformat(), *found]
     print(f"| {label} | " + " | ".join(map(str, cells)) + " |")
     if options.write:
-        readme = ROOT / "README.md"
-        readme.write_text(with_row(readme.read_text(encoding="utf-8"), label, cells), encoding="utf-8")
+        PAGE.write_text(with_row(PAGE.read_text(encoding="utf-8"), label, cells), encoding="utf-8")
     return code
 
 
@@ -117,7 +117,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--python", default=sys.executable, help="make the environment with this Python (default: the running one)")
     made.add_argument("--environment", type=Path, metavar="DIR", help="make it there and keep it, or use the one that is there")
-    made.add_argument("--write", action="store_true", help="put the versions and the result into the README's table")
+    made.add_argument("--write", action="store_true", help="put the versions and the result into the site's table")
     return made
 
 

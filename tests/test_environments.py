@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from environments import BEGIN, COLUMNS, END, ROOT, Environment, counts, with_row
+from environments import BEGIN, COLUMNS, END, PAGE, Environment, counts, with_row
 
 LABELS = ["newest releases", "lower bounds", "`.ci/constraints.txt`"]
 
@@ -35,8 +35,8 @@ def test_constraint_of_the_caller_does_not_get_in(tmp_path: Path, monkeypatch: p
     assert environment._run("python3", "-c", code, capture_output=True).stdout.strip() == "set()"
 
 
-def test_readme_has_the_table() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_has_the_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
     _, header, _, *rows = text[text.index(BEGIN) : text.index(END)].splitlines()
     assert header == "| " + " | ".join(COLUMNS) + " |"
     assert {row.split("|")[1].strip() for row in rows} <= set(LABELS)

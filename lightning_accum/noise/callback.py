@@ -35,24 +35,25 @@ from lightning_accum.weighing.denominator import Denominator
 
 
 class GradientNoiseScale(Callback):
-    r"""Estimate the gradient noise scale while training: how large a window is worth having.
+    """Estimate the gradient noise scale while training: how large a window is worth having.
 
-    The noise scale is :math:`B = S / |G|^2`, the variance of the gradient of one sample over the squared norm of the mean gradient
-    (McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162, where it is :math:`B_{simple}`). The
+    The noise scale is ``B = S / |G|^2``, the variance of the gradient of one sample over the squared norm of the mean gradient
+    (McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162, where it is ``B_simple``). The
     steps of much smaller windows are mostly noise, so that windows of twice the size need half as many; much larger ones hardly
     need fewer. It usually grows during training.
 
-    A micro-batch of weight :math:`n_i` has a mean gradient :math:`g_i` with :math:`E|g_i|^2 = |G|^2 + S / n_i`, and a window
-    of :math:`K` of them over all ranks, of weight :math:`N`, has :math:`E|g|^2 = |G|^2 + S / N`. Hence without bias, also for
+    A micro-batch of weight ``n_i`` has a mean gradient ``g_i`` with ``E|g_i|^2 = |G|^2 + S / n_i``, and a window
+    of ``K`` of them over all ranks, of weight ``N``, has ``E|g|^2 = |G|^2 + S / N``. Hence without bias, also for
     micro-batches of different weights,
 
-    .. math:: S = \frac{\sum_i n_i |g_i|^2 - N |g|^2}{K - 1}, \qquad |G|^2 = |g|^2 - S / N .
+    - ``S = (sum of n_i |g_i|^2 - N |g|^2) / (K - 1)``,
+    - ``|G|^2 = |g|^2 - S / N``.
 
     Both are smoothed by themselves over the windows. The norms are taken from the gradients that training computes anyway, before
     they are added up: there is no other backward and no copy of them, and one all-reduce of 56 bytes a window.
 
     It logs ``noise_scale/samples``; ``noise_scale/weight``, the same in units of the weight (tokens, for a language model);
-    ``noise_scale/variance`` and ``noise_scale/gradient``, which are :math:`S` for a unit of weight and :math:`|G|^2`. At the end of
+    ``noise_scale/variance`` and ``noise_scale/gradient``, which are ``S`` for a unit of weight and ``|G|^2``. At the end of
     ``fit`` it prints the batch size that it suggests, with an interval of two standard errors, and with ``micro_batch="auto"`` how
     large a micro-batch was found to fit. :attr:`estimate` has these numbers. It goes on from a checkpoint.
 

@@ -1,0 +1,148 @@
+"""The scripts in ``notebooks/examples`` run as their first lines say, and under what a cluster sets."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from sharded import needs_sharding_on_cpu
+from test_nodes_of_torchrun import free_port
+
+from lightning_accum import SameOrderSampler
+
+EXAMPLES = Path(__file__).parents[1] / "notebooks" / "examples"
+DEADLINE = 90
+OF_CLUSTERS = ("SLURM_", "KUBERNETES_", "PBS_", "LSB_", "OMPI_", "TORCHELASTIC_", "MASTER_", "WORLD_SIZE", "RANK", "LOCAL_")
+
+
+def environment(**variables: object) -> dict[str, str]:
+    """This process's, without what a cluster or a launcher has set, and with ``variables``."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_CLUSTERS)}
+    paths = os.pathsep.join(filter(None, [str(EXAMPLES.parents[1]), kept.get("PYTHONPATH", "")]))
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **{name: str(value) for name, value in variables.items()}}
+
+
+def run(*commands: list[str], variables: list[dict[str, object]] | None = None) -> tuple[int, float]:
+    """Run processes side by side. Returns the steps and the loss that one of them prints."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command], env=environment(**found), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for command, found in zip(commands, variables or [{}] * len(commands), strict=True)
+    ]
+    try:
+        outputs = [process.communicate(timeout=DEADLINE)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+    (printed,) = re.findall(r"^(\d+) steps, loss ([\d.]+)$", "\n".join(outputs), re.MULTILINE)
+    return int(printed[0]), float(printed[1])
+
+
+def script(name: str, *arguments: str) -> list[str]:
+    return [str(EXAMPLES / name), *arguments]
+
+
+def torchrun(name: str, *arguments: str) -> list[str]:
+    options = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    return ["-m", "torch.distributed.run", *options, *script(name, *arguments)]
+
+
+def test_examples_are_short_and_listed() -> None:
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file() and path.name != "README.md"}
+    listed = set(re.findall(r"\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8")))
+    assert files == listed
+    for name in files:
+        assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < 60, name
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> tuple[int, float]:
+    """Run a script of one process in this one. Returns the steps and the loss that it prints."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    (printed,) = re.findall(r"^(\d+) steps, loss ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
+    return int(printed[0]), float(printed[1])
+
+
+def one_epoch_of_ddp_by_hand(window: int = 128) -> float:
+    """The mean loss of ``ddp.py`` in an epoch, in one process, each window one batch."""
+    example = runpy.run_path(str(EXAMPLES / "ddp.py"))
+    pl.seed_everything(0)
+    inputs = torch.randn(1000, 16)
+    targets, module = inputs.sum(1, keepdim=True).sin(), example["Regression"]()
+    order, optimizer, total = list(SameOrderSampler(range(1000))), module.configure_optimizers(), 0.0
+    for first in range(0, 1000, window):
+        rows = order[first : first + window]
+        optimizer.zero_grad()
+        loss = module.training_step([inputs[rows], targets[rows]], 0)
+        loss.backward()
+        optimizer.step()
+        total += loss.item() * len(rows)
+    return total / 1000
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", "100"])
+def test_one_device(micro_batch: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    steps, loss = run_here(monkeypatch, capsys, "one_device.py", "--micro-batch", micro_batch, "--epochs", "1")
+    assert steps == 8
+    assert loss == pytest.approx(2.2, abs=0.3)
+
+
+@pytest.mark.exhaustive
+def test_ddp_by_torchrun_is_the_full_batch() -> None:
+    assert run(torchrun("ddp.py", "--epochs", "1")) == (8, pytest.approx(one_epoch_of_ddp_by_hand(), rel=1e-5))  # float32
+
+
+@pytest.mark.exhaustive
+@needs_sharding_on_cpu
+def test_fsdp2_by_torchrun() -> None:
+    steps, loss = run(torchrun("fsdp2.py", "--epochs", "2"))
+    assert steps == 16  # two epochs of windows of 4 x 2 x 8 samples, of 500
+    assert loss < 3.4  # ln 32 at the start
+
+
+def test_cli_reads_strategy_and_callback_from_yaml(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jsonargparse")
+    options = ["--config", str(EXAMPLES / "cli.yaml"), "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu"]
+    assert run_here(monkeypatch, capsys, "cli.py", "fit", *options)[0] == 16
+
+
+def slurm(rank: int, port: int) -> dict[str, object]:
+    """What srun sets for a task: two nodes of one task each."""
+    return {
+        "SLURM_JOB_ID": 4711, "SLURM_JOB_NAME": "train", "SLURM_NNODES": 2, "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 1,
+        "SLURM_PROCID": rank, "SLURM_LOCALID": 0, "SLURM_NODEID": rank, "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+
+
+def kubeflow(rank: int, port: int) -> dict[str, object]:
+    """What a PyTorchJob sets: two pods of one process each."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {"KUBERNETES_PORT": "tcp://10.0.0.1:443", "WORLD_SIZE": 2, "RANK": rank, **address}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("cluster", "arguments"), [(slurm, []), (kubeflow, ["--nodes", "2", "--kubeflow"])])
+def test_variables_of_a_cluster_make_one_training_of_two_processes(cluster, arguments: list[str]) -> None:
+    port = free_port()
+    command = script("ddp.py", "--epochs", "1", *arguments)
+    found = run(command, command, variables=[cluster(rank, port) for rank in range(2)])
+    assert found == (8, pytest.approx(one_epoch_of_ddp_by_hand(), rel=1e-5))
+
+
+def test_file_for_sbatch_is_shell_and_names_options_of_the_script() -> None:
+    file = EXAMPLES / "slurm.sbatch"
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    (command,) = re.findall(r"^srun python (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    name, *options = command.split()
+    source = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert all(f'"{option}"' in source for option in options if option.startswith("--"))
