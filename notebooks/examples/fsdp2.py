@@ -36,17 +36,18 @@ class NextToken(pl.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=5)
-    epochs = parser.parse_args().epochs
 
     pl.seed_everything(0)
     data = TensorDataset(torch.randint(0, 4, (500, 24)).cumsum(1) % 32)
     loader = DataLoader(data, batch_size=8, sampler=SameOrderSampler(data))
 
-    strategy = ModelParallelAccumulationStrategy()  # sync="micro_batch" holds shards of the gradients, and reduces more often
+    # by default Lightning uses the devices of a machine for tensor parallelism, and shards over machines only
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    strategy = ModelParallelAccumulationStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     trainer = pl.Trainer(
-        strategy=strategy, devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), max_epochs=epochs,
+        strategy=strategy, devices=ranks, max_epochs=parser.parse_args().epochs,
         callbacks=[GradientAccumulation(4)], logger=False, enable_checkpointing=False, enable_progress_bar=False,
     )  # fmt: skip
     trainer.fit(NextToken(), loader)
