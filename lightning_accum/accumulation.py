@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_accum.boundary import Boundary, StepClock
-from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.parameter_changes import ParameterChanges
@@ -30,11 +29,9 @@ from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums
-from lightning_accum.window import FACTORS_DIFFER, ClosedWindow, Window
-
-_COUNTED = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
-_STATE = ("format", *_COUNTED, "is_at_boundary", "checked_weight", "takes_functions")
-"""What :meth:`Accumulation.state_dict` always has."""
+from lightning_accum.window import ClosedWindow, Window
+from lightning_accum.window_loss import WindowLoss
+from lightning_accum.windows import Windows
 
 
 class BackwardObserver(Protocol):
@@ -47,15 +44,19 @@ class BackwardObserver(Protocol):
         """It is over."""
 
 
-class Accumulation:
-    """The state of accumulation during one ``fit``.
+class Accumulation(Windows):
+    """The windows of a fit whose Trainer optimizes.
 
     Args:
         policy: what was asked for.
         ranks: those whose gradients are averaged by their reduction, and the device of this one.
         warn: takes a warning to be seen once, on rank zero.
         splitting: how loader batches are split; None where each is a micro-batch.
+        sums: where gradients are added up, if in a wider type than that of their parameters.
     """
+
+    STATE = (*Windows.STATE, "checked_weight", "takes_functions")
+    MORE_STATE = (*Windows.MORE_STATE, "micro_batch_sizes", "padding", "weight_constant", "shares")
 
     def __init__(
         self,
@@ -63,13 +64,12 @@ class Accumulation:
         ranks: Ranks,
         warn: Callable[[str], None],
         splitting: Splitting | None = None,
+        sums: WideSums | None = None,
     ) -> None:
-        self.policy = policy
+        super().__init__(policy, ranks, warn)
         self.splitting = splitting
-        self.ranks = ranks
         self.world_size = ranks.size
         """The ranks that have batches of their own."""
-        self.boundary = Boundary(policy.tail)
         self.window = Window(ranks.device, ranks.size, ranks.group, counts_left_out=policy.on_nonfinite == "skip")
         # the totals are known before the backward, unless its gradient may still be left out of them
         are_totals_known = ranks.size > 1 and splitting is None and policy.on_nonfinite == "propagate" and not policy.row_wise
@@ -80,30 +80,15 @@ class Accumulation:
             window = self.window
             window.terms = TermsCountedAhead(policy.weight, window.device, window.dtype, ranks.size, ranks.group)
         self._weighs_terms = self._terms_at_once is not None or self.window.terms is not None
-        self.clock = StepClock(policy.scheduler_counts)
-        self.sums: WideSums | None = None
-        """Where gradients are added up, if in a wider type than that of their parameters."""
+        self._sums, self._loss = sums, WindowLoss(self.window, self.weigher, sums)
         self.closed: ClosedWindow | None = None
         """The last window that ended; None while the next is about to end, and where its closure was not called."""
         self.gradient_norm: Tensor | None = None
         """The norm of its gradient, where it was clipped by norm."""
         self.closed_loader_batches = 0
         """How many loader batches it took."""
-        self.position = 0
-        """Loader batches of the unfinished window that are done."""
-        self._micro_batches_done = 0
-        self.total_left_out = 0
-        """Micro-batches of all windows so far that were not finite, over all ranks."""
-        self.total_weight: Tensor | float = 0.0
-        """The weight of all windows so far."""
         self.is_zero_grad_due = True
         """The gradients are those of an earlier window: they are cleared before the first backward of the next."""
-        self.epoch = 0
-        """The epoch under way, from 0."""
-        self.resumed_state: Mapping[str, Any] = {}
-        """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
-        self.window_tokens: int | None = None
-        """What the window under way has to reach, where windows are measured in tokens."""
         self.is_shadow_batch = False
         """The loader batch that was drawn last is one that this rank runs for the sake of the others. Set by what draws it."""
         self._has_run_without_loss = False
@@ -124,61 +109,28 @@ class Accumulation:
         """It was made before the checkpoint that training goes on from, with the same weight."""
         self.changes = ParameterChanges(warn if policy.check else None)
         """Finds parameters that change inside a window."""
-        self._warn = warn
-        self._warned: set[str] = set()
 
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave, to go on from it in :meth:`restart`; nothing where training begins.
+    @property
+    def sums(self) -> WideSums | None:
+        """Where gradients are added up, if in a wider type than that of their parameters."""
+        return self._sums
 
-        Raises:
-            ValueError: another version of the package has written it.
-        """
-        if state:
-            check_format(state)
-            check_keys(
-                state,
-                _STATE,
-                ("micro_batch_sizes", "padding", "epoch_loss", "window", "weight_constant", "shares"),
-                "GradientAccumulation",
-            )
-        self.resumed_state = state
+    @property
+    @override
+    def losses(self) -> Sequence[WindowLoss]:
+        return (self._loss,)
 
+    @override
+    def begin_epoch(self, epoch: int) -> None:
+        super().begin_epoch(epoch)
+        self.changes.begin_epoch()
+        if self.splitting is not None:
+            self.splitting.planner.prove_again()
+
+    @override
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
-        """Begin to train, or go on from a checkpoint.
-
-        Args:
-            seen: loader batches so far.
-            into_window: how many of them belong to a window that has not ended, as Lightning knows it.
-            steps: optimizer steps so far, and
-            loader_batches: what those took; a checkpoint of this package knows better.
-            size: loader batches in a window now.
-
-        Returns:
-            The unfinished window of the checkpoint, whose gradients are to be put back.
-        """
-        self.discard(seen)
-        is_epoch_over = self.resumed_state.get("epoch", self.epoch) != self.epoch
-        is_tail_dropped = self.policy.tail == "drop" and is_epoch_over
-        partial = self._partial_window(size) if "window" in self.resumed_state and not is_tail_dropped else None
-        if partial is not None:
-            self.boundary.go_on(seen, partial.position, math.inf if partial.size is None else partial.size)
-            self.window_tokens = partial.tokens
-            self.position, self.is_zero_grad_due = partial.position, False
-        elif "window" not in self.resumed_state and not self.resumed_state.get("is_at_boundary", False) and not is_tail_dropped:
-            self.boundary.close(seen - into_window)
-            if into_window or "is_at_boundary" in self.resumed_state:
-                self._warn(
-                    "The checkpoint was taken inside a window and does not hold its gradients: the first optimizer step is made on"
-                    " the rest of the window."
-                )
-        state: dict[str, Any] = {"optimizer_steps": steps, "total_weight": 0.0}
-        state["scheduler_time"] = steps if self.policy.scheduler_counts == "optimizer_steps" else loader_batches
-        state.update(self.resumed_state)
-        self.clock.optimizer_steps = int(state["optimizer_steps"])
-        self.clock.time = int(state["scheduler_time"])
-        self.clock.hold()
-        self.total_weight = float(state["total_weight"])
-        self.total_left_out = int(state.get("skipped_micro_batches", 0))
+        partial, state = super().restart(seen, into_window, steps, loader_batches, size), self.resumed_state
+        self.is_zero_grad_due = partial is None
         self.weigher.takes_functions = bool(state.get("takes_functions", True))
         self._was_checked = state.get("checked_weight") == self.policy.weight_in_words
         if self._was_checked:
@@ -193,29 +145,27 @@ class Accumulation:
             self.splitting.planner.proofs.load_state_dict(state["padding"], is_own=self.ranks.rank == 0)
         return partial
 
-    def _partial_window(self, size: int) -> PartialWindow | None:
-        """The unfinished window of the checkpoint, if it can go on under the policy of now."""
-        partial = PartialWindow.from_state_dict(self.resumed_state["window"])
-        if partial.policy != self.policy.in_words(size):
-            self._warn(
-                f"The checkpoint was taken after {partial.position} loader batches of a window of {partial.policy}. Now it is"
-                f" {self.policy.in_words(size)}: the gradients in the checkpoint are dropped, and a new window begins."
-            )
-            return None
-        return partial
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        is_verdict = self.verdict is not None and self.verdict.deviation is not None and not self.checks_left
+        state = super().state_dict()
+        state["checked_weight"] = self.policy.weight_in_words if self._was_checked or is_verdict else ""
+        state["takes_functions"] = self.weigher.takes_functions
+        if self.window.constant:
+            state["weight_constant"] = self.window.constant
+        if self.weigher.shares is not None:
+            state["shares"] = asdict(self.weigher.shares)
+        if self.splitting is not None and self.splitting.sizes is not None:
+            state["micro_batch_sizes"] = self.splitting.sizes.state_dict()
+        if self.splitting is not None:
+            state["padding"] = self.splitting.planner.proofs.state_dict()
+        return state
 
     @property
     def weighs_terms(self) -> bool:
         """Each term of a loss is weighed by itself in the windows of now."""
         at_once = self._terms_at_once is not None and self.boundary.size in (None, 1)
         return at_once or self.window.terms is not None
-
-    def begin_epoch(self, epoch: int) -> None:
-        """An epoch begins, or goes on; from 0."""
-        self.epoch = epoch
-        self.changes.begin_epoch()
-        if self.splitting is not None:
-            self.splitting.planner.prove_again()
 
     # --- one loader batch -----------------------------------------------------------------------------------------
 
@@ -269,10 +219,7 @@ class Accumulation:
                 " or divide it by the number of its own rows."
             )
         is_weightless = not isinstance(weight, Tensor) and weight == 0
-        # the weight in the wide type, if there is one
-        grad_output = self.window.add(loss if self.sums is None else loss.detach().to(self.sums.dtype), contribution)
-        if contribution.of_mean is not None:
-            self.weigher.leave_out_function(loss)
+        grad_output = self._loss.add(loss, contribution)
         if self.observer is not None:
             self.observer.begin_backward(micro_batch, weight)
         if micro_batch.is_boundary:
@@ -310,15 +257,6 @@ class Accumulation:
         self.window.add_empty()
         if micro_batch.is_boundary:
             self.reduce()
-
-    def end_loader_batch(self, seen: int) -> None:
-        """Loader batch number ``seen`` is done."""
-        self.position, self._micro_batches_done = seen - self.boundary.closed_at, self.window.micro_batches
-
-    @property
-    def is_between_loader_batches(self) -> bool:
-        """The gradients are those of whole loader batches: none has failed on its way."""
-        return self.window.micro_batches == self._micro_batches_done
 
     def reduce(self) -> None:
         """Start to sum the weights over the ranks: on all of them before the last reduction of gradients."""
@@ -366,31 +304,19 @@ class Accumulation:
         if self.changes.is_under_way:
             self.changes.end(self.window.micro_batches)
         if self.sums is None:
-            self.closed = self.window.close([parameter.grad for parameter in parameters if parameter.grad is not None])
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         else:
-            self.closed = self.window.close(self.sums.gradients())
+            gradients = self.sums.gradients()
+        self.closed = self._loss.close(gradients, self.warn_once, HOW_TO_WEIGH_EACH)
+        if self.sums is not None:
             self.sums.hand_over()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":
             self.closed = self._without_slope(self.closed)
         if self.closed.is_flagged:
             self._agree_on_sizes()
-        self._end(seen, is_inside_batch)
+        self._begin_window(seen, is_inside_batch)
         self.total_left_out += self.closed.left_out
         self._add_weight(self.closed)
-        if self.closed.do_terms_disagree:
-            self._warn_once(
-                f"The terms of the loss are means over counts that are not proportional from micro-batch to micro-batch. All of"
-                f" them take the weight of the main one ({self.weigher.criterion}); for the others a window differs from its full"
-                f" batch. {HOW_TO_WEIGH_EACH}"
-            )
-        if self.closed.do_factors_differ:
-            self._warn_once(FACTORS_DIFFER)
-        if self.closed.is_miscounted:
-            self._warn_once(
-                "What the weights of the terms counted in micro-batches does not add up to what they counted in the whole batch: a"
-                " micro-batch had no loss, or a weight is no count that adds up. In such a window the terms of the loss have other"
-                " shares than in the full batch."
-            )
         return self.closed
 
     def _without_slope(self, closed: ClosedWindow) -> ClosedWindow:
@@ -414,41 +340,36 @@ class Accumulation:
 
     def close_passthrough(self, seen: int) -> None:
         """End a window that was left to Lightning."""
-        self._end(seen)
+        self._begin_window(seen)
         if self.closed is not None:
             self._add_weight(self.closed)
 
     def _add_weight(self, closed: ClosedWindow) -> None:
         if closed.is_empty and not self.is_step:
-            self._warn_once(
+            self.warn_once(
                 "A window ended without any weight (all labels ignored, no batch, or nothing finite): there is no optimizer step"
                 " for it, parameters and optimizer state stay as they are."
             )
         elif not closed.is_empty:
             self.total_weight = self.total_weight + closed.weight
 
-    def _end(self, seen: int, is_inside_batch: bool = False) -> None:
+    @override
+    def _begin_window(self, seen: int, is_inside_batch: bool = False) -> None:
         seen -= is_inside_batch
         # a closure that runs again (LBFGS over ranks) ends the same window again
         before = 0 if is_inside_batch else self.closed_loader_batches
         self.closed_loader_batches = self.boundary.position(seen) or before
-        self.boundary.close(seen)
+        super()._begin_window(seen)
         if is_inside_batch:
             self.boundary.begin(math.inf)
         self.is_zero_grad_due = True
-        if self.sums is not None:
-            self.sums.clear()
-        self.window_tokens, self.position, self._micro_batches_done = None, 0, 0
         self.is_step = self.closed is not None and (not self.closed.is_empty or self._is_without_loss(self.closed))
         self._has_run_without_loss = False
 
+    @override
     def discard(self, seen: int) -> int:
-        """Forget the unfinished window. Returns the loader batches that it had."""
-        lost = self.boundary.position(seen)
-        self.window.discard()
         self.closed = None
-        self._end(seen)
-        return lost
+        return super().discard(seen)
 
     def _is_without_loss(self, closed: ClosedWindow) -> bool:
         """training_step ran, and returned None in all of the window."""
@@ -462,12 +383,7 @@ class Accumulation:
         else:
             self.clock.hold()
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            self._warn(message)
-
-    # --- what is said and saved -------------------------------------------------------------------------------------
+    # --- what is said ----------------------------------------------------------------------------------------------
 
     def describe(self, micro_batch: MicroBatch, weighed: Weighed, samples: int | None, loader_batches: int) -> str:
         """One line: what was understood.
@@ -529,32 +445,7 @@ class Accumulation:
             outcome = (
                 "nothing is trained" if self.policy.tail == "drop" else "there is one optimizer step an epoch, on what is there"
             )
-            self._warn_once(
+            self.warn_once(
                 f"A window of {tokens} {unit} is never full: by the first loader batch an epoch has about {in_epoch:.0f} of"
                 f' them, and with tail="{self.policy.tail}" {outcome}. Use a smaller window, or tail="carry".'
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on counting."""
-        is_verdict = self.verdict is not None and self.verdict.deviation is not None and not self.checks_left
-        is_checked = self._was_checked or is_verdict
-        state: dict[str, Any] = {
-            "format": FORMAT,
-            "epoch": self.epoch,
-            "optimizer_steps": self.clock.optimizer_steps,
-            "scheduler_time": self.clock.time,
-            "total_weight": float(self.total_weight),
-            "skipped_micro_batches": self.total_left_out,
-            "is_at_boundary": self.position == 0,
-            "checked_weight": self.policy.weight_in_words if is_checked else "",
-            "takes_functions": self.weigher.takes_functions,
-        }
-        if self.window.constant:
-            state["weight_constant"] = self.window.constant
-        if self.weigher.shares is not None:
-            state["shares"] = asdict(self.weigher.shares)
-        if self.splitting is not None and self.splitting.sizes is not None:
-            state["micro_batch_sizes"] = self.splitting.sizes.state_dict()
-        if self.splitting is not None:
-            state["padding"] = self.splitting.planner.proofs.state_dict()
-        return state

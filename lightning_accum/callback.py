@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_accum import families, seams
-from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import (
     checked,
     row_wise_policy,
@@ -25,14 +24,13 @@ from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.engine import Engine
 from lightning_accum.hook_table import callbacks_of, disable_unused_hooks, restore_unused_hooks
+from lightning_accum.manual.windows import ManualWindows
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.weighing.counts import Weight
-
-if TYPE_CHECKING:
-    from lightning_accum.manual.optimization import ManualOptimization
+from lightning_accum.windows import Windows
 
 
 class GradientAccumulation(Callback):
@@ -158,8 +156,7 @@ class GradientAccumulation(Callback):
                 **row_wise_policy(row_wise, micro_batch),
             )
         )
-        self._accumulation: Accumulation | None = None
-        self._manual: ManualOptimization | None = None
+        self._windows: Windows | None = None
         self._state: dict[str, Any] = {}
         self._trainers_own: int | None = None
         self._metrics: WindowMetrics | None = None
@@ -176,7 +173,7 @@ class GradientAccumulation(Callback):
             others = [callback for callback in callbacks_of(trainer) if type(callback) is not type(self)]
             trainer.callbacks = [self, *others]  # type: ignore[attr-defined]  # set by a connector
             return self.setup(trainer, pl_module, stage)
-        self._accumulation, self._manual, self._state = None, None, {}  # of an earlier fit, or of a checkpoint that was validated
+        self._windows, self._state = None, {}  # of an earlier fit, or of a checkpoint that was validated
         if not isinstance(trainer.strategy, Engine):
             raise MisconfigurationException(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
@@ -193,31 +190,25 @@ class GradientAccumulation(Callback):
         self._trainers_own = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = size  # where tuners, monitors and Lightning itself look for it
 
-    def connect(self, accumulation: Accumulation, partial_window: Callable[[], PartialWindow | None]) -> None:
+    def connect(self, windows: Windows, partial_window: Callable[[], PartialWindow | None]) -> None:
         """Take hold of the run's state, and give it what a checkpoint said. Called by the strategy.
 
         Args:
-            accumulation: the state.
+            windows: the state.
             partial_window: gives the unfinished window, for a checkpoint. Called on all ranks.
         """
-        self._accumulation, self._partial_window, self._may_gather = accumulation, partial_window, True
+        self._windows, self._partial_window, self._may_gather = windows, partial_window, True
         self._metrics = None
-        accumulation.resume(self._state)
-        self._state = {}
-
-    def connect_manual(self, manual: ManualOptimization) -> None:
-        """As :meth:`connect`, for a module that optimizes by itself. Called by the strategy."""
-        self._manual, self._metrics, self._may_gather = manual, None, True
-        manual.resume(self._state)
+        windows.resume(self._state)
         self._state = {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_epoch(trainer)  # Lightning leaves out on_train_epoch_start where training goes on inside an epoch
-        run = self._manual if self._accumulation is None else self._accumulation
-        if self.policy.log and run is not None:
-            is_same_epoch = run.resumed_state.get("epoch") == trainer.current_epoch
-            self._metrics = WindowMetrics(trainer, pl_module, run.resumed_state.get("epoch_loss") if is_same_epoch else None)
+        if self.policy.log and self._windows is not None:
+            state = self._windows.resumed_state
+            is_same_epoch = state.get("epoch") == trainer.current_epoch
+            self._metrics = WindowMetrics(trainer, pl_module, state.get("epoch_loss") if is_same_epoch else None)
             cast("Engine", trainer.strategy).metrics = self._metrics
         disable_unused_hooks(self)
 
@@ -228,23 +219,15 @@ class GradientAccumulation(Callback):
         self._begin_epoch(trainer)
 
     def _begin_epoch(self, trainer: pl.Trainer) -> None:
-        if self._accumulation is not None:
-            self._accumulation.begin_epoch(trainer.current_epoch)
-        elif self._manual is not None:
-            self._manual.windows.epoch = trainer.current_epoch
+        if self._windows is not None:
+            self._windows.begin_epoch(trainer.current_epoch)
         self.set_size(trainer)
 
     def set_size(self, trainer: pl.Trainer) -> None:
         """A window is about to begin: have its size where tuners, monitors and Lightning look for it. Called by the strategy."""
-        if not self.policy.has_varying_windows:
+        if self._windows is None or not self.policy.has_varying_windows:
             return
-        if self._accumulation is not None:
-            steps = self._accumulation.clock.optimizer_steps
-        elif self._manual is not None:
-            steps = self._manual.windows.windows
-        else:
-            return
-        size = self.policy.size_at(trainer.current_epoch, steps)
+        size = self.policy.size_at(trainer.current_epoch, self._windows.clock.optimizer_steps)
         assert size is not None
         trainer.accumulate_grad_batches = size
 
@@ -252,11 +235,11 @@ class GradientAccumulation(Callback):
 
     def show_manual_window(self, trainer: pl.Trainer) -> None:
         """Log the window of a module that optimizes by itself, which has just ended. Called by the strategy."""
-        windows = None if self._manual is None else self._manual.windows
-        if self._metrics is not None and windows is not None and windows.closed:
+        windows = self._windows
+        if self._metrics is not None and isinstance(windows, ManualWindows) and windows.closed:
             first, *others = windows.closed
             losses = {f"window/loss_{index}": closed.loss for index, closed in enumerate(others, 2)}
-            self._metrics.log(first, windows.total_weight, windows.windows, losses)
+            self._metrics.log(first, windows.total_weight, windows.clock.optimizer_steps, losses)
         self.set_size(trainer)
 
     @override
@@ -279,7 +262,7 @@ class GradientAccumulation(Callback):
             self._state = self._counts()
         if self._metrics is not None:
             self._metrics.close()
-        self._accumulation, self._manual, self._metrics, self._partial_window = None, None, None, None
+        self._windows, self._metrics, self._partial_window = None, None, None
         restore_unused_hooks(self)
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
@@ -287,28 +270,21 @@ class GradientAccumulation(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._manual is not None:
-            return {**self._counts(), **self._manual.unfinished_window(self._may_gather)}
         partial = None if self._partial_window is None or not self._may_gather else self._partial_window()
         return self._counts() if partial is None else {**self._counts(), "window": partial.state_dict()}
 
     def _counts(self) -> dict[str, Any]:
         """What a checkpoint needs to go on, but for the gradients of an unfinished window."""
-        if self._manual is not None:
-            state = self._manual.counts()
-        elif self._accumulation is not None:
-            state = self._accumulation.state_dict()
-        else:
+        if self._windows is None:
             return self._state
+        state = self._windows.state_dict()
         if self._metrics is not None:
             state["epoch_loss"] = self._metrics.epoch_loss()
         return state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._manual is not None:
-            self._manual.resume(state_dict)
-        elif self._accumulation is None:
+        if self._windows is None:
             self._state = state_dict
         else:  # sharded modules are restored after the strategy has been set up
-            self._accumulation.resume(state_dict)
+            self._windows.resume(state_dict)

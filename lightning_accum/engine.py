@@ -34,6 +34,7 @@ from lightning_accum.sync import GradientSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
+from lightning_accum.windows import Windows
 
 
 class WindowListener(Protocol):
@@ -82,6 +83,11 @@ class Engine(Strategy):
     """Which of Lightning's hooks somebody overrides; there with :attr:`accumulation`."""
     session: Session
     """Runs loader batches; there with :attr:`accumulation`."""
+
+    @property
+    def windows(self) -> Windows | None:
+        """Those of the running ``fit``; None outside of one, and where a window is one micro-batch of manual optimization."""
+        return self.accumulation if self.manual is None else self.manual.windows
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 

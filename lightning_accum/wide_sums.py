@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_accum.average import average
 from lightning_accum.ranks import Ranks
@@ -26,7 +27,68 @@ def is_narrower(dtype: torch.dtype, wide: torch.dtype) -> bool:
     return dtype != wide and torch.promote_types(dtype, wide) == wide
 
 
-class WideSums:
+class GradientSums:
+    """The gradients of a window, added up outside of ``parameter.grad``, each in the type of its parameter."""
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Parameter, Tensor] = {}
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """The type that its gradients are added up in."""
+        return parameter.dtype
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, gradient: Tensor, factor: float | Tensor = 1.0) -> None:
+        """Add ``factor`` times a gradient, which nobody else uses from now on."""
+        total = self._sums.get(parameter)
+        if total is None:
+            total = gradient.to(self.dtype_of(parameter))
+            self._sums[parameter] = total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
+        elif not isinstance(factor, Tensor):
+            total.add_(gradient, alpha=factor)
+        elif gradient.layout == torch.strided:
+            total.addcmul_(gradient, factor)
+        else:
+            total.add_(gradient * factor)
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """What was accumulated for a parameter; None where nothing was."""
+        return self._sums.get(parameter)
+
+    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Go on from a gradient that was accumulated before; None for nothing."""
+        if gradient is None:
+            self._sums.pop(parameter, None)
+        else:
+            self._sums[parameter] = gradient
+
+    def gradients(self) -> list[Tensor]:
+        """All sums, to be scaled in place."""
+        return list(self._sums.values())
+
+    @torch.no_grad()
+    def reduce(self, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the sums over the ranks, in their own type. Called on all ranks.
+
+        A parameter that only other ranks have used gets their sum, and one that no rank has used stays without.
+
+        Args:
+            ranks: those whose gradients are averaged.
+            parameters: those of the module, in the same order on all ranks.
+        """
+        average(self._sums, parameters, ranks, lambda parameter: torch.zeros_like(parameter, dtype=self.dtype_of(parameter)))
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """The sums, which from now on are none."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+    def clear(self) -> None:
+        """Forget the sums; a window has ended."""
+        self._sums = {}
+
+
+class WideSums(GradientSums):
     """The sums of the gradients of a window, each in the wider of its parameter's type and ``dtype``.
 
     Inside a window ``parameter.grad`` is None but during the backward, where the gradients of one parameter at a time are there.
@@ -52,17 +114,17 @@ class WideSums:
     """
 
     def __init__(self, dtype: torch.dtype, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+        super().__init__()
         self.dtype = dtype
         self._parameters = parameters
-        self._sums: dict[nn.Parameter, Tensor] = {}
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         self._unwatched: list[nn.Parameter] | None = None
         """Without a hook: torch takes none of a parameter that is frozen. None between windows."""
         self._is_adding = False
         self._factor: float | Tensor = 1.0
 
+    @override
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """The type that its gradients are added up in."""
         return torch.promote_types(parameter.dtype, self.dtype)
 
     # --- inside a window ----------------------------------------------------------------------------------------------
@@ -79,7 +141,7 @@ class WideSums:
         if any(parameter.requires_grad for parameter in self._unwatched):
             for parameter in self._unwatched:
                 if parameter.requires_grad:
-                    self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+                    self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
             self._unwatched = [parameter for parameter in self._unwatched if parameter not in self._handles]
 
     def weigh(self, factor: Tensor | None) -> None:
@@ -88,14 +150,14 @@ class WideSums:
             self._factor = factor.item() if factor.device.type == "cpu" else factor.detach().reshape(())
 
     @torch.no_grad()  # a backward with create_graph=True would have the sum in its graph
-    def _take(self, parameter: Tensor) -> None:
+    def _on_grad(self, parameter: Tensor) -> None:
         """Add the gradient of a parameter to its sum, and let it go."""
         if not self._is_adding or parameter.grad is None:
             return
         assert isinstance(parameter, nn.Parameter)
-        self._add(parameter, self._factor)
+        self._take_grad(parameter, self._factor)
 
-    def _add(self, parameter: nn.Parameter, factor: float | Tensor) -> None:
+    def _take_grad(self, parameter: nn.Parameter, factor: float | Tensor) -> None:
         assert parameter.grad is not None
         gradient, parameter.grad = parameter.grad.detach(), None
         if gradient.layout != torch.strided:
@@ -103,25 +165,7 @@ class WideSums:
                 f"accumulate_dtype={self.dtype} adds up dense gradients, but that of a parameter of shape {tuple(parameter.shape)}"
                 f" is {gradient.layout}. Leave accumulate_dtype out, or have the layer give dense ones."
             )
-        total = self._sums.get(parameter)
-        if total is None:
-            total = gradient.to(self.dtype_of(parameter))
-            self._sums[parameter] = total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
-        elif isinstance(factor, Tensor):
-            total.addcmul_(gradient, factor)
-        else:
-            total.add_(gradient, alpha=factor)
-
-    def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """What was accumulated for a parameter; None where nothing was."""
-        return self._sums.get(parameter)
-
-    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Go on from a gradient that was accumulated before; None for nothing."""
-        if gradient is None:
-            self._sums.pop(parameter, None)
-        else:
-            self._sums[parameter] = gradient
+        self.add(parameter, gradient, factor)
 
     def copies(self) -> dict[nn.Parameter, Tensor]:
         """The sums as they are now, for :meth:`put_back`."""
@@ -136,26 +180,17 @@ class WideSums:
 
     # --- the end of a window ------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @override
     def gradients(self) -> list[Tensor]:
-        """All sums, to be scaled in place."""
         for parameter in self._parameters():
             if parameter.grad is not None:  # from no backward: a hook has put it there
-                self._add(parameter, 1.0)
-        return list(self._sums.values())
+                self._take_grad(parameter, 1.0)
+        return super().gradients()
 
-    @torch.no_grad()
+    @override
     def reduce(self, ranks: Ranks, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the sums over the ranks, in their own type. Called on all ranks.
-
-        A parameter that only other ranks have used gets their sum, and one that no rank has used stays without.
-
-        Args:
-            ranks: those whose gradients are averaged.
-            parameters: those of the module, in the same order on all ranks.
-        """
         self.gradients()
-        average(self._sums, parameters, ranks, lambda parameter: torch.zeros_like(parameter, dtype=self.dtype_of(parameter)))
+        super().reduce(ranks, parameters)
 
     @torch.no_grad()
     def hand_over(self) -> None:
@@ -166,9 +201,9 @@ class WideSums:
         for parameter in list(self._sums):
             parameter.grad = self._sums.pop(parameter).to(parameter.dtype)
 
+    @override
     def clear(self) -> None:
-        """Forget the sums; a window has ended."""
-        self._sums.clear()
+        super().clear()
         self._unwatched = None
 
     def close(self) -> None:

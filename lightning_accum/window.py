@@ -24,10 +24,6 @@ from lightning_accum.weighing.weight import Contribution
 
 _MOST_RANKS = 2.0**13
 """Four flags are in one number, and those of so many ranks do not run into each other."""
-FACTORS_DIFFER = (
-    "A factor of the loss changes inside a window, or is not the same on all ranks. Factors are taken for constants:"
-    " if this one goes with the batch, a window differs from its full batch. Use an explicit weight."
-)
 _NUMBERS = 8
 """Those that are summed over the ranks; :attr:`Window.terms` may add some."""
 
@@ -76,10 +72,16 @@ class Window:
         world_size: the ranks whose gradients the reduction averages.
         group: their process group; None for the default one.
         counts_left_out: whether micro-batches may be left out, and their number is summed over the ranks.
+        weight_scale: of the first window; None to take it from the first weights, which all ranks have together.
     """
 
     def __init__(
-        self, device: torch.device, world_size: int = 1, group: dist.ProcessGroup | None = None, counts_left_out: bool = False
+        self,
+        device: torch.device,
+        world_size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        counts_left_out: bool = False,
+        weight_scale: float | None = None,
     ) -> None:
         self.device = device
         self._world_size = world_size
@@ -97,7 +99,7 @@ class Window:
         """What each weight has in it beside what adds up, as in ``sum / (count + 1e-8)``: the full batch has it once. The same on
         all ranks; None where that is not known.
         """
-        self._reference: float | None = None
+        self._reference = weight_scale
         self._seed: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
         self.discard()
@@ -208,12 +210,7 @@ class Window:
         """What the weights are divided by during the window; None before the first."""
         return self._reference
 
-    def refer_to(self, weight: float) -> float:
-        """Set the scale from a weight on this rank alone. Returns what the gradients so far are to be multiplied by."""
-        before, self._reference = self._reference, _power_of_two_near(weight)
-        return 1.0 if before is None else before / self._reference
-
-    def take_back(self, reference: float | None, weighed: Sequence[Sequence[Any]]) -> None:
+    def restore(self, reference: float | None, weighed: Sequence[Sequence[Any]]) -> None:
         """Go on with what :attr:`reference` and :meth:`weighed` were."""
         self._reference = reference
         self._losses, self._contributions = [], []

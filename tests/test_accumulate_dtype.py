@@ -212,7 +212,7 @@ def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: dict[str, Any],
         train(make, ranks, after, ends=True, **policy)
         state = torch.load("inside.ckpt", weights_only=True)["callbacks"]["GradientAccumulation"]
         if "window" in state:
-            assert all(total.dtype == torch.float64 for own in state["window"]["gradients"] for total in own.values())
+            assert all(total.dtype == torch.float64 for own in state["window"]["losses"][0]["gradients"] for total in own.values())
         assert_goes_on(expected, train(make, ranks, resumes=True, **policy), f"checkpoint after {after}")
 
 

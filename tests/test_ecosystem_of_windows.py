@@ -527,7 +527,7 @@ def test_after_an_exception_in_training_step_the_window_goes_on_without_the_batc
     """The loader had given it away, so it does not come again; what was accumulated before it is there."""
     state = fail(TwoOfThem("training_step", 7), **policy)
     assert state["window"]["position"] == 2
-    (gradients,), scale = state["window"]["gradients"], state["window"]["reference"]
+    (gradients,), scale = state["window"]["losses"][0]["gradients"], state["window"]["losses"][0]["weight_scale"]
     assert {name: float(gradient) * scale for name, gradient in gradients.items()} == {"w": 11.0, "v": 11.0}
     module, _ = go_on(**policy)
     assert module.gradients == pytest.approx([(5 + 6 + 8) / 3], rel=1e-15)

@@ -504,7 +504,7 @@ def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(ranks: int) -> None:
 
 @pytest.mark.parametrize("resumed_on", [1, 2])
 def test_a_checkpoint_inside_the_first_window_holds_what_ranks_of_unequal_batches_have_weighed(resumed_on: int) -> None:
-    """Until the first window ends, each rank has a scale of its own."""
+    """Before the first window has ended, ranks have agreed on nothing."""
 
     class Mean(Manual):
         def build(self) -> None:
@@ -542,6 +542,57 @@ def test_a_checkpoint_inside_the_first_window_holds_what_ranks_of_unequal_batche
     for name, parameter in reference.net.named_parameters(prefix="net"):
         expected = parameter - parameter.grad
         assert relative_error([resumed.state_dict()[name]], [expected]) < 1e-14
+
+
+class Half(Scalar):
+    """One optimizer, stepped by the module or by the Trainer."""
+
+    def __init__(self, batches: list[Any], is_automatic: bool = False) -> None:
+        super().__init__(batches)
+        self.automatic_optimization = is_automatic
+
+    def train_dataloader(self) -> Any:
+        return StatefulLoader(self.batches)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        return None
+
+
+@pytest.mark.parametrize("after", [1, 2, 4, 5])
+def test_a_manual_window_goes_on_after_loader_batches_of_none(after: int) -> None:
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.fit_loop.epoch_loop.batch_progress.total.ready == after:
+                trainer.save_checkpoint("inside.ckpt")
+
+    batches = [None, x(1), x(2), x(5), None, x(7)]
+    whole, resumed = Half(batches), Half(batches)
+    callbacks = [GradientAccumulation(lambda step: 3), Saves()]
+    trainer("accum", callbacks=callbacks).fit(whole)
+    trainer("accum", callbacks=[GradientAccumulation(lambda step: 3)]).fit(resumed, ckpt_path="inside.ckpt")
+    assert resumed.w.item() == whole.w.item() == -(1.5 + 6)
+
+
+def test_a_window_of_the_trainers_does_not_go_on_in_manual_optimization() -> None:
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                trainer.save_checkpoint("inside.ckpt")
+
+    batches = [x(1), x(2), x(3), x(5), x(7), x(9)]
+    trainer("accum", callbacks=[GradientAccumulation(3), Saves()]).fit(Half(batches, is_automatic=True))
+    resumed = Half(batches)
+    with pytest.warns(
+        UserWarning, match="of a window of 3 loader batches .*Now it is .* of a module that optimizes by itself: the"
+    ):
+        trainer("accum", callbacks=[GradientAccumulation(3)]).fit(resumed, ckpt_path="inside.ckpt")
+    assert resumed.w.item() == -(2.0 + 8.0)  # the first from the checkpoint, the second on what was left
 
 
 @pytest.mark.parametrize("after", [2, 4, 5, 6])

@@ -260,7 +260,7 @@ def test_a_checkpoint_inside_a_window_loads_as_weights_only_and_says_what_it_add
         trainer("accum", callbacks=[GradientAccumulation(4), Save(3, ends=True)]).fit(module)
     assert "after 3 loader batches of a window; their gradients add 8.0 MiB to it" in caplog.text
     state = torch.load("inside.ckpt", weights_only=True)["callbacks"]["GradientAccumulation"]
-    assert state["window"]["gradients"][0]["big.weight"].shape == (1024, 1024)
+    assert state["window"]["losses"][0]["gradients"][0]["big.weight"].shape == (1024, 1024)
 
 
 def test_at_a_boundary_a_checkpoint_has_no_gradients() -> None:
@@ -478,15 +478,19 @@ def changed_state(change: Callable[[dict[str, Any]], None]) -> None:
     [
         (
             lambda state: state.update(format=7),
-            r"in format 7, and this version of lightning_accum reads format 3\. Resume",
+            r"in format 7, and this version of lightning_accum reads format 4\. Resume",
         ),
-        (lambda state: state.pop("format"), "in format 0, and this version of lightning_accum reads format 3"),
+        (lambda state: state.pop("format"), "in format 0, and this version of lightning_accum reads format 4"),
         (lambda state: state.pop("total_weight"), "The state of GradientAccumulation in the checkpoint lacks total_weight. Resume"),
         (lambda state: state.update(new=1), "GradientAccumulation in the checkpoint has new, which this version does not know"),
         (lambda state: state["window"].pop("scale"), "The state of an unfinished window in the checkpoint lacks scale"),
         (lambda state: state["window"].update(new=1), "of an unfinished window in the checkpoint has new, which this version"),
         (
-            lambda state: state["window"]["gradients"][0].update(w=torch.zeros(2, 3, dtype=torch.float64)),
+            lambda state: state["window"]["losses"][0].pop("weighed"),
+            "a loss of an unfinished window in the checkpoint lacks weighed",
+        ),
+        (
+            lambda state: state["window"]["losses"][0]["gradients"][0].update(w=torch.zeros(2, 3, dtype=torch.float64)),
             r"has a gradient of shape \(2, 3\) for the parameter w, which is of shape \(\)",
         ),
     ],

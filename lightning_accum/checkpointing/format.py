@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-FORMAT = 3
+FORMAT = 4
 """Of the state of ``GradientAccumulation``. One more whenever a key is added, left out or means something else."""
 
 

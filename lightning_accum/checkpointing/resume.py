@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,11 +14,28 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_accum.checkpointing.format import check_keys
 from lightning_accum.ranks import Ranks
 from lightning_accum.weighing.terms import TermsCountedAhead
-from lightning_accum.wide_sums import WideSums
-from lightning_accum.window import Window
+from lightning_accum.wide_sums import GradientSums
+from lightning_accum.window_loss import WindowLoss
 
 MOST_RANKS_APART = 8
 """Up to so many ranks each one's own gradients are saved, so that on as many a training goes on to the bit; of more, their sum."""
+
+
+@dataclass
+class PartialLoss:
+    """One loss of an unfinished window.
+
+    Attributes:
+        weight_scale: what the weights, and so the gradients, were divided by.
+        weighed: by rank, what :meth:`Window.weighed` says of its micro-batches, in their order.
+        gradients: by rank, on the host, by the name of the parameter; one entry where they were averaged or added up.
+        term_totals: what each term of the loss is divided by in all of the window, where that was counted ahead.
+    """
+
+    weight_scale: float | None
+    weighed: list[list[list[Any]]]
+    gradients: list[dict[str, Tensor]]
+    term_totals: list[float] | None = None
 
 
 @dataclass
@@ -31,13 +48,10 @@ class PartialWindow:
         size: loader batches that it would have; None where tokens end it.
         tokens: what it has to reach, where tokens end it.
         ranks: those whose gradients are averaged.
-        reference: the scale of its gradients.
-        weighed: by rank, what :meth:`Window.weighed` says of its micro-batches, in their order.
         is_reduced: the gradients were averaged over the ranks already.
-        gradients: by rank, on the host, by the name of the parameter; one entry where they were averaged or added up.
+        losses: in the order of their backward calls.
         scale: by which a GradScaler had multiplied the losses.
         left_out: micro-batches that were not finite, over all ranks.
-        term_totals: what each term of the loss is divided by in all of the window, where that was counted ahead.
     """
 
     policy: str
@@ -45,17 +59,14 @@ class PartialWindow:
     size: float | None
     tokens: int | None
     ranks: int
-    reference: float | None
-    weighed: list[list[list[Any]]]
     is_reduced: bool
-    gradients: list[dict[str, Tensor]]
+    losses: list[PartialLoss]
     scale: float = 1.0
     left_out: int = 0
-    term_totals: list[float] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers."""
-        return {**asdict(self), "gradients": self.gradients}
+        return {**vars(self), "losses": [dict(vars(loss)) for loss in self.losses]}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> PartialWindow:
@@ -65,24 +76,40 @@ class PartialWindow:
             ValueError: it lacks a field, or has one that is not known.
         """
         check_keys(state, [field.name for field in fields(cls)], (), "an unfinished window")
-        return cls(**state)
+        for loss in state["losses"]:
+            check_keys(loss, [field.name for field in fields(PartialLoss)], (), "a loss of an unfinished window")
+        return cls(**{**state, "losses": [PartialLoss(**loss) for loss in state["losses"]]})
 
     def bytes(self) -> int:
         """What the gradients take."""
-        return sum(gradient.numel() * gradient.element_size() for own in self.gradients for gradient in own.values())
+        gradients = [gradient for loss in self.losses for own in loss.gradients for gradient in own.values()]
+        return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
 
-def gather_gradients(
-    named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool, is_kept: bool, sums: WideSums | None = None
-) -> list[dict[str, Tensor]]:
-    """The gradients of all ranks, on the host of those that keep them. Called on all ranks.
+def gather_loss(loss: WindowLoss, named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool, is_kept: bool) -> PartialLoss:
+    """What all ranks have of a loss. Called on all of them.
 
     Args:
+        loss: of the window.
         named: the parameters, in the same order on all ranks.
         ranks: those whose gradients are averaged.
         is_reduced: they were averaged already, so that one rank's are those of all.
         is_kept: whether this rank keeps them.
-        sums: where they are, if not in ``parameter.grad``.
+    """
+    weighed = [loss.window.weighed()]
+    if ranks.size > 1:
+        of_all: list[Any] = [None] * ranks.size
+        dist.all_gather_object(of_all, weighed[0], group=ranks.group)
+        weighed = of_all
+    gradients = _gather_gradients(named, ranks, is_reduced, is_kept, loss.sums)
+    terms = loss.window.terms
+    return PartialLoss(loss.window.reference, weighed, gradients, terms.totals if isinstance(terms, TermsCountedAhead) else None)
+
+
+def _gather_gradients(
+    named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool, is_kept: bool, sums: GradientSums | None
+) -> list[dict[str, Tensor]]:
+    """The gradients of all ranks, on the host of those that keep them.
 
     Returns:
         By rank, or one entry (averaged, or the sum of many ranks); empty where this rank does not keep them.
@@ -114,51 +141,41 @@ def gather_gradients(
     return by_rank
 
 
-def gather_weighed(window: Window, ranks: Ranks) -> list[list[list[Any]]]:
-    """What the micro-batches of all ranks weighed. Called on all ranks."""
-    own = window.weighed()
-    if ranks.size == 1:
-        return [own]
-    of_all: list[Any] = [None] * ranks.size
-    dist.all_gather_object(of_all, own, group=ranks.group)
-    return of_all
-
-
-def put_back(
+def restore_loss(
+    loss: WindowLoss,
+    kept: PartialLoss,
     partial: PartialWindow,
     named: Mapping[str, nn.Parameter],
-    window: Window,
     ranks: Ranks,
     rank: int,
     scale: float,
     warn: Callable[[str], None],
-    sums: WideSums | None = None,
 ) -> None:
-    """Give the window and the parameters what a checkpoint holds, on as many ranks as then or on others.
+    """Give a loss and the parameters what a checkpoint holds, on as many ranks as then or on others.
 
     Args:
-        partial: the window in the checkpoint.
+        loss: of the window.
+        kept: what the checkpoint holds of it, as a part of
+        partial: its unfinished window.
         named: the parameters.
-        window: takes what was weighed.
         ranks: those whose gradients are averaged now.
         rank: of this one among them.
         scale: by which a GradScaler multiplies the losses now.
         warn: takes a warning to be seen once.
-        sums: where the gradients are added up, if not in ``parameter.grad``.
 
     Raises:
         ValueError: a gradient has another shape than its parameter.
     """
+    window, sums = loss.window, loss.sums
     if ranks.size == partial.ranks:
-        weighed = partial.weighed[rank]
+        weighed = kept.weighed[rank]
     else:  # a sum, so it does not matter who brings in what
-        weighed = [micro_batch for of_rank in partial.weighed for micro_batch in of_rank] if rank == 0 else []
-    window.take_back(partial.reference, weighed)
-    if partial.term_totals is not None and isinstance(window.terms, TermsCountedAhead):
-        window.terms.take_back(partial.term_totals)
-    window.left_out = partial.left_out if rank == 0 else 0
+        weighed = [micro_batch for of_rank in kept.weighed for micro_batch in of_rank] if rank == 0 else []
+    window.restore(kept.weight_scale, weighed)
+    if kept.term_totals is not None and isinstance(window.terms, TermsCountedAhead):
+        window.terms.take_back(kept.term_totals)
     left = set()
-    for own in partial.gradients:
+    for own in kept.gradients:
         left |= own.keys() - named.keys()
     if left:
         warn(f"The checkpoint has partial gradients of parameters that are not in the module: {', '.join(sorted(left)[:3])}.")
@@ -166,7 +183,7 @@ def put_back(
         for name, parameter in named.items():
             if not parameter.requires_grad:  # frozen since then
                 continue
-            gradient = _of_this_rank([own[name] for own in partial.gradients if name in own], partial, ranks, rank)
+            gradient = _of_this_rank([own[name] for own in kept.gradients if name in own], partial, ranks, rank)
             if gradient is None:
                 continue
             if gradient.shape != parameter.shape:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Protocol
 
 from torch import nn
 
-from lightning_accum.accumulation import Accumulation
-from lightning_accum.checkpointing.resume import PartialWindow, gather_gradients, gather_weighed, put_back
-from lightning_accum.session import Session
+from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.sync import GradientSync
-from lightning_accum.weighing.terms import TermsCountedAhead
+from lightning_accum.windows import Windows
 
 
 class Training(Protocol):
     """What a checkpoint asks of the training that it is taken of."""
 
     sync: GradientSync
-    session: Session
 
     @property
     def is_global_zero(self) -> bool:
@@ -36,42 +32,28 @@ class Training(Protocol):
 
 
 def unfinished_window(
-    training: Training, accumulation: Accumulation, size: int, warn: Callable[[str], None], inform: Callable[[str], None]
+    training: Training, windows: Windows, size: int, warn: Callable[[str], None], inform: Callable[[str], None]
 ) -> PartialWindow | None:
     """The unfinished window of a training; None at a boundary. Called on all ranks.
 
     Args:
         training: whose parameters have the gradients.
-        accumulation: its state.
+        windows: its windows.
         size: loader batches in a window now.
-        warn: is told where the window's gradients are those of a part of a loader batch, and so cannot be kept.
-        inform: is told of the window's size.
+        warn: takes a warning where the gradients are those of a part of a loader batch, and so cannot be kept.
+        inform: takes a line that has the size of the gradients.
     """
-    if accumulation.position == 0:
+    if windows.position == 0:
         return None
-    if not accumulation.is_between_loader_batches:
+    if not windows.is_between_loader_batches:
         warn(
             "The checkpoint is taken inside a window and inside a loader batch, a part of which is in the gradients: it does"
             " not hold them, and going on from it the first step is made on the rest of the window."
         )
         return None
-    is_kept = training.is_global_zero
     training.sync.reduce_for_checkpoint()
-    is_reduced, named = training.sync.is_reduced_inside, training.parameters_by_name()
-    partial = PartialWindow(
-        accumulation.policy.in_words(size),
-        accumulation.position,
-        None if accumulation.boundary.size == math.inf else accumulation.boundary.size,
-        accumulation.window_tokens,
-        accumulation.ranks.size,
-        accumulation.window.reference,
-        gather_weighed(accumulation.window, accumulation.ranks),
-        is_reduced,
-        gather_gradients(named, accumulation.ranks, is_reduced, is_kept, accumulation.sums),
-        training.loss_scale(),
-        int(accumulation.ranks.sum(accumulation.window.left_out)) if training.session.guard is not None else 0,
-        terms.totals if isinstance(terms := accumulation.window.terms, TermsCountedAhead) else None,
-    )
+    is_reduced, is_kept = training.sync.is_reduced_inside, training.is_global_zero
+    partial = windows.partial_window(size, training.parameters_by_name(), is_reduced, is_kept, training.loss_scale())
     inform(
         f"The checkpoint is taken after {partial.position} loader batches of a window; their gradients add"
         f" {partial.bytes() / 2**20:.1f} MiB to it."
@@ -79,8 +61,7 @@ def unfinished_window(
     return partial
 
 
-def go_on_with(partial: PartialWindow, training: Training, accumulation: Accumulation, warn: Callable[[str], None]) -> None:
-    """Put the gradients and weights of an unfinished window back where they were."""
-    named, rank, scale = training.parameters_by_name(), training.rank_in_group(), training.loss_scale()
-    put_back(partial, named, accumulation.window, accumulation.ranks, rank, scale, warn, accumulation.sums)
+def go_on_with(partial: PartialWindow, training: Training, windows: Windows) -> None:
+    """Restore the gradients and weights of an unfinished window."""
+    windows.restore(partial, training.parameters_by_name(), training.rank_in_group(), training.loss_scale())
     training.sync.note_gradients()

@@ -124,10 +124,10 @@ class Accumulator:
         loss = None if loss_of is None else partial(loss_of, model if training.ddp is None else training.module)
         self._samples: frozenset[int] = frozenset()
         splitting = setup.splitting(self.policy, training, is_proven=loss_of is not None, samples=lambda: self._samples)
-        self._accumulation = accumulation = Accumulation(self.policy, training.ranks, rank_zero_warn, splitting)
+        sums = setup.wide_sums(self.policy, training)
+        self._accumulation = accumulation = Accumulation(self.policy, training.ranks, rank_zero_warn, splitting, sums)
         self._row_wise = accumulation.row_wise = setup.row_wise(self.policy, training)
-        accumulation.sums = setup.wide_sums(self.policy, training)
-        training.sync = training.make_sync(finishes_after_backward(self.policy), accumulation.sums, loss)
+        training.sync = training.make_sync(finishes_after_backward(self.policy), sums, loss)
         guard = setup.guard(training, accumulation)
         training.session = Session(
             training, training.module, accumulation, training.sync, lambda: training.keeper, guard, self._row_wise
@@ -491,7 +491,7 @@ class Accumulator:
                 "This state is of a rank that keeps no gradients of the unfinished window. Load that of rank 0, on all ranks."
             )
         if partial_window is not None:
-            go_on_with(partial_window, self._training, accumulation, rank_zero_warn)
+            go_on_with(partial_window, self._training, accumulation)
             accumulation.end_loader_batch(self._training.seen)
             self._note_gradients()
         accumulation.resumed_state = {}

@@ -152,8 +152,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if not strategy.watch.is_in_epoch:
             raise seams.SeamError("_TrainingEpochLoop.advance was called, but not by _TrainingEpochLoop.run.")
         self._advanced = progress.total.ready + 1
-        if strategy.manual is not None:  # a window has one on_train_batch_start that steps, that of its first loader batch
-            strategy.manual.windows.waits = not strategy.manual.windows.is_first
+        if strategy.manual is not None:
+            strategy.manual.windows.begin_loader_batch()
         if strategy.accumulation is None or self._is_restarting_or_unknown(data_fetcher):
             super().advance(data_fetcher)
             return
@@ -206,8 +206,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if self.strategy.accumulation is not None:
             self.strategy.accumulation.is_shadow_batch = False
         if self.strategy.manual is not None:
-            self.strategy.manual.windows.waits = False  # what is stepped between loader batches is no part of one
-            self.strategy.manual.windows.put_back()
+            self.strategy.manual.windows.leave_loader_batch()
         rows = cast("WindowRows", self.trainer._logger_connector)
         if rows.pending:
             rows.flush()
@@ -403,6 +402,9 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             raise seams.SeamError(f"A loader batch was trained on without a call of {runs}.run.")
         if self.strategy.accumulation is not None:
             self._visit_skipped_batch(self.strategy.accumulation)
+        elif self.strategy.manual is not None:
+            self.begin_loader_batch(self.strategy.manual.windows.boundary, "_ManualOptimization")
+            self.strategy.manual.windows.end_loader_batch(progress.total.ready)
 
     @property
     def optimization(self) -> WindowOptimization:

@@ -45,6 +45,7 @@ from lightning_accum.weighing.safeguards import warn_of_batch_norm
 from lightning_accum.whole.attempts import StepAttempts
 from lightning_accum.whole.offload import Offload
 from lightning_accum.wide_sums import WideSums
+from lightning_accum.windows import Windows
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
@@ -151,11 +152,10 @@ class AccumulationMixin(Engine):
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         warn_of_batch_norm(module, self.policy.micro_batch is not None, is_long, rank_zero_warn)
         sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
-        self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(module))
+        self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(module), sums)
         self.accumulation.row_wise = self.row_wise
         assert self._fit is not None
         if sums is not None:
-            self.accumulation.sums = sums
             self._fit.callback(sums.close)
         if self.policy.check and self._may_deviate(is_long):
             if (reason := self._why_unchecked()) is None:
@@ -218,7 +218,6 @@ class AccumulationMixin(Engine):
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module
         assert module is not None
-        self.takes_gradient = not is_overridden("backward", module)
         self.manual = begin_manual(self, trainer.accumulate_grad_batches, rank_zero_warn)
         if self.manual is None:
             return
@@ -226,7 +225,7 @@ class AccumulationMixin(Engine):
         self._fit.callback(self.manual.end)
         self.listener = callback
         if callback is not None:
-            callback.connect_manual(self.manual)
+            callback.connect(self.manual.windows, self.partial_window)
 
     def _show_window_size(self) -> None:
         size, self._hidden_size = self._hidden_size, None
@@ -251,7 +250,7 @@ class AccumulationMixin(Engine):
         super().on_train_start()
         self.watch.begin()
         if self.manual is not None:
-            self.manual.restart(loader_batches_seen(self.trainer()))
+            self.manual.find_held()
         if self.accumulation is not None:
             trainer = self.trainer()
             smallest = self.policy.smallest_from(trainer.current_epoch, trainer.max_epochs, trainer.global_step)
@@ -261,15 +260,20 @@ class AccumulationMixin(Engine):
                     f"An epoch has {trainer.num_training_batches} loader batches, and a window of {size} would never be full: with"
                     ' tail="drop" nothing would be trained. Use a smaller window, or tail="step" or "carry".'
                 )
-            seen, into_window = loader_batches_seen(trainer), loader_batches_into_window(trainer)
-            batches, now = seen - into_window, trainer.accumulate_grad_batches
-            partial = self.accumulation.restart(seen, into_window, trainer.global_step, batches, now)
-            if partial is not None:
-                go_on_with(partial, self, self.accumulation, rank_zero_warn)
-                self.accumulation.end_loader_batch(seen)
-            self.accumulation.resumed_state = {}
-            if self.listener is not None and self.has_varying_windows:
-                self.listener.set_size(trainer)
+        if self.windows is not None:
+            self._begin_or_go_on(self.windows, self.trainer())
+
+    def _begin_or_go_on(self, windows: Windows, trainer: pl.Trainer) -> None:
+        """Begin to train, or go on from a checkpoint."""
+        seen, into_window = loader_batches_seen(trainer), loader_batches_into_window(trainer)
+        steps = trainer.global_step if self.manual is None else 0  # which counts those of all optimizers
+        partial = windows.restart(seen, into_window, steps, seen - into_window, trainer.accumulate_grad_batches)
+        if partial is not None:
+            go_on_with(partial, self, windows)
+            windows.end_loader_batch(seen)
+        windows.resumed_state = {}
+        if self.listener is not None:
+            self.listener.set_size(trainer)
 
     @override
     def teardown(self) -> None:
@@ -280,9 +284,9 @@ class AccumulationMixin(Engine):
 
     def partial_window(self) -> PartialWindow | None:
         """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""
-        if self.accumulation is None:
+        if self.windows is None:
             return None
-        return unfinished_window(self, self.accumulation, self.trainer().accumulate_grad_batches, rank_zero_warn, rank_zero_info)
+        return unfinished_window(self, self.windows, self.trainer().accumulate_grad_batches, rank_zero_warn, rank_zero_info)
 
 
 def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:

@@ -1,4 +1,4 @@
-"""Steps that a module calls itself, and that may have to wait."""
+"""Steps that a module calls itself, and that may be put off to the end of a window."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def intercept_steps(optimizer: Optimizer, on_step: OnStep) -> Callable[[], None]
     return undo
 
 
-def make_scheduler_wait(scheduler: Any, waits: Callable[[], bool]) -> Callable[[], None]:
-    """Have ``scheduler.step`` do nothing while ``waits()`` is true.
+def defer_scheduler(scheduler: Any, defers_steps: Callable[[], bool]) -> Callable[[], None]:
+    """Have ``scheduler.step`` do nothing while ``defers_steps()`` is true.
 
     Returns:
         A function that makes it as it was.
@@ -57,7 +57,7 @@ def make_scheduler_wait(scheduler: Any, waits: Callable[[], bool]) -> Callable[[
     original = type(scheduler)
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not waits():
+        if not defers_steps():
             original.step(self, *args, **kwargs)
 
     # by its class, since all attributes of a scheduler go into checkpoints

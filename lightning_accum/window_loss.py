@@ -1,0 +1,66 @@
+"""One loss of ``training_step`` over a window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_accum.weighing.weight import Contribution, Weigher
+from lightning_accum.wide_sums import GradientSums
+from lightning_accum.window import ClosedWindow, Window
+
+
+@dataclass
+class WindowLoss:
+    """The only loss that a Trainer optimizes, or that of one call of ``manual_backward``.
+
+    Attributes:
+        window: its losses and weights since the last boundary.
+        weigher: finds those weights.
+        sums: where its gradients are added up, if not in ``parameter.grad``.
+    """
+
+    window: Window
+    weigher: Weigher
+    sums: GradientSums | None = None
+
+    def add(self, loss: Tensor, contribution: Contribution) -> Tensor | None:
+        """Take in a micro-batch before its backward.
+
+        Returns:
+            What its gradients are to be multiplied by, by the backward or as they are added up; None for 1.
+        """
+        factor = self.window.add(loss if self.sums is None else loss.detach().to(self.window.dtype), contribution)
+        if contribution.of_mean is not None:
+            self.weigher.leave_out_function(loss)
+        return factor
+
+    def close(self, gradients: Sequence[Tensor], warn: Callable[[str], None], how_to_weigh_terms: str = "") -> ClosedWindow:
+        """End the window: its gradients become the full batch's.
+
+        Args:
+            gradients: what was accumulated, averaged over the ranks.
+            warn: takes a warning to be seen once.
+            how_to_weigh_terms: what to do about terms that have different denominators.
+        """
+        closed = self.window.close(gradients)
+        if closed.do_terms_disagree:
+            warn(
+                f"The terms of the loss are means over counts that are not proportional from micro-batch to micro-batch. All of"
+                f" them take the weight of the main one ({self.weigher.criterion}); for the others a window differs from its full"
+                f" batch. {how_to_weigh_terms}".rstrip()
+            )
+        if closed.do_factors_differ:
+            warn(
+                "A factor of the loss changes inside a window, or is not the same on all ranks. Factors are taken for constants:"
+                " if this one goes with the batch, a window differs from its full batch. Use an explicit weight."
+            )
+        if closed.is_miscounted:
+            warn(
+                "What the weights of the terms counted in micro-batches does not add up to what they counted in the whole batch: a"
+                " micro-batch had no loss, or a weight is no count that adds up. In such a window the terms of the loss have other"
+                " shares than in the full batch."
+            )
+        return closed

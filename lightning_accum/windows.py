@@ -1,0 +1,221 @@
+"""Where a training stands in its windows, and what a checkpoint keeps of that."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lightning_accum.boundary import Boundary, StepClock
+from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
+from lightning_accum.checkpointing.resume import PartialWindow, gather_loss, restore_loss
+from lightning_accum.policy import Policy
+from lightning_accum.ranks import Ranks
+from lightning_accum.window_loss import WindowLoss
+
+
+class Windows(ABC):
+    """The windows of one ``fit``, whether the Trainer optimizes or the module does so by itself.
+
+    Args:
+        policy: what was asked for.
+        ranks: those whose gradients are averaged by their reduction, and the device of this one.
+        warn: takes a warning to be seen once, on rank zero.
+    """
+
+    STATE: ClassVar[tuple[str, ...]] = (
+        "format",
+        "epoch",
+        "optimizer_steps",
+        "scheduler_time",
+        "total_weight",
+        "skipped_micro_batches",
+        "is_at_boundary",
+    )
+    """What :meth:`state_dict` always has."""
+    MORE_STATE: ClassVar[tuple[str, ...]] = ("epoch_loss", "window")
+    """What a checkpoint may have beside it."""
+
+    def __init__(self, policy: Policy, ranks: Ranks, warn: Callable[[str], None]) -> None:
+        self.policy = policy
+        self.ranks = ranks
+        self.boundary = Boundary(policy.tail)
+        self.clock = StepClock(policy.scheduler_counts)
+        self.position = 0
+        """Loader batches of the unfinished window that are done."""
+        self._micro_batches_done = 0
+        self.window_tokens: int | None = None
+        """What the window under way has to reach, where windows are measured in tokens."""
+        self.total_weight: Tensor | float = 0.0
+        """The weight of all windows so far."""
+        self.total_left_out = 0
+        """Micro-batches of all windows so far that were not finite, over all ranks."""
+        self.epoch = 0
+        """The epoch under way, from 0."""
+        self.resumed_state: Mapping[str, Any] = {}
+        """What the checkpoint that training goes on from says, as :meth:`state_dict` gave it."""
+        self._warn = warn
+        self._warned: set[str] = set()
+
+    @property
+    @abstractmethod
+    def losses(self) -> Sequence[WindowLoss]:
+        """Those of ``training_step``, in the order of their backward calls."""
+
+    def in_words(self, size: int) -> str:
+        """What ends a window, for a comparison with that of a checkpoint.
+
+        Args:
+            size: loader batches in a window now.
+        """
+        return self.policy.in_words(size)
+
+    def warn_once(self, message: str) -> None:
+        """Warn, unless it was said before."""
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins, or goes on after a checkpoint."""
+        self.epoch = epoch
+
+    def end_loader_batch(self, seen: int) -> None:
+        """Loader batch number ``seen`` is done."""
+        self.position, self._micro_batches_done = self.boundary.position(seen), self._micro_batches()
+
+    @property
+    def is_between_loader_batches(self) -> bool:
+        """The gradients are those of whole loader batches: none is under way, and none has failed on its way."""
+        return self._micro_batches() == self._micro_batches_done
+
+    def _micro_batches(self) -> int:
+        return sum(loss.window.micro_batches for loss in self.losses)
+
+    def discard(self, seen: int) -> int:
+        """Forget the unfinished window. Returns the loader batches that it had."""
+        lost = self.boundary.position(seen)
+        for loss in self.losses:
+            loss.window.discard()
+        self._begin_window(seen)
+        return lost
+
+    def _begin_window(self, seen: int) -> None:
+        """The last has ended with loader batch number ``seen``."""
+        self.boundary.close(seen)
+        for loss in self.losses:
+            if loss.sums is not None:
+                loss.sums.clear()
+        self.window_tokens, self.position, self._micro_batches_done = None, 0, 0
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on counting."""
+        return {
+            "format": FORMAT,
+            "epoch": self.epoch,
+            "optimizer_steps": self.clock.optimizer_steps,
+            "scheduler_time": self.clock.time,
+            "total_weight": float(self.total_weight),
+            "skipped_micro_batches": self.total_left_out,
+            "is_at_boundary": self.position == 0,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`state_dict` gave, to go on from it in :meth:`restart`; nothing where training begins.
+
+        Raises:
+            ValueError: another version of the package has written it.
+        """
+        if state:
+            check_format(state)
+            check_keys(state, self.STATE, self.MORE_STATE, "GradientAccumulation")
+        self.resumed_state = state
+
+    def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
+        """Begin to train, or go on from a checkpoint.
+
+        Args:
+            seen: loader batches so far.
+            into_window: how many of them belong to a window that has not ended, as Lightning knows it.
+            steps: optimizer steps so far, and
+            loader_batches: what those took; a checkpoint of this package knows better.
+            size: loader batches in a window now.
+
+        Returns:
+            The unfinished window of the checkpoint, for :meth:`restore`.
+        """
+        self.discard(seen)
+        state = self.resumed_state
+        self.clock.optimizer_steps = int(state.get("optimizer_steps", steps))
+        time = steps if self.policy.scheduler_counts == "optimizer_steps" else loader_batches
+        self.clock.time = int(state.get("scheduler_time", time))
+        self.clock.hold()
+        self.total_weight = float(state.get("total_weight", 0.0))
+        self.total_left_out = int(state.get("skipped_micro_batches", 0))
+        if self.policy.tail == "drop" and state.get("epoch", self.epoch) != self.epoch:
+            return None
+        if "window" not in state:
+            if not state.get("is_at_boundary", False):
+                self.boundary.close(seen - into_window)
+                if into_window or "is_at_boundary" in state:
+                    self._warn(
+                        "The checkpoint was taken inside a window and does not hold its gradients: the first optimizer step is"
+                        " made on the rest of the window."
+                    )
+            return None
+        partial = PartialWindow.from_state_dict(state["window"])
+        if partial.policy != self.in_words(size):
+            self._warn(
+                f"The checkpoint was taken after {partial.position} loader batches of a window of {partial.policy}. Now it is"
+                f" {self.in_words(size)}: the gradients in the checkpoint are dropped, and a new window begins."
+            )
+            return None
+        self.boundary.go_on(seen, partial.position, math.inf if partial.size is None else partial.size)
+        self.position, self.window_tokens = partial.position, partial.tokens
+        return partial
+
+    def partial_window(
+        self, size: int, named: Mapping[str, nn.Parameter], is_reduced: bool, is_kept: bool, scale: float
+    ) -> PartialWindow:
+        """The unfinished window, for a checkpoint. Called on all ranks.
+
+        Args:
+            size: loader batches in a window now.
+            named: the parameters, in the same order on all ranks.
+            is_reduced: their gradients were averaged over the ranks already.
+            is_kept: whether this rank keeps them.
+            scale: by which a GradScaler has multiplied them.
+        """
+        left_out = sum(loss.window.left_out for loss in self.losses)
+        return PartialWindow(
+            self.in_words(size),
+            self.position,
+            None if self.boundary.size == math.inf else self.boundary.size,
+            self.window_tokens,
+            self.ranks.size,
+            is_reduced,
+            [gather_loss(loss, named, self.ranks, is_reduced, is_kept) for loss in self.losses],
+            scale,
+            int(self.ranks.sum(left_out)) if self.policy.on_nonfinite == "skip" else 0,
+        )
+
+    def restore(self, partial: PartialWindow, named: Mapping[str, nn.Parameter], rank: int, scale: float) -> None:
+        """Go on with the weights and gradients of a window of :meth:`restart`, on as many ranks as then or on others.
+
+        Args:
+            partial: the window in the checkpoint.
+            named: the parameters.
+            rank: of this one among those whose gradients are averaged.
+            scale: by which a GradScaler multiplies gradients now.
+
+        Raises:
+            ValueError: a gradient has another shape than its parameter.
+        """
+        for loss, kept in zip(self.losses, partial.losses, strict=True):
+            restore_loss(loss, kept, partial, named, self.ranks, rank, scale, self.warn_once)
+            loss.window.left_out = partial.left_out if rank == 0 else 0
