@@ -55,9 +55,6 @@ class Accumulation(Windows):
         sums: where gradients are added up, if in a wider type than that of their parameters.
     """
 
-    STATE = (*Windows.STATE, "checked_weight", "takes_functions")
-    MORE_STATE = (*Windows.MORE_STATE, "micro_batch_sizes", "padding", "weight_constant", "shares")
-
     def __init__(
         self,
         policy: Policy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +16,20 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.window_loss import WindowLoss
 
+_COUNTS = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
+_STATE = ("format", *_COUNTS, "is_at_boundary")
+"""What :meth:`Windows.state_dict` always has, and what it has of some trainings."""
+_MORE_STATE = (
+    "epoch_loss",
+    "window",
+    "checked_weight",
+    "takes_functions",
+    "weight_constant",
+    "shares",
+    "micro_batch_sizes",
+    "padding",
+)
+
 
 class Windows(ABC):
     """The windows of one ``fit``, whether the Trainer optimizes or the module does so by itself.
@@ -25,19 +39,6 @@ class Windows(ABC):
         ranks: those whose gradients are averaged by their reduction, and the device of this one.
         warn: takes a warning to be seen once, on rank zero.
     """
-
-    STATE: ClassVar[tuple[str, ...]] = (
-        "format",
-        "epoch",
-        "optimizer_steps",
-        "scheduler_time",
-        "total_weight",
-        "skipped_micro_batches",
-        "is_at_boundary",
-    )
-    """What :meth:`state_dict` always has."""
-    MORE_STATE: ClassVar[tuple[str, ...]] = ("epoch_loss", "window")
-    """What a checkpoint may have beside it."""
 
     def __init__(self, policy: Policy, ranks: Ranks, warn: Callable[[str], None]) -> None:
         self.policy = policy
@@ -133,7 +134,7 @@ class Windows(ABC):
         """
         if state:
             check_format(state)
-            check_keys(state, self.STATE, self.MORE_STATE, "GradientAccumulation")
+            check_keys(state, _STATE, _MORE_STATE, "GradientAccumulation")
         self.resumed_state = state
 
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:

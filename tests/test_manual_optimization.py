@@ -588,9 +588,7 @@ def test_a_window_of_the_trainers_does_not_go_on_in_manual_optimization() -> Non
     batches = [x(1), x(2), x(3), x(5), x(7), x(9)]
     trainer("accum", callbacks=[GradientAccumulation(3), Saves()]).fit(Half(batches, is_automatic=True))
     resumed = Half(batches)
-    with pytest.warns(
-        UserWarning, match="of a window of 3 loader batches .*Now it is .* of a module that optimizes by itself: the"
-    ):
+    with pytest.warns(UserWarning, match="of 3 loader batches .*Now it is .* of a module that optimizes by itself: the"):
         trainer("accum", callbacks=[GradientAccumulation(3)]).fit(resumed, ckpt_path="inside.ckpt")
     assert resumed.w.item() == -(2.0 + 8.0)  # the first from the checkpoint, the second on what was left
 
