@@ -486,7 +486,7 @@ class Accumulator:
         accumulation.resume(state_dict["accumulation"])
         partial_window = accumulation.restart(self._training.seen, 0, 0, 0, self._size)
         self._training.zero_grad()
-        if partial_window is not None and not partial_window.gradients:
+        if partial_window is not None and not all(loss.gradients for loss in partial_window.losses):
             raise ValueError(
                 "This state is of a rank that keeps no gradients of the unfinished window. Load that of rank 0, on all ranks."
             )
