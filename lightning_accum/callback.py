@@ -36,81 +36,86 @@ from lightning_accum.windows import Windows
 class GradientAccumulation(Callback):
     """Accumulate gradients over windows, so that each window takes the step of one batch.
 
-    There are two ways, and they can be combined. ``window`` takes several loader batches together. ``micro_batch`` splits each
-    loader batch: the loader yields the batch that is wanted, and the package runs as much of it at a time as fits. A batch index,
-    a validation interval, the progress bar and schedulers then count optimizer steps by themselves.
+    A micro-batch with mean loss l and weight n (the tokens, samples or elements that the mean was taken over) contributes the
+    gradient of ``n * l``; at the end of a window the gradients are divided once by the sum of all n, over the ranks too. fairseq
+    and Megatron-LM normalise like this.
+
+    There are two ways to use it, which can be combined. ``window`` takes several loader batches together. ``micro_batch`` splits
+    each loader batch: the loader yields the batch that is wanted, and the package runs as much of it at a time as fits. Batch
+    indices, validation intervals, the progress bar and schedulers then count optimizer steps without further settings.
 
     Needs one of this package's strategies: ``Trainer(strategy="accum")`` on one device; ``"accum_ddp"`` on several, or
     ``"accum_fsdp"`` and ``"accum_model_parallel"`` for sharded modules. They work without this callback too, with its defaults.
 
-    It logs once an optimizer step: ``window/loss`` (what the full batch would have printed), ``window/weight`` and
-    ``window/total_weight`` (tokens, for a language model; 1 a window for a loss that is a sum), ``window/micro_batches``,
-    ``window/optimizer_steps``, ``window/weight_per_second``, ``window/grad_norm`` where the Trainer clips by norm,
-    ``window/micro_batch_size`` where it is found by trying, ``window/skipped_micro_batches`` and
-    ``window/total_skipped_micro_batches`` where those that are not finite are skipped, and ``window/loss_epoch`` at the end of an
-    epoch.
+    It logs once an optimizer step: ``window/loss`` (the loss that the full batch would have printed), ``window/weight`` and
+    ``window/total_weight`` (in tokens, for a language model; 1 a window for a loss that is a sum), ``window/micro_batches``,
+    ``window/optimizer_steps``, ``window/weight_per_second``, ``window/grad_norm`` if the Trainer clips by norm,
+    ``window/micro_batch_size`` if it is searched for, ``window/skipped_micro_batches`` and
+    ``window/total_skipped_micro_batches`` if micro-batches that are not finite are skipped, and ``window/loss_epoch`` at the end of
+    an epoch.
 
     Args:
         window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the epoch (from 0) in which n
             begins to hold; a function ``f(optimizer steps so far) -> n``; None for the Trainer's ``accumulate_grad_batches``. Or
-            :class:`Tokens`: a window ends with the micro-batch in which the weights of all ranks come to that many (with
+            :class:`Tokens`: a window ends with the micro-batch in which the weights of all ranks reach that many (with
             ``micro_batch="auto"``, the loader batch). A window keeps the size that it began with.
-        micro_batch: the size of a micro-batch, into several of which each loader batch is split: a number of samples (fewer
-            where their lengths are so far apart that half of an average micro-batch would be padding to save);
-            :class:`Tokens`, padding included; ``"auto"``, as large as memory allows, found by trying; None for the loader's batch
-            as it is. ``training_step`` runs once for each, and what it logs and returns is put together to what the batch would
-            have logged and returned. Or ``"offload"``: the loader's batch as it is, of which what autograd saves for the backward
-            waits in the memory of the host. Nothing is split, so it is exact for any module (BatchNorm, manual optimization) and
-            any loss; a step takes as much longer as the copies do that computing does not hide. A CPU has no other memory.
-        row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), several, or ``"auto"``. Then
-            ``training_step`` runs once, on the loader's batch, and their calls run in micro-batches of ``micro_batch`` rows,
-            :class:`Tokens`, or what memory has room for (``"auto"``, on one rank): first without a graph, and again with one after
-            the backward of the loss. Longest rows first, trimmed, where a mask among the arguments tells their lengths. The loss
-            sees the outputs of the whole batch, so any loss is exact: contrastive ones, those of pairs or of batch statistics. What
-            a submodule does with one row must not depend on the others, which is tried out on two rows. ``"auto"`` names the
-            largest for which that is so. Over ranks a loss is of all rows where ``training_step`` gathers them itself,
-            ``self.all_gather(..., sync_grads=True)``. Submodules may be sharded with ``fully_shard``, not with FSDP1. Not for steps
-            that differentiate through a call themselves (gradient penalties).
-        weight: what a micro-batch weighs, the denominator of its mean loss. ``"auto"`` reads it from the loss;
+        micro_batch: the size of the micro-batches that each loader batch is split into: a number of samples (fewer if their lengths
+            differ so much that this saves half of what an average micro-batch computes); :class:`Tokens`, padding included;
+            ``"auto"``, as large as memory allows, found by trial; None for the loader's batch as it is. ``training_step`` runs once
+            for each micro-batch, and what it logs and returns is combined into what the batch would have logged and returned. Or
+            ``"offload"``: the loader's batch runs as it is, while what autograd saves for its backward waits in host memory.
+            Nothing is split, so it is exact for any module (BatchNorm, manual optimization) and any loss; a step takes longer by
+            the copies that computation does not hide. A CPU has no second memory.
+        row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), several, or ``"auto"``.
+            ``training_step`` then runs once, on the loader's batch, and calls of these submodules run in micro-batches of
+            ``micro_batch`` rows, :class:`Tokens`, or what memory has room for (``"auto"``, on one rank): first without a graph, and
+            again with one after the backward of the loss (gradient caching, arXiv 2101.06983). If a mask among the arguments shows
+            the lengths of rows, the longest come first, and padding is trimmed. The loss sees the outputs of the whole batch, so
+            any loss is exact: contrastive losses, those of pairs or of batch statistics. What a submodule computes for one row must
+            not depend on the others, which is tried out on two rows. ``"auto"`` names the largest submodules for which that holds.
+            Over ranks a loss is of all rows if ``training_step`` gathers them itself, ``self.all_gather(..., sync_grads=True)``.
+            Submodules may be sharded with ``fully_shard``, not with FSDP1. Not for steps that differentiate through a call
+            themselves (gradient penalties).
+        weight: what a micro-batch weighs: the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
-            is the classic mean of the micro-batches' means. For a loss of several terms that are divided by counts which do not
-            go together, a list with one of those for each, in their order: ``[TokenCount(), SampleCount()]``. The loader batches of
-            a window are then drawn before the first of them runs, and counted on the host. What is logged goes by the first.
-        tail: what the end of an epoch, or an early stop, does to an unfinished window. ``"step"``: an optimizer step on what is
-            there, exactly. ``"drop"``: its gradients are dropped. ``"carry"``: the window goes on in the next epoch; the last one
-            of the training steps.
-        scheduler_counts: a scheduler with ``interval="step"`` steps once every ``frequency`` ``"optimizer_steps"`` that really
-            happened; or once every ``frequency`` of the ``"micro_batches"`` (loader batches) that these took, for a schedule
-            that was written for training without accumulation.
-        accumulate_dtype: the type that gradients are added up, reduced over ranks and normalised in, where it is wider than that
+            is the classic mean of the micro-batches' means. For a loss of several terms that are divided by different counts, a
+            list with one of those for each term, in their order: ``[TokenCount(), SampleCount()]``. The loader batches of a window
+            are then drawn before the first of them runs, and counted on the host. What is logged uses the first.
+        tail: what the end of an epoch, or an early stop, does to an unfinished window. ``"step"``: an exact optimizer step on what
+            is there. ``"drop"``: its gradients are dropped. ``"carry"``: the window continues in the next epoch; after the last
+            epoch it takes its step.
+        scheduler_counts: a scheduler with ``interval="step"`` steps once every ``frequency`` ``"optimizer_steps"`` that happened;
+            or once every ``frequency`` of the ``"micro_batches"`` (loader batches) that these took, for a schedule that was
+            written for training without accumulation.
+        accumulate_dtype: the type in which gradients are added up, reduced over ranks and normalised, if it is wider than that
             of a parameter: ``torch.float32`` under ``precision="bf16-true"``. At the end of a window they are rounded once, to
-            the parameter's own type, the only one that AdamW takes: hooks, clipping and the optimizer find them in
-            ``parameter.grad``, which is None between the micro-batches. It holds 4 bytes a parameter inside a window, and not 2.
-            Sharded modules add up by themselves, and FSDP2 in this type where ``fully_shard`` got it as ``reduce_dtype``; this
+            the parameter's own type, the only one that AdamW accepts: hooks, clipping and the optimizer find them in
+            ``parameter.grad``, which is None between the micro-batches. It takes 4 bytes a parameter inside a window instead of 2.
+            Sharded modules add up by themselves, and FSDP2 in this type if ``fully_shard`` got it as ``reduce_dtype``; this
             argument checks that. None: the type of the parameters.
-        on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite. ``"propagate"``: nothing, it ends in the
+        on_nonfinite: what to do with a micro-batch whose loss or gradient is not finite. ``"propagate"``: nothing, it reaches the
             parameters. ``"skip"``: it is as if it had never been there, on the rank that had it: no weight, no gradient, nothing
-            logged, and what it changed in the module (buffers, attributes, metrics, random state) is put back. ``"raise"``: a
+            logged, and what it changed in the module (buffers, attributes, metrics, random state) is restored. ``"raise"``: a
             FloatingPointError before any optimizer step, which names the batch, the rank, and the loss or the first such
             parameter. Both wait for the device once a micro-batch and reduce gradients after the last of the window; ``"skip"``
-            holds one copy of the gradients more. With a GradScaler (``precision="16-mixed"``) only the loss is looked at: a
-            gradient that overflows is the scaler's, which drops the step and lowers its scale.
+            holds one more copy of the gradients. With a GradScaler (``precision="16-mixed"``) only the loss is examined: gradients
+            that overflow are left to the scaler, which skips the step and lowers its scale.
         trim_padding: whether to sort the rows of a split batch by length and to trim each micro-batch to its longest row.
             Lengths are read from an attention mask, or from labels of -100 at the end of rows whose inputs repeat one value; or
             from the mask or the lengths under a key that is given here instead of True (``"lengths"`` for all whose name ends so).
-            It is tried on two rows first, without dropout, and left out where the loss depends on padding.
-        split: a function ``split(batch, size)`` that returns the micro-batches as a list, for batches that are no nested
-            containers of tensors with one entry a sample.
-        check: whether to try out, on up to 8 rows of the first batch, that the weighed losses of parts add up to that of the whole,
-            and their gradients too. It runs ``training_step`` a few times more, with dropout off, and leaves everything as it was.
-            Where they do not add up there is an error before the first step. A window that is one micro-batch on one rank needs
-            no check, and ``weight="equal"`` asks for what does not add up.
+            It is tried on two rows first, without dropout, and left out if the loss depends on padding.
+        split: a function ``split(batch, size)`` that returns the micro-batches as a list, for batches that are not nested
+            containers of tensors with one entry for each sample.
+        check: whether to try out, on up to 8 rows of the first batch, that the weighed losses of its parts, and their gradients,
+            add up to those of the whole. It runs ``training_step`` a few times more, with dropout off, and restores everything. If
+            they do not add up there is an error before the first step. A window that is one micro-batch on one rank needs no check,
+            and ``weight="equal"`` asks for what does not add up.
         log: whether to log the metrics above, and to show the loss and the number of steps in the progress bar (``w_loss``,
             ``w_steps``).
 
     Raises:
-        MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is none of
-            this package's, or its ``accumulate_grad_batches`` says something else than ``window``.
+        MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is not one of
+            this package, or its ``accumulate_grad_batches`` contradicts ``window``.
         TypeError: there is no such argument.
 
     Example:

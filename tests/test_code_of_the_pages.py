@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accum import GradientAccumulation
 from lightning_accum.__main__ import main
 
+pytestmark = pytest.mark.skipif(pl.__name__ == "pytorch_lightning", reason="the pages import the other package")
 PAGES = [ROOT / "README.md", *sorted(SITE.rglob("*.md")), ROOT / "CONTRIBUTING.md"]
 START = SITE / "index.md"
 NOT_RUN = re.compile(r"<!-- not run: [^>]*-->\n+```python\n.*?```", re.DOTALL)

@@ -49,7 +49,7 @@ class GradientNoiseScale(Callback):
     - ``S = (sum of n_i |g_i|^2 - N |g|^2) / (K - 1)``,
     - ``|G|^2 = |g|^2 - S / N``.
 
-    Both are smoothed by themselves over the windows. The norms are taken from the gradients that training computes anyway, before
+    Each is smoothed over the windows by itself. The norms are taken from the gradients that training computes anyway, before
     they are added up: there is no other backward and no copy of them, and one all-reduce of 56 bytes a window.
 
     It logs ``noise_scale/samples``; ``noise_scale/weight``, the same in units of the weight (tokens, for a language model);
@@ -57,11 +57,11 @@ class GradientNoiseScale(Callback):
     ``fit`` it prints the batch size that it suggests, with an interval of two standard errors, and with ``micro_batch="auto"`` how
     large a micro-batch was found to fit. :attr:`estimate` has these numbers. It goes on from a checkpoint.
 
-    The mean over the windows lags behind a noise scale that grows or shrinks. Where the windows show that it does, this is said,
-    and that end of the interval is open: the noise scale at the end of a short run may be several times the mean.
+    The mean over the windows lags behind a noise scale that grows or shrinks. If the windows show that it does, the line at the end
+    says so, and that end of the interval is open: the noise scale at the end of a short run may be several times the mean.
 
-    Micro-batches are taken for random parts of the data: shuffle it. Rows that ``trim_padding`` has sorted by length are none.
-    Units of weight are taken to be independent, which the tokens of a sample are not: in tokens the suggestion holds for samples
+    Micro-batches are assumed to be random parts of the data: shuffle it. Rows that ``trim_padding`` has sorted by length are not.
+    Units of weight are assumed to be independent, which the tokens of a sample are not: in tokens the suggestion holds for samples
     of the length that was measured.
 
     Args:
@@ -70,8 +70,8 @@ class GradientNoiseScale(Callback):
         every_n_windows: measure one window in so many. A measured micro-batch takes the norm of the gradient of each parameter.
 
     Raises:
-        MisconfigurationException: an argument is out of its range; or, before training starts: the strategy is none of this
-            package's, the module optimizes manually, or it is sharded by FSDP1 or for tensor parallelism, where no rank has the
+        MisconfigurationException: an argument is out of its range; or, before training starts: the strategy is not one of this
+            package, the module optimizes manually, or it is sharded by FSDP1 or for tensor parallelism, where no rank has the
             gradient of a micro-batch.
 
     Example:
