@@ -60,8 +60,8 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 VERIFY = """Take one optimizer step of a LightningModule as a full batch and one accumulated, compare them, and name what breaks
 equality. MODULE and DATA are written package.module:name; a class or a function is called without arguments. The exit status is
-0 only if the steps are equal; 1 if not, or if they cannot be compared; 2 if the arguments are wrong. One of --window and
---micro-batch is needed, or both."""
+0 only if the steps are equal; 1 if not, or if they cannot be compared; 2 if the arguments are wrong. One of --window,
+--micro-batch and --devices is needed, or several."""
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +77,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         "--weight", default="auto", metavar="WEIGHT",
         help="of GradientAccumulation: auto, equal, or package.module:name of a callable (default: %(default)s)",
     )  # fmt: skip
+    add("--devices", type=_natural, default=1, metavar="N", help="ranks that share the window; under torchrun, its processes")
+    add("--strategy", default="accum_ddp", metavar="NAME", help="of the Trainer, over several devices (default: %(default)s)")
     add("--join", metavar="FUNCTION", help="package.module:name of a function that makes one batch of several")
     add("--precision", default="64-true", help="of the Trainer (default: %(default)s)")
     add("--accelerator", default="cpu", help="of the Trainer (default: %(default)s)")

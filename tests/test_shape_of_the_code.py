@@ -18,7 +18,7 @@ ROOT = Path(lightning_accum.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
 LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics")
 ROWS = {row.name for row in seams.SEAMS} | {part for row in seams.SEAMS for part in row.owner.split(".")}
-OF_PYTHON = {"_asdict", "_fields", "_getframe", "_make", "_replace"}
+OF_PYTHON = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
 """They have an underscore and are in Python's documentation."""
 NO_NAMES = {
     "_fork",

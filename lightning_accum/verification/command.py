@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import os
 import sys
 from functools import partial
 from operator import attrgetter
@@ -39,8 +40,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     trainer = {name: getattr(arguments, name) for name in ("precision", "accelerator", "gradient_clip_val")}
     try:
         policy = {"weight": _weight(arguments.weight)}
-        if (arguments.window or 1) == 1 and arguments.micro_batch is None:
-            raise UsageError("say how the step is accumulated, by --window or --micro-batch (or both)")
+        if (arguments.window or 1) * arguments.devices == 1 and arguments.micro_batch is None:
+            raise UsageError("say how the step is accumulated, by --window or --micro-batch (or both), or over --devices")
         join = None if arguments.join is None else found(arguments.join)
         _check(arguments, policy, trainer)
         module = made(arguments.module)
@@ -49,12 +50,14 @@ def run_verify(arguments: argparse.Namespace) -> int:
         print(f"lightning-accum verify: error: {error}", file=sys.stderr)
         return 2
     try:
-        report = verify(module, data, arguments.window, arguments.micro_batch, join=join, **trainer, **policy)
+        over = {"devices": arguments.devices, "strategy": arguments.strategy}
+        report = verify(module, data, arguments.window, arguments.micro_batch, join=join, **over, **trainer, **policy)
     except (MisconfigurationException, JoiningError) as error:
         print(f"{error}\n(micro_batch= is --micro-batch here, and so on.)", file=sys.stderr)
         return 1
-    print(report)
-    if arguments.figure is not None:
+    if os.environ.get("RANK", "0") == "0" or arguments.devices == 1:  # under torchrun all processes have the same report
+        print(report)
+    if arguments.figure is not None and os.environ.get("RANK", "0") == "0":
         report.plot(arguments.figure)
     return 0 if report else 1
 

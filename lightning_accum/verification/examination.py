@@ -67,6 +67,11 @@ class Diagnosis:
         """Whether the window's step is the full batch's."""
         return self.window is not None and not self.breaks and self.gradient.largest <= self.tolerance
 
+    @property
+    def change(self) -> Change:
+        """What was taken out of the module in all steps, so that they can be compared."""
+        return self._change
+
     # --- what a run of the same batch changes -------------------------------------------------------------------------
 
     def _measure_noise(self) -> float:

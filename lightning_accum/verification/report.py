@@ -68,6 +68,7 @@ class Report:
         weight: what each micro-batch weighs, in words.
         breaks: what breaks equality.
         notes: what else there is to know: dropout that was switched off, padding, warnings of the run.
+        ranks: that the window was taken on; 1 where it was compared in one process, or differed there already.
     """
 
     module: str
@@ -82,6 +83,7 @@ class Report:
     weight: str
     breaks: Sequence[Break] = ()
     notes: Sequence[str] = ()
+    ranks: int = 1
 
     def __bool__(self) -> bool:
         """Whether equality holds."""
@@ -90,10 +92,11 @@ class Report:
     @property
     def verdict(self) -> str:
         """The result in a line."""
+        where = "on micro-batches" if self.ranks == 1 else f"on {self.ranks} ranks"
         if self.is_equal:
-            return f"Equal: {self.module} takes the same optimizer step on micro-batches as on the full batch."
+            return f"Equal: {self.module} takes the same optimizer step {where} as on the full batch."
         names = ", ".join(dict.fromkeys(found.name for found in self.breaks))
-        return f"Not equal: {self.module} does not do on micro-batches what it does on the full batch ({names})."
+        return f"Not equal: {self.module} does not do {where} what it does on the full batch ({names})."
 
     @property
     def worst(self) -> Sequence[ParameterDifference]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import Strategy
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.families import by_module
@@ -20,6 +21,8 @@ from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.verification.breaks import listed
 from lightning_accum.verification.data import Comparison, Join, read_data
 from lightning_accum.verification.examination import Diagnosis
+from lightning_accum.verification.over_ranks import OverRanks
+from lightning_accum.verification.processes import check_processes
 from lightning_accum.verification.report import ParameterDifference, Report
 from lightning_accum.verification.state import ModuleState
 from lightning_accum.verification.step import StepRunner, uncompiled
@@ -37,6 +40,8 @@ def verify(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
     join: Join | None = None,
+    devices: int = 1,
+    strategy: str | Strategy = "accum_ddp",
     **policy: Any,
 ) -> Report:
     """Take one optimizer step as a full batch and one accumulated, and compare them.
@@ -62,8 +67,13 @@ def verify(
         accelerator: the Trainer's; ``"gpu"`` for modules whose kernels need one.
         gradient_clip_val: the Trainer's.
         gradient_clip_algorithm: the Trainer's.
-        join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors. Without
-            it, those of a DataLoader are collated from the samples of all of them, as the loader does it.
+        join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors.
+            Without it, those of a DataLoader are collated from the samples of all of them, as the loader does it.
+        devices: ranks of a window. With more than one, the batches of the data go to the ranks in turn, ``window`` to each (a
+            single batch is cut into as many), and where one process takes the step of the full batch, so must the ranks: real
+            processes, forked from this one, or from those that torchrun has started. Where they do not, what is off is named, by
+            rank, by parameter and by factor.
+        strategy: what trains over these ranks: a name, or an object of any strategy, this package's or not.
         policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ...
 
     Returns:
@@ -71,7 +81,8 @@ def verify(
 
     Raises:
         MisconfigurationException: there is nothing to compare: manual optimization, a window of one micro-batch, too few batches;
-            or the module holds an iterator, is in a training over several ranks, or does not run in this precision.
+            or the module holds an iterator, is in a training over several ranks, or does not run in this precision. A rank fails,
+            or they wait for each other.
         JoiningError: the batches of a window do not show how they become one.
 
     Example:
@@ -81,7 +92,7 @@ def verify(
         (True, True)
     """
     given, module = module, uncompiled(module)
-    size = _check(module, window, micro_batch, policy)
+    size = _check(module, window, micro_batch, devices, policy) * devices
     arguments = {"window": size, "micro_batch": micro_batch, **policy}
     GradientAccumulation(**arguments)  # says what is wrong with them
     trainer = {
@@ -90,11 +101,17 @@ def verify(
         "gradient_clip_val": gradient_clip_val,
         "gradient_clip_algorithm": gradient_clip_algorithm,
     }
+    over_ranks = None
+    if devices > 1:
+        check_processes(devices, accelerator)
     with _random_state_kept(accelerator):
         state = ModuleState(module)
         comparison = read_data(module, state, data, size, join)
         try:
-            diagnosis = Diagnosis(StepRunner(given, state, arguments, trainer, comparison.hooks), comparison)
+            runner = StepRunner(given, state, arguments, trainer, comparison.hooks)
+            diagnosis = Diagnosis(runner, comparison)
+            if devices > 1 and diagnosis.is_equal:  # else it has nothing to do with ranks
+                over_ranks = OverRanks(runner, comparison, diagnosis, devices, strategy)
         except (RuntimeError, TypeError, ValueError) as error:  # those of nn.RNNBase are ValueErrors
             if not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
                 raise
@@ -109,10 +126,10 @@ def verify(
             f"verify(micro_batch={micro_batch!r}) has nothing to compare: the batch{rows} is one micro-batch. Pass a smaller one or"
             " a larger batch."
         )
-    return _report(module, comparison, diagnosis, arguments, precision)
+    return _report(module, comparison, diagnosis, over_ranks, arguments, precision)
 
 
-def _check(module: Any, window: Any, micro_batch: Any, policy: dict[str, Any]) -> int:
+def _check(module: Any, window: Any, micro_batch: Any, devices: Any, policy: dict[str, Any]) -> int:
     if not isinstance(module, pl.LightningModule):
         raise MisconfigurationException(f"verify takes a LightningModule, but got {type(module).__name__}.")
     name = type(module).__name__
@@ -128,16 +145,18 @@ def _check(module: Any, window: Any, micro_batch: Any, policy: dict[str, Any]) -
             f"verify(window={window!r}): expected a number of loader batches from 1. A window of another kind has some number of"
             " them, too; verify that."
         )
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise MisconfigurationException(f"verify(devices={devices!r}): expected a number of ranks from 1.")
     if micro_batch == "auto":
         raise MisconfigurationException(
             'verify(micro_batch="auto") would run a batch that fits into memory whole. Pass a number of samples or Tokens(...).'
         )
-    if (window or 1) == 1 and micro_batch == "offload":
+    if (window or 1) * devices == 1 and micro_batch == "offload":
         raise MisconfigurationException(
             'verify has nothing to compare: micro_batch="offload" runs the batch as it is. Say how the step is accumulated, by'
             " window=<loader batches> too."
         )
-    if (window or 1) == 1 and micro_batch is None:
+    if (window or 1) * devices == 1 and micro_batch is None:
         raise MisconfigurationException(
             "verify has nothing to compare: say how the step is accumulated, by window=<loader batches> or micro_batch=<samples>."
         )
@@ -160,31 +179,41 @@ def _random_state_kept(accelerator: str) -> Iterator[None]:
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def _report(module: pl.LightningModule, comparison: Comparison, seen: Diagnosis, policy: dict[str, Any], precision: Any) -> Report:
-    full, window = seen.full, seen.window
+def _report(
+    module: pl.LightningModule,
+    comparison: Comparison,
+    seen: Diagnosis,
+    over_ranks: OverRanks | None,
+    policy: dict[str, Any],
+    precision: Any,
+) -> Report:
+    full, window, result = seen.full, seen.window, seen if over_ranks is None else over_ranks
     notes = [*_notes(module, comparison, seen), *seen.notes]
     rows: list[ParameterDifference] = []
     second, weight = "there could be none on micro-batches", "cannot be read"
     if window is not None:
         notes += [warning for warning in window.warnings if warning not in full.warnings and not _is_reported(warning, seen)]
-        rows = [ParameterDifference(name, value, seen.update.by_name[name]) for name, value in seen.gradient.by_name.items()]
+        rows = [ParameterDifference(name, value, result.update.by_name[name]) for name, value in result.gradient.by_name.items()]
         parts = f"{window.micro_batches} micro-batches"
         if len(comparison.batches) > 1:
             parts = f"{len(comparison.batches)} loader batches" + (f" in {parts}" if policy["micro_batch"] is not None else "")
+        if over_ranks is not None:
+            parts += f" on {over_ranks.ranks} ranks ({over_ranks.strategy_in_words})"
         second, weight = f"one on the same rows as {parts}", window.weight or "none: the window was one micro-batch"
     size = "" if comparison.rows is None else f" of {comparison.rows} rows"
     return Report(
         module=type(module).__name__,
         compared=f"One optimizer step on a full batch{size}, and {second}, in precision {precision}.",
-        is_equal=seen.is_equal,
-        gradient=seen.gradient.overall,
-        update=seen.update.overall,
-        losses=(full.loss, math.nan if window is None else window.loss),
+        is_equal=result.is_equal,
+        gradient=result.gradient.overall,
+        update=result.update.overall,
+        losses=(full.loss, math.nan if window is None else window.loss if over_ranks is None else over_ranks.loss),
         tolerance=seen.tolerance,
         tolerance_reason=_reason(seen),
         parameters=sorted(rows, key=lambda row: -row.gradient if row.gradient == row.gradient else -math.inf),
         weight=weight,
-        breaks=seen.breaks,
+        breaks=result.breaks,
+        ranks=1 if over_ranks is None else over_ranks.ranks,
         notes=notes,
     )
 

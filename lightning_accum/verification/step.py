@@ -24,7 +24,14 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.randomness import SameForEveryRow, seed_everything
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.state import ModuleState
-from lightning_accum.verification.watch import MicroBatchRecorder, ReferenceRecorder, Step, StepRecorder, StepTakenError
+from lightning_accum.verification.watch import (
+    MicroBatchRecorder,
+    ReferenceRecorder,
+    ShareRecorder,
+    Step,
+    StepRecorder,
+    StepTakenError,
+)
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 
 STEPS_IN_AN_EPOCH = 100
@@ -108,6 +115,17 @@ class StepRunner:
         callbacks = [GradientAccumulation(**policy)]
         return self._run(batches, change, recorder, callbacks, strategy="accum", **self.trainer)
 
+    def share(self, batches: Sequence[Any], change: Change = Change()) -> Step:
+        """What one rank of several adds to a window, by itself, without clipping.
+
+        Args:
+            batches: those of its loader.
+            change: what is taken out of the module.
+        """
+        policy = {"log": False, "check": False, **self.policy, "window": len(batches)}
+        trainer = {**self.trainer, "gradient_clip_val": None}
+        return self._run(batches, change, ShareRecorder(), [GradientAccumulation(**policy)], strategy="accum", **trainer)
+
     def row_wise(self, batch: Any, size: int, change: Change = Change()) -> Step:
         """The step of this package on one batch, with the submodules row-wise that ``row_wise="auto"`` chooses.
 
@@ -130,7 +148,7 @@ class StepRunner:
             suppress(StepTakenError),
         ):
             warnings.simplefilter("always")
-            _keep_to_one_step(module, change, noise)
+            keep_to_one_step(module, change, noise)
             if isinstance(recorder, ReferenceRecorder) and recorder.gradients is not None:
                 module.configure_gradient_clipping = lambda *args, **kwargs: None
             seed_everything(0)  # for what setup and configure_model make
@@ -147,7 +165,7 @@ class StepRunner:
                 limit_val_batches=0,
                 use_distributed_sampler=False,
             )
-            trainer.fit(self.module, **_data(batches, self.hooks))
+            trainer.fit(self.module, **loader_of(batches, self.hooks))
         step = recorder.step
         if not step.after:
             raise NoStepError(
@@ -171,7 +189,7 @@ def uncompiled(module: Any) -> Any:
 # --- what is taken out of the module ----------------------------------------------------------------------------------
 
 
-def _keep_to_one_step(module: pl.LightningModule, change: Change, noise: SameForEveryRow) -> None:
+def keep_to_one_step(module: pl.LightningModule, change: Change, noise: SameForEveryRow) -> None:
     """Leave out preparing data that was prepared, and the module's callbacks; and what is to be taken out."""
     module.prepare_data = lambda: None  # type: ignore[method-assign]
     module.configure_callbacks = list  # type: ignore[method-assign]
@@ -226,7 +244,8 @@ class _Data(pl.LightningDataModule):
         return self._loader
 
 
-def _data(batches: Sequence[Any], hooks: pl.LightningDataModule | None) -> dict[str, Any]:
+def loader_of(batches: Sequence[Any], hooks: pl.LightningDataModule | None) -> dict[str, Any]:
+    """What ``Trainer.fit`` takes: a loader of these batches, again and again."""
     loader = DataLoader(_Repeated(batches), batch_size=None, shuffle=False)
     if hooks is None or not any(is_overridden(hook, hooks) for hook in _TRANSFER_HOOKS):
         return {"train_dataloaders": loader}

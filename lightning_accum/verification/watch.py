@@ -9,6 +9,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -44,6 +45,10 @@ class Step:
         batch_norm: the layers that normalise by statistics of the batch they see.
         gradient_hooks: the parameters that have hooks on their gradients.
         row_wise: the submodules that ran row-wise.
+        losses: of the micro-batches, in a share of a window; so are the next three.
+        total_weight: of the window; 1 for a loss that is a sum.
+        buffers_before: those of the module, before the step.
+        seed: of torch's generator, after the step.
     """
 
     before: dict[str, Tensor] = field(default_factory=dict)
@@ -65,6 +70,10 @@ class Step:
     batch_norm: list[str] = field(default_factory=list)
     gradient_hooks: list[str] = field(default_factory=list)
     row_wise: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    total_weight: float | None = None
+    buffers_before: dict[str, Tensor] = field(default_factory=dict)
+    seed: int = 0
 
     @property
     def is_finite(self) -> bool:
@@ -170,6 +179,34 @@ class MicroBatchRecorder(StepRecorder):
         self.step.weights.append(None if weight is None else float(weight))
 
 
+class ShareRecorder(StepRecorder):
+    """Also notes what a rank adds to a window: its losses, and the gradients before hooks around the step and clipping."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self.step.buffers_before = {name: buffer.detach().cpu().clone() for name, buffer in pl_module.named_buffers()}
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        is_divided = not isinstance(trainer.strategy, Engine)
+        self.step.losses.append(float(loss.detach()) * (trainer.accumulate_grad_batches if is_divided else 1))
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        self.step.of_backward = _gradients(self._trained)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.step.seed = torch.initial_seed()
+        accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Engine) else None
+        if accumulation is not None and accumulation.closed is not None:
+            self.step.total_weight = float(accumulation.closed.weight)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
 def narrowest_dtype(loss: Tensor) -> torch.dtype:
     """The floating-point type of the least precision that the graph of ``loss`` goes through.
 
@@ -200,7 +237,7 @@ def trained(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tupl
 
 
 def _copies(parameters: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: parameter.detach().cpu().clone() for name, parameter in parameters}
+    return {name: _whole(parameter.detach()).cpu().clone() for name, parameter in parameters}
 
 
 def _gradients(parameters: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -208,5 +245,10 @@ def _gradients(parameters: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
     for name, parameter in parameters:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
-        found[name] = gradient.detach().cpu().clone()
+        found[name] = _whole(gradient.detach()).cpu().clone()
     return found
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """One that is sharded, gathered from all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
