@@ -14,19 +14,17 @@ from typing_extensions import override
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.parameter_changes import ParameterChanges
-from lightning_accum.policy import Policy, window_in_words
+from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan
 from lightning_accum.weighing.check import Verdict
-from lightning_accum.weighing.counts import SampleCount, TokenCount, count_samples
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, Weigher
-from lightning_accum.whole.offload import offload_in_words
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
@@ -379,70 +377,3 @@ class Accumulation(Windows):
             self.clock.tick(self.closed_loader_batches)
         else:
             self.clock.hold()
-
-    # --- what is said ----------------------------------------------------------------------------------------------
-
-    def describe(self, micro_batch: MicroBatch, weighed: Weighed, samples: int | None, loader_batches: int) -> str:
-        """One line: what was understood.
-
-        Args:
-            micro_batch: the first that has a loss, and
-            weighed: what it brought in.
-            samples: in the first loader batch; None where it cannot be told.
-            loader_batches: in a window.
-        """
-        if isinstance(self.policy.window, Tokens):
-            tokens = self.policy.window.at(float(self.total_weight))
-            parts = [f"a window is as many loader batches as come to {tokens} {self._unit(micro_batch, weighed)} over all ranks"]
-        else:
-            parts = [window_in_words(loader_batches, self.world_size, samples)]
-        if self.splitting is not None and self.row_wise is None:
-            parts.append(f"each runs {self.splitting.describe()}")
-        if self.policy.offload:
-            parts.append(offload_in_words(self.ranks.device))
-        if self.row_wise is not None:
-            parts.append(self.row_wise.describe())
-        parts.append(f"weight: {self.weigher.criterion}")
-        if self.sums is not None:
-            parts.append(f"gradients are added up in {self.sums.dtype}")
-        if self.verdict is not None:
-            parts.append(str(self.verdict))
-        if self.weigher.unweighed_terms:
-            parts.append(f"the same weight for: {', '.join(self.weigher.unweighed_terms)}")
-        return f"GradientAccumulation: {'; '.join(parts)}."
-
-    def _unit(self, micro_batch: MicroBatch, weighed: Weighed) -> str:
-        """What the weight of a micro-batch counts, in words."""
-        weight = self.policy.main_weight
-        if weight == "auto":
-            if weighed.weight is not None and float(weighed.weight) == count_samples(micro_batch.batch):
-                return "samples (the loss has no tokens)"
-            is_of_tokens = self.weigher.criterion is not None and self.weigher.criterion.startswith("cross entropy")
-            return "tokens" if is_of_tokens else "of what the loss is divided by"
-        if isinstance(weight, (TokenCount, SampleCount)):
-            return "tokens" if isinstance(weight, TokenCount) else "samples"
-        return 'micro-batches (weight="equal")' if weight == "equal" else f"of weight={self.weigher.criterion}"
-
-    def warn_of_windows_never_full(self, micro_batch: MicroBatch, weighed: Weighed, batch: Any, loader_batches: float) -> None:
-        """Called at the first micro-batch.
-
-        Args:
-            micro_batch: it, and
-            weighed: what it brought in.
-            batch: the loader batch that it is part of.
-            loader_batches: in an epoch, on each rank.
-        """
-        if not isinstance(self.policy.window, Tokens) or self.policy.tail == "carry" or not weighed.weight:
-            return
-        part, whole = count_samples(micro_batch.batch), count_samples(batch)
-        in_batch = float(weighed.weight) * (whole / part if part and whole else 1)
-        unit = self._unit(micro_batch, weighed)
-        in_epoch, tokens = in_batch * loader_batches * self.world_size, self.policy.window.at(float(self.total_weight))
-        if in_epoch < tokens:
-            outcome = (
-                "nothing is trained" if self.policy.tail == "drop" else "there is one optimizer step an epoch, on what is there"
-            )
-            self.warn_once(
-                f"A window of {tokens} {unit} is never full: by the first loader batch an epoch has about {in_epoch:.0f} of"
-                f' them, and with tail="{self.policy.tail}" {outcome}. Use a smaller window, or tail="carry".'
-            )

@@ -30,6 +30,7 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.session import Session
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.splitting.snapshot import Keeper
+from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.sync import GradientSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
@@ -224,8 +225,8 @@ class Engine(Strategy):
         assert accumulation is not None
         batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
         samples = samples_of(batch, trainer_state.samples_of_loader(trainer))
-        rank_zero_info(accumulation.describe(micro_batch, weighed, samples, trainer.accumulate_grad_batches))
-        accumulation.warn_of_windows_never_full(micro_batch, weighed, batch, trainer.num_training_batches)
+        rank_zero_info(start_line(accumulation, micro_batch, weighed, samples, trainer.accumulate_grad_batches))
+        warn_of_windows_never_full(accumulation, micro_batch, weighed, batch, trainer.num_training_batches)
 
     def end_window_inside_batch(self) -> None:
         """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""

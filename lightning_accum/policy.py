@@ -19,22 +19,6 @@ WindowSize: TypeAlias = int | Tokens | Mapping[int, int] | Callable[[int], int] 
 OnNonfinite: TypeAlias = Literal["propagate", "skip", "raise"]
 
 
-def window_in_words(loader_batches: int, ranks: int, samples: int | None) -> str:
-    """A window, for the line at the start.
-
-    Args:
-        loader_batches: in a window, on each rank.
-        ranks: that have batches of their own.
-        samples: in the first loader batch; None where it cannot be told.
-    """
-    words = f"a window is {loader_batches} loader batch{'es' if loader_batches != 1 else ''}"
-    if ranks > 1:
-        words += f" on each of {ranks} ranks"
-    if samples is not None:
-        words += f", {samples * loader_batches * ranks} samples with loader batches like the first ({samples})"
-    return words
-
-
 @dataclass(frozen=True)
 class Policy:
     """What :class:`~lightning_accum.GradientAccumulation` was asked for; its arguments explain the fields."""

@@ -27,6 +27,13 @@ def is_narrower(dtype: torch.dtype, wide: torch.dtype) -> bool:
     return dtype != wide and torch.promote_types(dtype, wide) == wide
 
 
+def as_number(factor: Tensor | None) -> float | Tensor:
+    """What gradients are multiplied by as they are added up, without a wait for the device that it is on; None is 1."""
+    if factor is None:
+        return 1.0
+    return factor.item() if factor.device.type == "cpu" else factor.detach().reshape(())
+
+
 class GradientSums:
     """The gradients of a window, added up outside of ``parameter.grad``, each in the type of its parameter."""
 
@@ -146,8 +153,7 @@ class WideSums(GradientSums):
 
     def weigh(self, factor: Tensor | None) -> None:
         """Multiply the gradients of the next backward by one number; None is 1."""
-        if factor is not None:
-            self._factor = factor.item() if factor.device.type == "cpu" else factor.detach().reshape(())
+        self._factor = as_number(factor)
 
     @torch.no_grad()  # a backward with create_graph=True would have the sum in its graph
     def _on_grad(self, parameter: Tensor) -> None:

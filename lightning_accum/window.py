@@ -21,11 +21,19 @@ from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution
+from lightning_accum.window_totals import (
+    NUMBERS,
+    has_weight,
+    kinds_of,
+    number_with_weight,
+    sum_of_constants,
+    sum_on_device,
+    sum_on_host,
+    tensor_of,
+)
 
 _MOST_RANKS = 2.0**13
 """Four flags are in one number, and those of so many ranks do not run into each other."""
-_NUMBERS = 8
-"""Those that are summed over the ranks; :attr:`Window.terms` may add some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +126,7 @@ class Window:
 
     @property
     def _numbers(self) -> int:
-        return _NUMBERS + self._counts_left_out + bool(self.constant)
+        return NUMBERS + self._counts_left_out + bool(self.constant)
 
     @property
     def micro_batches(self) -> int:
@@ -158,8 +166,8 @@ class Window:
 
     def _take_in(self, mean: Denominator, contribution: Contribution) -> None:
         function = None if contribution.of_mean is None else contribution.of_mean.function
-        if function is not self._function and function != self._function and _has_weight(contribution):
-            if any(map(_has_weight, self._contributions)):
+        if function is not self._function and function != self._function and has_weight(contribution):
+            if any(map(has_weight, self._contributions)):
                 raise ValueError(
                     f"The loss is {_in_words(function)} in a micro-batch, and was {_in_words(self._function)} in those"
                     " before it in the window: together they are no function of a mean over all of it. Have training_step compute"
@@ -250,8 +258,9 @@ class Window:
 
         Called once the last weight is known, before its backward: so it does not wait in line behind the gradients.
         """
-        totals = self._sum_on_host() if self._is_on_host else self._sum_on_device()
-        more = [self._number_with_weight()] if self.constant else []
+        of_micro_batches = (self._losses, self._contributions, self._flags())
+        totals = sum_on_host(*of_micro_batches) if self._is_on_host else sum_on_device(*of_micro_batches, self._tensor_of)
+        more = [number_with_weight(self._contributions, self._tensor_of, self._is_on_host)] if self.constant else []
         if self.terms is not None:
             more += self.terms.numbers(self._contributions)
         if more:
@@ -301,16 +310,16 @@ class Window:
             self._reduction.wait()
         # the one copy to the host
         totals = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
-        weight, loss, negative, terms, spread, micro_batches, sums, flags = totals[:_NUMBERS]
-        left_out = totals[_NUMBERS] if self._counts_left_out else 0.0
+        weight, loss, negative, terms, spread, micro_batches, sums, flags = totals[:NUMBERS]
+        left_out = totals[NUMBERS] if self._counts_left_out else 0.0
         are_exact = self.terms is not None and self.terms.are_exact(totals[self._numbers :], weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
-        kinds, contributions = self._kinds(), self._contributions
+        kinds, contributions = kinds_of(self._contributions), self._contributions
         is_mixed = len(kinds) > 1 if self._world_size == 1 else flags % _MOST_RANKS**3 >= _MOST_RANKS**2
         is_function = self._function is not None if self._world_size == 1 else flags >= _MOST_RANKS**3
         own_function = None
         if is_function:
-            own_function = (any(map(_has_weight, self._contributions)), self._function, self._sum_of_constants())
+            own_function = (any(map(has_weight, self._contributions)), self._function, sum_of_constants(self._contributions))
         flags %= _MOST_RANKS**2
         total = self._total(totals)
         self.discard()
@@ -366,19 +375,6 @@ class Window:
         told["is_miscounted"] = is_miscounted
         return ClosedWindow(loss, weight, int(micro_batches), **told)
 
-    def _sum_of_constants(self) -> Denominator:
-        """Of what was added to functions of means, each with the weight of its micro-batch."""
-        total: Denominator = 0.0
-        for c in self._contributions:
-            if c.of_mean is None:
-                continue
-            n = 1.0 if c.weight is None else c.weight
-            if isinstance(n, Tensor):
-                total = total + torch.where(n == 0, torch.zeros_like(n), n * c.of_mean.constant)
-            elif n != 0:
-                total = total + n * c.of_mean.constant
-        return total
-
     def _apply_function(
         self, is_known: bool, function: FunctionOfMean | None, constants: Denominator, mean: float, size: float
     ) -> tuple[float, float]:
@@ -406,96 +402,20 @@ class Window:
             )
         return value + sum(constant for *_, constant in numbers) / size, slope
 
-    # Eight numbers of this rank (_NUMBERS), to be summed over the ranks, 64 bytes in float64: the sums of n, of l*n (of l, for
-    # losses that are sums), of n < 0, of d and d^2/n, where d are the denominators of other terms and n times a number that
-    # stands for constant factors; micro-batches; those with a sum; the flags. And, where some may be, the micro-batches that
-    # were left out.
-
-    def _kinds(self) -> dict[str, None]:
-        """What the losses with a weight were divided by, in words."""
-        return {c.kind: None for c in self._contributions if c.kind and _has_weight(c)}
-
     def _flags(self) -> list[float]:
         flags = float(self.flag) + _MOST_RANKS * self.is_last
-        if self._world_size > 1 and len(self._kinds()) > 1:
+        if self._world_size > 1 and len(kinds_of(self._contributions)) > 1:
             flags += _MOST_RANKS**2
         if self._world_size > 1 and self._function is not None:
             flags += _MOST_RANKS**3
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]
 
-    def _number_with_weight(self) -> Denominator:
-        weights = [contribution.weight for contribution in self._contributions if contribution.weight is not None]
-        if self._is_on_host:
-            return float(sum(float(weight) != 0 for weight in weights))
-        return self._tensor_of(weights).count_nonzero() if weights else 0.0
-
-    def _sum_on_host(self) -> list[float]:
-        weight = loss = negative = terms = spread = sums = 0.0
-        for value, contribution in zip(self._losses, self._contributions, strict=True):
-            n, l = contribution.weight, float(value)  # noqa: E741
-            factors = float(contribution.factors)
-            if n is None:
-                loss, sums, terms, spread = loss + l, sums + 1, terms + factors, spread + factors**2
-                continue
-            n = float(n)
-            weight, negative = weight + n, negative + (n < 0)
-            loss += l * n if n != 0 else 0.0
-            if contribution.others or factors:
-                d = n * factors
-                if contribution.others:
-                    d += sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
-                terms, spread = terms + d, spread + (d**2 / n if n != 0 else math.inf if d else 0.0)
-        return [weight, loss, negative, terms, spread, float(len(self._losses)), sums, *self._flags()]
-
-    def _sum_on_device(self) -> Tensor:
-        contributions = self._contributions
-        if not contributions:
-            return self._tensor_of([0.0] * 7 + self._flags())
-        losses = self._tensor_of(self._losses)
-        weights = [contribution.weight for contribution in contributions if contribution.weight is not None]
-        counts = self._tensor_of([len(contributions), len(contributions) - len(weights), *self._flags()])
-        zero = torch.zeros_like(counts[0])
-        factors = self._tensor_of([contribution.factors for contribution in contributions])
-        if len(weights) < len(contributions):
-            n = self._tensor_of(weights).sum() if weights else zero
-            is_sum = self._tensor_of([float(contribution.weight is None) for contribution in contributions])
-            loss, factors = torch.where(is_sum > 0, losses, zero).sum(), factors * is_sum
-            return torch.cat((torch.stack((n, loss, zero, factors.sum(), factors.square().sum())), counts))
-        n = self._tensor_of(weights)
-        terms = spread = zero
-        if any(c.others or isinstance(c.factors, Tensor) or c.factors != 0 for c in contributions):
-            d = torch.stack([self._denominators_of_other_terms(contribution) for contribution in contributions]) + n * factors
-            terms, spread = d.sum(), torch.where((n == 0) & (d == 0), zero, d**2 / n).sum()
-        loss = torch.where(n == 0, zero, losses * n).sum()
-        return torch.cat((torch.stack((n.sum(), loss, (n < 0).sum().to(self.dtype), terms, spread)), counts))
-
-    def _denominators_of_other_terms(self, contribution: Contribution) -> Tensor:
-        pairs = _factors_and_denominators(contribution)
-        if not pairs:
-            return torch.zeros((), dtype=self.dtype, device=self.device)
-        return self._tensor_of([factor * denominator for factor, denominator in pairs]).sum()
-
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
-        if values and all(isinstance(value, Tensor) for value in values):
-            return torch.stack([value.detach() for value in values]).to(self.device, self.dtype)  # type: ignore[union-attr]
-        if any(isinstance(value, Tensor) for value in values):
-            return torch.stack([torch.as_tensor(value, device=self.device).detach().to(self.dtype) for value in values])
-        return torch.tensor(values, dtype=self.dtype, device=self.device)
-
-
-def _has_weight(contribution: Contribution) -> bool:
-    """As the host knows it: what a device holds may be 0."""
-    return isinstance(contribution.weight, Tensor) or contribution.weight != 0
+        return tensor_of(values, self.device, self.dtype)
 
 
 def _in_words(function: FunctionOfMean | None) -> str:
     return "a mean" if function is None else function.in_words("mean")
-
-
-def _factors_and_denominators(contribution: Contribution) -> list[tuple[float, Denominator]]:
-    """The denominators of a loss's other terms, with unequal factors, so that in their sum no term makes up for another."""
-    number = len(contribution.others)
-    return [(1.0 + index / number, denominator) for index, denominator in enumerate(contribution.others)]
 
 
 def _power_of_two_near(mean: float) -> float:

@@ -26,6 +26,7 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.splitting.plan import Split
 from lightning_accum.splitting.snapshot import Snapshot
+from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.counts import Weight, count_samples
@@ -229,10 +230,10 @@ class Accumulator:
         accumulation = self._accumulation
         plan = accumulation.plan
         batch = micro_batch.batch if plan is None else plan.batch
-        words = accumulation.describe(micro_batch, weighed, samples_of(batch, self._samples), self._size)
+        words = start_line(accumulation, micro_batch, weighed, samples_of(batch, self._samples), self._size)
         if self.policy.log:
             self._inform(words.replace("GradientAccumulation", "Accumulator", 1))
-        accumulation.warn_of_windows_never_full(micro_batch, weighed, batch, self._length)
+        warn_of_windows_never_full(accumulation, micro_batch, weighed, batch, self._length)
 
     @staticmethod
     @rank_zero_only

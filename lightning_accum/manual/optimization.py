@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -18,10 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_accum.loops.trainer_state import samples_of_loader
 from lightning_accum.manual.deferring import defer_scheduler, intercept_steps
 from lightning_accum.manual.windows import ManualWindows
-from lightning_accum.policy import Policy, window_in_words
+from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.packed import samples_of
-from lightning_accum.weighing.safeguards import gradients_of_zero, warn_of_batch_norm
+from lightning_accum.start_line import window_in_words
+from lightning_accum.weighing.safeguards import warn_of_batch_norm
 from lightning_accum.whole.offload import offload_in_words
 
 
@@ -122,13 +123,7 @@ class ManualOptimization:
                     " gradients is that of one loader batch. Call it in training_step."
                 )
             return run(loss, *args, **kwargs)
-        backward = windows.begin_backward(loss)
-        if backward.grad_output is not None:
-            loss = loss * backward.grad_output
-        with gradients_of_zero(loss) if backward.is_weightless else nullcontext():
-            result = run(loss, *args, **kwargs)
-        windows.end_backward(backward)
-        return result
+        return windows.backward(loss, lambda loss: run(loss, *args, **kwargs))
 
     def optimizer_step(
         self, run: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any

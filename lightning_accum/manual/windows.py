@@ -10,6 +10,7 @@ on with that: clipping, ``step``, ``zero_grad``, in its order. Before the bounda
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,9 @@ from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.user_warnings import users_line
+from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.weighing.weight import Weigher
-from lightning_accum.wide_sums import GradientSums
+from lightning_accum.wide_sums import GradientSums, as_number
 from lightning_accum.window import ClosedWindow, Window
 from lightning_accum.window_loss import WindowLoss
 from lightning_accum.windows import Windows
@@ -64,25 +66,6 @@ class ManualMicroBatch:
     stepped: list[str] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     before: dict[nn.Parameter, Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class ManualBackward:
-    """A call of ``manual_backward`` that is under way.
-
-    Attributes:
-        call: whose it is.
-        factor: what its gradients are multiplied by as they are added up.
-        grad_output: what its loss is multiplied by instead, where its backward averages gradients over the ranks; None for 1.
-        is_weightless: its loss is known on the host to have no weight.
-        before: what was in ``.grad`` before.
-    """
-
-    call: Call
-    factor: float | Tensor
-    grad_output: Tensor | None
-    is_weightless: bool
-    before: dict[nn.Parameter, Tensor]
 
 
 class ManualWindows(Windows):
@@ -144,8 +127,13 @@ class ManualWindows(Windows):
         if is_boundary:
             self.closed = []
 
-    def begin_backward(self, loss: Tensor) -> ManualBackward:
-        """Weigh the loss of the next call, and set aside what is in ``.grad``."""
+    def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """The next call of ``manual_backward``: at the boundary it leaves the full batch's gradients.
+
+        Args:
+            loss: the module's own.
+            run: the backward of a loss.
+        """
         current = self.current
         if current.stepped and self.boundary.size != 1:
             self.warn_once(
@@ -159,25 +147,28 @@ class ManualWindows(Windows):
         call.micro_batches += 1
         call.line = call.line or users_line()
         contribution = call.weigher(loss, current.batch)
-        factor = call.add(loss, contribution)
+        factor = as_number(call.add(loss, contribution))
         before = {p: p.grad for p in self._parameters() if p.grad is not None}
         if current.before is None:
             current.before = dict(before)
         for parameter in before:
             parameter.grad = None
+        if self._reduces_by_itself:  # a mean over ranks, each of which has its own factor
+            loss, factor = (loss * factor).to(loss.dtype), 1.0
         is_weightless = not isinstance(contribution.weight, Tensor) and contribution.weight == 0
-        if self._reduces_by_itself and factor is not None:
-            return ManualBackward(call, 1.0, factor.to(loss.dtype), is_weightless, before)
-        return ManualBackward(call, _as_number(factor), None, is_weightless, before)
+        with gradients_of_zero(loss) if is_weightless else nullcontext():
+            result = run(loss)
+        self._take_gradients(call, factor, before)
+        return result
 
-    def end_backward(self, backward: ManualBackward) -> None:
-        """Take what the call gave to the gradients; at the boundary, leave what the full batch would have given."""
-        is_boundary, scale, before = not self.current.defers_steps, self._loss_scale(), backward.before
+    def _take_gradients(self, call: Call, factor: float | Tensor, before: dict[nn.Parameter, Tensor]) -> None:
+        """Add up what a call gave to the gradients, times ``factor``; and add it to what was there ``before``."""
+        is_boundary, scale = not self.current.defers_steps, self._loss_scale()
         given = {p: p.grad.detach() for p in self._parameters() if p.grad is not None}
         for parameter, gradient in given.items():  # a copy, since the module may clip what it sees
-            backward.call.sums.add(parameter, gradient if is_boundary else gradient.clone(), backward.factor / scale)
+            call.sums.add(parameter, gradient if is_boundary else gradient.clone(), factor / scale)
         if is_boundary:
-            given = self._close(backward.call, scale)
+            given = self._close(call, scale)
         for parameter, gradient in given.items():
             parameter.grad = gradient if parameter not in before else before[parameter] + gradient
         for parameter, gradient in before.items():
@@ -300,9 +291,3 @@ class ManualWindows(Windows):
                 " and optimizer state stay as they are."
             )
         return not is_empty
-
-
-def _as_number(factor: Tensor | None) -> float | Tensor:
-    if factor is None:
-        return 1.0
-    return factor.item() if factor.device.type == "cpu" else factor.detach().reshape(())
