@@ -286,18 +286,22 @@ def _names_in(code: CodeType | None) -> Iterator[str]:
 
 
 def _is_of_libraries(strategy: Strategy, name: str) -> bool:
-    """No strategy that was derived from one of this package's or Lightning's has the method itself."""
-    return name not in vars(strategy) and getattr(type(strategy), name).__module__.startswith(_LIBRARIES)
+    """No strategy that was derived from one of this package's or Lightning's has the method itself.
+
+    Neither before the classes of this package nor behind them: ``class Own(DDPAccumulationStrategy, OwnDDPStrategy)``.
+    """
+    found = [vars(kind)[name] for kind in type(strategy).__mro__ if name in vars(kind)]
+    return name not in vars(strategy) and all(method.__module__.startswith(_LIBRARIES) for method in found)
 
 
 def _is_of_the_engine(strategy: Strategy, name: str) -> bool:
     """No class that was derived from ``Engine`` has the method itself."""
-    return name not in vars(strategy) and getattr(type(strategy), name).__module__ in _ENGINES
+    return _is_of_libraries(strategy, name) and getattr(type(strategy), name).__module__ in _ENGINES
 
 
 def _is_of_this_package(strategy: Strategy, name: str) -> bool:
     """No strategy that was derived from one of this package's has the method itself."""
-    return name not in vars(strategy) and getattr(type(strategy), name).__module__.startswith("lightning_accum.")
+    return _is_of_libraries(strategy, name) and getattr(type(strategy), name).__module__.startswith("lightning_accum.")
 
 
 def _is_inherited(instance: object, base: type, names: tuple[str, ...]) -> bool:
