@@ -35,6 +35,10 @@ NO_NAMES = {
 """Strings that are parts of a strategy's name, and modules whose objects ``verify`` leaves as they are."""
 
 
+NOT_IMPORTED = (".__main__", ".ray")
+"""One runs, and the other needs an extra."""
+
+
 def is_private(name: str) -> bool:
     return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
 
@@ -46,9 +50,9 @@ def module_of(file: str) -> str:
 @cache
 def classes() -> list[type]:
     for found in pkgutil.walk_packages([str(ROOT)], "lightning_accum."):
-        if not found.name.endswith("__main__"):
+        if not found.name.endswith(NOT_IMPORTED):
             import_module(found.name)
-    modules = [import_module(module_of(file)) for file in FILES if not file.endswith("__main__.py")]
+    modules = [import_module(module_of(file)) for file in FILES if not module_of(file).endswith(NOT_IMPORTED)]
     return [value for module in modules for value in vars(module).values() if isinstance(value, type)]
 
 
@@ -59,6 +63,8 @@ def is_of_library(kind: type) -> bool:
 @cache
 def lines_of(file: str, class_: str) -> set[type]:
     """The bases of a class of the package, and of those that derive from it: what it finds on ``self``."""
+    if module_of(file).endswith(NOT_IMPORTED):
+        return set()
     own = vars(import_module(module_of(file))).get(class_)
     return {base for kind in classes() if own in kind.__mro__ for base in kind.__mro__}
 
@@ -140,6 +146,7 @@ BELOW_THE_LINE = (
     "names",  # the public ones
     "noise",
     "pytorch_lightning",
+    "ray",
     "seams",  # one table for each of Lightning's packages, whose name and version it asks
     "strategies",
     "verification",
