@@ -139,11 +139,13 @@ class Engine(Strategy):
     def parameters(self) -> list[nn.Parameter]:
         """Those of the module and of the optimizers."""
         assert self.lightning_module is not None
-        parameters = dict.fromkeys(self.lightning_module.parameters())
+        modules = self.lightning_module.modules()
+        # without the names that torch would give them: it is asked once a window
+        parameters = {id(own): own for module in modules for own in module._parameters.values() if own is not None}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                parameters.update(dict.fromkeys(group["params"]))
-        return list(parameters)
+                parameters.update((id(own), own) for own in group["params"])
+        return list(parameters.values())
 
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         """Clip the gradients of ``parameters`` to a norm. Returns the norm that they had."""

@@ -116,6 +116,7 @@ class HookTable:
         is_more_than_callbacks: not only callbacks have hooks around a loader batch, or its way to the device.
         has_batch_start: a callback overrides ``on_train_batch_start``.
         has_batch_end: a callback overrides ``on_train_batch_end``.
+        has_batch_hooks: somebody overrides a hook around a loader batch, in which hooks may come or go.
         has_backward: there are hooks around the backward of a micro-batch.
         is_step_bare: ``training_step`` needs nothing around it: no wrapper of the module, no autocast.
         step_counters: the module and callbacks whose ``on_train_batch_end`` reads ``global_step``, as Lightning's
@@ -160,6 +161,7 @@ class HookTable:
             not all(_is_inherited(callback, pl.Callback, (hook,)) for callback in self._callbacks)
             for hook in ("on_train_batch_start", "on_train_batch_end")
         )
+        self.has_batch_hooks = self.is_more_than_callbacks or self.has_batch_start or self.has_batch_end
         self.has_backward = self.is_profiled or _has_backward_hooks(trainer)
         self._has_step = self.is_profiled or _has_step_hooks(trainer)
         self.is_step_bare = self._is_read and _is_step_bare(trainer)

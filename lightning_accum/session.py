@@ -72,14 +72,12 @@ class Outcome(NamedTuple):
     """What came of a loader batch.
 
     Attributes:
-        loss: its loss, None where it had none.
-        extra: what else ``training_step`` returned.
+        returned: gives what ``training_step`` returned for it, put together: the loss, None where it had none, and what else.
         window_loss: the loss of the window that it ends, which is its own where everything is left to Lightning; None inside of a
             window, and where the window had no weight.
     """
 
-    loss: Tensor | None
-    extra: dict[str, Any]
+    returned: Callable[[], tuple[Tensor | None, dict[str, Any]]]
     window_loss: Tensor | None
 
 
@@ -163,9 +161,9 @@ class Session:
             log.weigh([weighed.weight], [1])
             step.show_logs(log, self.guard.has_left_out)
         if not ends_window:
-            return Outcome(loss, extra, None)
+            return Outcome(lambda: (loss, extra), None)
         window_loss = self.end_window(seen) if is_boundary else self.finish_window(seen)
-        return Outcome(loss, extra, loss if accumulation.is_passthrough() else window_loss)
+        return Outcome(lambda: (loss, extra), loss if accumulation.is_passthrough() else window_loss)
 
     def _run_in_micro_batches(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation, splitting = self._accumulation, self._accumulation.splitting
@@ -186,13 +184,14 @@ class Session:
         def attempt(plan: Plan) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
             return self._attempt(step, plan, seen, ends_window and not self.finishes_after_backward)
 
-        accumulated = None if is_zero_grad_due else self._engine.parameters()
+        accumulated = self._engine.parameters() if splitting.is_retried and not is_zero_grad_due else None
         outputs, order, log, window_loss = splitting.run(attempt, discard, accumulated)
-        step.show_logs(log, not outputs.weights)
+        if log.entries:
+            step.show_logs(log, not outputs.weights)
         if ends_window and self.finishes_after_backward:
             window_loss = self.finish_window(seen)
         is_window = ends_window and begun == 0 and accumulation.world_size == 1 and not self.counts_tokens_of_parts
-        return Outcome(outputs.loss(window_loss if is_window else None), outputs.extra(order), window_loss)
+        return Outcome(lambda: (outputs.loss(window_loss if is_window else None), outputs.extra(order)), window_loss)
 
     def _attempt(
         self, step: Step, plan: Plan, seen: int, has_boundary: bool
@@ -207,7 +206,8 @@ class Session:
                 rows = plan.pieces[index].count if plan.is_read else None
                 micro_batch = MicroBatch(batch, rows, index, own, is_boundary, is_shadow_batch)
                 loss, extra, weighed = self._run_micro_batch(step, micro_batch)
-                log.note_loss(loss)
+                if log.may_be_loss:
+                    log.note_loss(loss)
                 if is_boundary:
                     window_loss = self.end_window(seen)
                 if guard is not None and guard.has_left_out:

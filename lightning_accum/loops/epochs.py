@@ -132,6 +132,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     """The loader batch that began last, counted from 1 over all epochs."""
     _advanced: int = 0
     """That which :meth:`advance` was called for."""
+    _may_validate: bool = True
+    """There is validation in this epoch."""
     _inspected: Any = None
     _takes_batch_idx: bool = False
 
@@ -275,11 +277,16 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
 
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
+        self._may_validate = self.trainer.enable_validation
         with self.strategy.watch.epoch(self.trainer.current_epoch):
             super().run(data_fetcher)
         if self.strategy.policy.tail != "carry":
             self.finish_window(is_end_of_training=False)
         self.batch = None
+
+    @override
+    def _should_check_val_epoch(self) -> bool:
+        return self._may_validate and super()._should_check_val_epoch()  # which looks for validation in every batch, at 15 us
 
     @override
     def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:

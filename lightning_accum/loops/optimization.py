@@ -23,6 +23,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
 from lightning_accum.loops.results import collecting_logs, show_logs
+from lightning_accum.session import Outcome
 from lightning_accum.splitting.batch_log import BatchLog
 from lightning_accum.splitting.proofs import Verdict
 from lightning_accum.splitting.trimming import difference_by_padding
@@ -70,11 +71,11 @@ class WindowOptimization(_AutomaticOptimization):
                 self.step(closure)
             else:
                 closure()
-            result = closure.consume_result()
+            outputs = closure.consume_outputs(is_seen=strategy.hooks.has_batch_hooks)
         accumulation.end_loader_batch(closure.seen)
         if strategy.session.ends_by_tokens:
             self.epoch_loop.end_full_window()
-        return {} if result.loss is None else result.asdict()
+        return outputs
 
     def _closure_of(self, kwargs: OrderedDict[str, Any], accumulation: Accumulation) -> WindowClosure:
         """What runs a loader batch that begins now."""
@@ -132,7 +133,8 @@ class WindowOptimization(_AutomaticOptimization):
         assert accumulation is not None
         optimizer, progress, watch = strategy._lightning_optimizers[0], self.optim_progress.optimizer.step, strategy.watch
         watch.begin_step(optimizer._optimizer, accumulation)
-        strategy.hooks.look_again()
+        if strategy.hooks.has_batch_hooks:
+            strategy.hooks.look_again()
         accumulation.closed = accumulation.gradient_norm = None
         progress.increment_ready()
         if strategy.hooks.has_step or accumulation.is_passthrough():
@@ -180,6 +182,7 @@ class WindowClosure(AbstractClosure[ClosureResult]):
         self._batch = batch
         self._others = others
         self._runs = 0
+        self._outcome: Outcome | None = None
         self._module = module = optimization.trainer.lightning_module
         self._training_step = module.training_step if strategy.hooks.is_step_bare else strategy.training_step
         self._has_hooks = strategy.hooks.has_backward
@@ -188,9 +191,20 @@ class WindowClosure(AbstractClosure[ClosureResult]):
 
     @override
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        self(*args, **kwargs)
-        assert self._result is not None
-        return self._result
+        return ClosureResult(self(*args, **kwargs))
+
+    def consume_outputs(self, is_seen: bool) -> dict[str, Any]:
+        """What ``on_train_batch_end`` gets.
+
+        Args:
+            is_seen: by anybody.
+        """
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            self.consume_result()  # raises that the closure was not called
+            return {}
+        loss, extra = outcome.returned() if is_seen else (None, {})
+        return {} if loss is None else {"loss": loss.detach().clone(), **extra}
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -206,12 +220,10 @@ class WindowClosure(AbstractClosure[ClosureResult]):
         before = attributes["_current_fx_name"]
         attributes["_current_fx_name"] = "training_step"
         try:
-            with torch.enable_grad():
-                outcome = self._strategy.session.run(self, self._batch, self.seen, self.ends_window)
+            with _NOTHING_AROUND if torch.is_grad_enabled() else torch.enable_grad():
+                outcome = self._outcome = self._strategy.session.run(self, self._batch, self.seen, self.ends_window)
         finally:
             attributes["_current_fx_name"] = before
-        self._result = ClosureResult(None, extra=outcome.extra)
-        self._result.loss = None if outcome.loss is None else outcome.loss.detach().clone()
         return outcome.window_loss
 
     # --- one micro-batch ------------------------------------------------------------------------------------------

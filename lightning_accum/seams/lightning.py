@@ -76,6 +76,7 @@ loops.training_epoch_loop._TrainingEpochLoop
     _build_kwargs | AccumulatingEpochLoop | the signature of training_step is inspected once | 909b6965
     _num_ready_batches_reached | - | a loader batch is the last of its epoch | 20f625b9
     _should_accumulate | AccumulatingEpochLoop | a window ends where the boundary says | 75952ac1
+    _should_check_val_epoch | AccumulatingEpochLoop | looks for validation once an epoch | 91a9a650
     update_lr_schedulers | AccumulatingEpochLoop | called twice a loader batch, the last time when it is over | 3d41394b
     _update_learning_rates | AccumulatingEpochLoop | schedulers step when their clock says | 27370be6
 loops.optimization.automatic._AutomaticOptimization

@@ -90,11 +90,12 @@ class BatchLog:
         self.micro_batch = 0
         """The micro-batch that is running."""
         self._metrics = metrics
-        self._entries: dict[tuple[str, str, int], _Entry] = {}
+        self.entries: dict[tuple[str, str, int], _Entry] = {}
+        """What was logged: by the hook, the name, and how often that was logged before in the micro-batch."""
         self._weights: Sequence[Denominator | None] = ()
         self._rows: Sequence[int] = ()
         self._of_means: Sequence[OfMean | None] = ()
-        self._may_be_loss: list[tuple[Tensor, _Entry]] = []
+        self.may_be_loss: list[tuple[Tensor, _Entry]] = []
         """Values without a graph. They are kept until the loss is known: no other tensor can have their memory."""
         self._caches_before = [vars(metric).get("_forward_cache") for metric in metrics]
         for metric in metrics:
@@ -114,7 +115,7 @@ class BatchLog:
             arguments: the others.
         """
         number = 0
-        while self.micro_batch in (entry := self._entries.setdefault((hook, name, number), _Entry())).micro_batches:
+        while self.micro_batch in (entry := self.entries.setdefault((hook, name, number), _Entry())).micro_batches:
             number += 1
         entry.micro_batches.append(self.micro_batch)
         entry.arguments, batch_size = arguments, arguments.get("batch_size")
@@ -129,7 +130,7 @@ class BatchLog:
         weight, of_mean = None, None
         entry.value_of = metric_behind(value, self._metrics)
         if entry.value_of is None and value.grad_fn is None:
-            self._may_be_loss.append((value, entry))
+            self.may_be_loss.append((value, entry))
         elif entry.value_of is None:
             with suppress(UnreadableLossError):
                 reading, found = read_function(value)
@@ -141,20 +142,20 @@ class BatchLog:
 
     def note_loss(self, loss: Tensor | None) -> None:
         """The micro-batch has this loss: what was logged of it without its graph, ``loss.detach()``, is weighed as it is."""
-        for value, entry in self._may_be_loss:
+        for value, entry in self.may_be_loss:
             if loss is not None and value.numel() == 1 and value.data_ptr() == loss.data_ptr():
                 entry.values[-1] = entry.values[-1]._replace(weight=None)
                 entry.is_of_loss = True
-        self._may_be_loss.clear()
+        self.may_be_loss.clear()
 
     def forget_micro_batch(self) -> None:
         """What was logged in the micro-batch that is running is not to be shown."""
-        for key, entry in list(self._entries.items()):
+        for key, entry in list(self.entries.items()):
             entry.micro_batches = [index for index in entry.micro_batches if index != self.micro_batch]
             entry.values = [value for value in entry.values if value.micro_batch != self.micro_batch]
             entry.batch_sizes.pop(self.micro_batch, None)
             if not entry.micro_batches:
-                del self._entries[key]
+                del self.entries[key]
 
     # --- at the end of the batch ------------------------------------------------------------------------------------
 
@@ -186,7 +187,7 @@ class BatchLog:
             (hook, name, number), entry = item
             return (True, f"{hook}.{name}", number) if is_synced(entry.metric is not None, entry.arguments) else (False, "", 0)
 
-        for (hook, name, _), entry in sorted(self._entries.items(), key=order):
+        for (hook, name, _), entry in sorted(self.entries.items(), key=order):
             arguments = entry.arguments
             if entry.batch_sizes:
                 arguments = {**arguments, "batch_size": sum(entry.batch_sizes.values())}
@@ -201,7 +202,7 @@ class BatchLog:
 
     def close(self) -> None:
         """Give the metrics of the module back what they held before the batch."""
-        for (hook, name, _), entry in self._entries.items():
+        for (hook, name, _), entry in self.entries.items():
             if entry.value_of is None:
                 continue
             metric = entry.value_of.metric

@@ -98,6 +98,8 @@ class Weigher:
         """
         if loss.grad_fn is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
             return Contribution(0.0 if loss.requires_grad else 1.0)
+        if self._plain is not None and self.shares is None and (plain := self._plain[0].read(loss.grad_fn)) is not None:
+            return Contribution(plain, (), 0, self._plain[1], self._plain[2])
         count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
         if self.shares is not None:
             self.criterion = self.shares.in_words
@@ -106,8 +108,6 @@ class Weigher:
             except UnreadableLossError as unreadable:
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
             return Contribution(measured, factors=factor)
-        if self._plain is not None and (plain := self._plain[0].read(loss.grad_fn)) is not None:
-            return Contribution(plain, (), 0, self._plain[1], self._plain[2])
         is_first = self.criterion is None
         takes_functions = self._weight != "equal" and self.takes_functions
         self._found = found = function_of_mean(loss.grad_fn, loss.output_nr) if takes_functions else None
