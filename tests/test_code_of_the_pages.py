@@ -61,7 +61,7 @@ class Data(pl.LightningDataModule):
 
 def pages_loader() -> DataLoader:
     torch.manual_seed(0)
-    return DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 2)), batch_size=4)
+    return DataLoader(TensorDataset(torch.randn(32, 4), torch.randn(32, 2)), batch_size=4)
 
 
 @pytest.fixture
