@@ -70,6 +70,19 @@ def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
         assert (ROOT / file).exists(), file
 
 
+def test_the_version_is_one() -> None:
+    places = {"pyproject.toml": r'^version = "(.*)"$', "CITATION.cff": r"^version: (.*)$", "CHANGELOG.md": r"^## ([\d.]+)"}
+    found = {file: re.search(pattern, (ROOT / file).read_text(), re.MULTILINE) for file, pattern in places.items()}
+    assert {file: match and match[1] for file, match in found.items()} == dict.fromkeys(places, lightning_accum.__version__)
+
+
+def test_commits_are_checked_by_the_commands_of_ci() -> None:
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "- run: .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    for entry in re.findall(r"entry: (.*)", (ROOT / ".pre-commit-config.yaml").read_text()):
+        assert entry.replace(" --force-exclude", "") in ci
+
+
 def test_files_named_in_how_it_works_exist() -> None:
     package = ROOT / "lightning_accum"
     rows = re.findall(r"^\| (`.*?`|here) \| (.*) \|$", (package / "README.md").read_text(), re.MULTILINE)

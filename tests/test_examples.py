@@ -27,7 +27,13 @@ def environment(**variables: object) -> dict[str, str]:
     """This process's, without what a cluster or a launcher has set, and with ``variables``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_CLUSTERS)}
     paths = os.pathsep.join(filter(None, [str(EXAMPLES.parents[1]), kept.get("PYTHONPATH", "")]))
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **{name: str(value) for name, value in variables.items()}}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": paths,
+        **{name: str(value) for name, value in variables.items()},
+    }
 
 
 def run(*commands: list[str], variables: list[dict[str, object]] | None = None) -> tuple[int, float]:
