@@ -180,7 +180,8 @@ class Accumulator:
 
     def _run(self, loader: Iterable[Any], skip: int, is_last: bool) -> Generator[Any, None, None]:
         accumulation, ranks = self._accumulation, self._training.ranks
-        boundary = accumulation.boundary
+        boundary, is_whole = accumulation.boundary, accumulation.splitting is None
+        finishes_after_backward = self._session.finishes_after_backward
         self._begin_pass(loader, skip)
         drawn = LoaderBatch(None, is_last=False)
         try:
@@ -190,9 +191,16 @@ class Accumulator:
                 self._training.seen += 1
                 self._number = number
                 accumulation.is_shadow_batch = drawn.is_shadow_batch
-                boundary.begin(self._window_size())
+                if not boundary.is_under_way:
+                    boundary.begin(self._window_size())
                 ends_window = boundary.is_reached(self._training.seen, lambda: math.inf)
                 ends_window = ends_window or (drawn.is_last and boundary.is_cut_by_the_end(is_last))
+                if is_whole:
+                    is_boundary = ends_window and not finishes_after_backward
+                    self._begin(MicroBatch(drawn.batch, None, 0, 1, is_boundary, drawn.is_shadow_batch), ends_window)
+                    yield drawn.batch
+                    self._end()
+                    continue
                 for micro_batch, ends in self._micro_batches(drawn.batch, ends_window):
                     self._begin(micro_batch, ends)
                     yield micro_batch.batch
@@ -255,20 +263,17 @@ class Accumulator:
     def _micro_batches(self, batch: Any, ends_window: bool) -> Iterator[tuple[MicroBatch, bool]]:
         """The micro-batches of a loader batch, each with whether its window ends with it."""
         accumulation, splitting, session = self._accumulation, self._accumulation.splitting, self._session
+        assert splitting is not None
         is_shadow, overlaps = accumulation.is_shadow_batch, not session.finishes_after_backward
-        if splitting is not None and batch is not None:
+        splitting.plan = None
+        if batch is not None:
             splitting.begin(batch, self._difference_by_padding)
-        plan = None if splitting is None or batch is None else splitting.plan
-        if plan is None:
-            rows = None if splitting is None or batch is None else splitting.rows
-            own, parts = 1, [batch]
-        else:
-            own, parts = len(plan.pieces), plan  # type: ignore[assignment]
+        plan = splitting.plan
+        own, parts = (1, [batch]) if plan is None else (len(plan.pieces), plan)
         rounds, part = session.rounds(own), None
         for position, part in enumerate(parts):
-            rows = plan.pieces[position].count if plan is not None and plan.is_read else rows if plan is None else None
             is_end = ends_window and position == rounds - 1
-            yield MicroBatch(part, rows, position, rounds, is_end and overlaps, is_shadow), is_end
+            yield MicroBatch(part, splitting.rows, position, rounds, is_end and overlaps, is_shadow), is_end
         for position in range(own, rounds):  # other ranks have more
             is_end = ends_window and position == rounds - 1
             yield MicroBatch(part, None, position, rounds, is_end and overlaps, True), is_end
@@ -306,8 +311,9 @@ class Accumulator:
                 "The loop has gone on without accumulator.backward(loss). Call it once in every micro-batch, in place of"
                 " loss.backward(): accumulator.backward(None) where there is no loss; and accumulator.step() after it."
             )
-        self._refuse_if_step_is_missing()
-        self._complete()
+        if not self._is_step_done:
+            self._refuse_if_step_is_missing()
+            self._complete()
         self._current = None
 
     def _refuse_if_step_is_missing(self) -> None:
