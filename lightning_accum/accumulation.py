@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum.checkpointing.resume import PartialWindow
+from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.parameter_changes import ParameterChanges
 from lightning_accum.policy import Policy
@@ -26,7 +27,6 @@ from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.wide_sums import WideSums
 from lightning_accum.window import ClosedWindow, Window
 from lightning_accum.window_loss import WindowLoss
 from lightning_accum.windows import Windows
@@ -59,7 +59,7 @@ class Accumulation(Windows):
         ranks: Ranks,
         warn: Callable[[str], None],
         splitting: Splitting | None = None,
-        sums: WideSums | None = None,
+        sums: MainGradients | None = None,
     ) -> None:
         super().__init__(policy, ranks, warn)
         self.splitting = splitting
@@ -106,7 +106,7 @@ class Accumulation(Windows):
         """Finds parameters that change inside a window."""
 
     @property
-    def sums(self) -> WideSums | None:
+    def sums(self) -> MainGradients | None:
         """Where gradients are added up, if in a wider type than that of their parameters."""
         return self._sums
 
@@ -304,7 +304,7 @@ class Accumulation(Windows):
             gradients = self.sums.gradients()
         self.closed = self._loss.close(gradients, self.warn_once, HOW_TO_WEIGH_EACH)
         if self.sums is not None:
-            self.sums.hand_over()
+            self.sums.write_to_grad()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":
             self.closed = self._without_slope(self.closed)
         if self.closed.is_flagged:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_accum.main_gradients import is_narrower, sparse_layers
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.sync import SyncPolicy
-from lightning_accum.wide_sums import is_narrower, sparse_layers
 
 
 @dataclass(frozen=True)

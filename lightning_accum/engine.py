@@ -29,7 +29,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.session import Session
 from lightning_accum.splitting.packed import samples_of
-from lightning_accum.splitting.snapshot import Keeper
+from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.sync import GradientSync
 from lightning_accum.weighing.counts import count_samples
@@ -61,7 +61,7 @@ class Engine(Strategy):
     """:attr:`listener` sets the size of each window that is about to begin."""
     metrics: WindowMetrics | None = None
     """Shows each window that has ended; None where nothing is to be seen."""
-    _keeper: Keeper | None = None
+    _snapshotter: StateSnapshotter | None = None
     world_size: int
     global_rank: int
     ranks: Ranks | None = None
@@ -209,15 +209,15 @@ class Engine(Strategy):
         return trainer_state.samples_of_loader(self.trainer())
 
     @property
-    def keeper(self) -> Keeper:
+    def snapshotter(self) -> StateSnapshotter:
         """Keeps what a batch may change that is run for others only, or that may have to run again."""
         assert self.accumulation is not None
         if self.accumulation.splitting is not None:
-            return self.accumulation.splitting.keeper
-        if self._keeper is None:
+            return self.accumulation.splitting.snapshotter
+        if self._snapshotter is None:
             assert self.lightning_module is not None
-            self._keeper = Keeper(self.lightning_module, self.root_device)
-        return self._keeper
+            self._snapshotter = StateSnapshotter(self.lightning_module, self.root_device)
+        return self._snapshotter
 
     # --- what a session asks for ------------------------------------------------------------------------------------
 

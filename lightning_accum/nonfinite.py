@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.splitting.snapshot import Keeper, Snapshot
+from lightning_accum.splitting.snapshot import Snapshot, StateSnapshotter
 from lightning_accum.sync.base import GradientSlot
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.denominator import Denominator
@@ -27,13 +27,13 @@ class Guard:
     """Looks at each micro-batch of a training, and leaves out those that are not finite, or reports them.
 
     A micro-batch that is left out is as if it had never been there: its gradient is dropped, and what it changed in the module is
-    put back (see :class:`Keeper`), random state included.
+    put back (see :class:`StateSnapshotter`), random state included.
 
     Args:
         leaves_out: whether to leave them out, or to raise an error.
         places: gives where the gradients of a window are accumulated, in the order of the parameters.
         where: says in words which micro-batch it is.
-        keeper: gives what keeps the module.
+        snapshotter: gives what keeps the module.
         inform: prints what was left out, after a warning about the first.
         group: ranks that run parts of the same micro-batch, and so have to find the same.
         looks_at_gradients: or at the loss alone, as where a GradScaler looks at the gradients.
@@ -44,7 +44,7 @@ class Guard:
         leaves_out: bool,
         places: Callable[[], Sequence[GradientSlot]],
         where: Callable[[MicroBatch], str],
-        keeper: Callable[[], Keeper],
+        snapshotter: Callable[[], StateSnapshotter],
         inform: Callable[[str], None],
         group: dist.ProcessGroup | None = None,
         looks_at_gradients: bool = True,
@@ -53,7 +53,7 @@ class Guard:
         self._find_places = places
         self._where = where
         self._micro_batch = MicroBatch(None)
-        self._keeper = keeper
+        self._snapshotter = snapshotter
         self._inform = inform
         self._group = group
         self._looks_at_gradients = looks_at_gradients
@@ -71,7 +71,7 @@ class Guard:
         """Its forward is next."""
         self._micro_batch, self.has_left_out = micro_batch, False
         if self.leaves_out:
-            self._snapshot = self._keeper().take(watches_parameters=False)
+            self._snapshot = self._snapshotter().take(watches_parameters=False)
 
     @contextmanager
     def watching(self, loss: Tensor, weight: Denominator | None) -> Iterator[None]:
@@ -92,14 +92,14 @@ class Guard:
             yield
         except BaseException:
             if aside is not None:
-                _put_back(places, aside)
+                _restore(places, aside)
             raise
         fault = self._fault(loss, weight, places)
         if aside is not None:
             if fault is None:
                 _add(places, aside)
             else:
-                _put_back(places, aside)
+                _restore(places, aside)
         if fault is not None:
             self._report(fault)
             self.has_left_out = True
@@ -176,9 +176,9 @@ def _on_host(numbers: Sequence[Tensor]) -> list[float]:
     return [value for _, value in sorted(zip(order, values, strict=True))]
 
 
-def _put_back(places: Sequence[GradientSlot], aside: Sequence[Tensor | None]) -> None:
+def _restore(places: Sequence[GradientSlot], aside: Sequence[Tensor | None]) -> None:
     for place, gradient in zip(places, aside, strict=True):
-        place.put_back(gradient)
+        place.restore(gradient)
 
 
 @torch.no_grad()

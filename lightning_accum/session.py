@@ -16,7 +16,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.splitting.batch_log import BatchLog
 from lightning_accum.splitting.outputs import Outputs
 from lightning_accum.splitting.plan import Plan
-from lightning_accum.splitting.snapshot import Keeper
+from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.sync import GradientSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
@@ -89,7 +89,7 @@ class Session:
         module: that is trained.
         accumulation: what the window is made of.
         sync: when gradients are reduced over the ranks.
-        keeper: gives what puts back what a micro-batch has changed.
+        snapshotter: gives what puts back what a micro-batch has changed.
         guard: looks whether micro-batches are finite; None where nobody does.
         row_wise: runs submodules in micro-batches; None where nothing was asked to.
     """
@@ -100,7 +100,7 @@ class Session:
         module: nn.Module,
         accumulation: Accumulation,
         sync: GradientSync,
-        keeper: Callable[[], Keeper],
+        snapshotter: Callable[[], StateSnapshotter],
         guard: Guard | None,
         row_wise: RowWise | None,
     ) -> None:
@@ -109,7 +109,7 @@ class Session:
         self._engine = engine
         self._module = module
         self._accumulation = accumulation
-        self._keeper = keeper
+        self._snapshotter = snapshotter
         self._row_wise = row_wise
         self._is_announced = False
         self._has_ranks = accumulation.ranks.world_size > 1
@@ -140,7 +140,7 @@ class Session:
             if not accumulation.is_shadow_batch:
                 return run(step, batch, seen, ends_window)
             self.zero_grad(step)  # what it does to the module is to last
-            snapshot = self._keeper().take(watches_parameters=False)
+            snapshot = self._snapshotter().take(watches_parameters=False)
             try:
                 return run(step, batch, seen, ends_window)
             finally:
@@ -176,7 +176,7 @@ class Session:
             accumulation.window.rewind(begun)
             accumulation.window.left_out = left_out
             if sums is not None:
-                sums.put_back(kept)
+                sums.restore(kept)
             if is_zero_grad_due and not accumulation.is_zero_grad_due:
                 for parameter in self._engine.parameters():
                     parameter.grad = None

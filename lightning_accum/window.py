@@ -70,7 +70,7 @@ class ClosedWindow:
 class Window:
     """Accumulates weights and losses, and closes.
 
-    During the window the gradients are scaled by ``1 / reference``, a power of two near the mean weight and the same on all ranks:
+    During the window the gradients are divided by the weight scale, a power of two near the mean weight and the same on all ranks:
     weights can be thousands of tokens, which float16 gradients have no room for. A power of two costs no rounding. Where the last
     window weighed a power of two on every rank, it is that on the CPU, where it is slow to go through all gradients once more: if
     this window does so too, they are the full batch's as they are. An accelerator keeps the room that float16 has below.
@@ -107,8 +107,8 @@ class Window:
         """What each weight has in it beside what adds up, as in ``sum / (count + 1e-8)``: the full batch has it once. The same on
         all ranks; None where that is not known.
         """
-        self._reference = weight_scale
-        self._seed: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
+        self._weight_scale = weight_scale
+        self._grad_output: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
         self.discard()
 
@@ -152,17 +152,17 @@ class Window:
             self._take_in(loss.item() if self._is_on_host else loss.detach().reshape(()), contribution)
         else:
             self._take_in(contribution.of_mean.mean, contribution)
-        weight, reference = contribution.weight, self._reference
-        if reference is None or self.terms is not None:
-            reference = self._agreed_reference(0.0 if weight is None else weight)
-        if weight is None or (not isinstance(weight, Tensor) and weight == reference):
+        weight, weight_scale = contribution.weight, self._weight_scale
+        if weight_scale is None or self.terms is not None:
+            weight_scale = self._agreed_weight_scale(0.0 if weight is None else weight)
+        if weight is None or (not isinstance(weight, Tensor) and weight == weight_scale):
             return None
         if isinstance(weight, Tensor):
-            return (weight / reference).to(loss.dtype).reshape(loss.shape)
-        key = (weight / reference, loss.shape, loss.dtype, loss.device)
-        if self._seed is None or self._seed[0] != key:
-            self._seed = (key, torch.full(loss.shape, key[0], dtype=loss.dtype, device=loss.device))
-        return self._seed[1]
+            return (weight / weight_scale).to(loss.dtype).reshape(loss.shape)
+        key = (weight / weight_scale, loss.shape, loss.dtype, loss.device)
+        if self._grad_output is None or self._grad_output[0] != key:
+            self._grad_output = (key, torch.full(loss.shape, key[0], dtype=loss.dtype, device=loss.device))
+        return self._grad_output[1]
 
     def _take_in(self, mean: Denominator, contribution: Contribution) -> None:
         function = None if contribution.of_mean is None else contribution.of_mean.function
@@ -214,13 +214,13 @@ class Window:
         ]
 
     @property
-    def reference(self) -> float | None:
+    def weight_scale(self) -> float | None:
         """What the weights are divided by during the window; None before the first."""
-        return self._reference
+        return self._weight_scale
 
-    def restore(self, reference: float | None, weighed: Sequence[Sequence[Any]]) -> None:
-        """Go on with what :attr:`reference` and :meth:`weighed` were."""
-        self._reference = reference
+    def restore(self, weight_scale: float | None, weighed: Sequence[Sequence[Any]]) -> None:
+        """Go on with what :attr:`weight_scale` and :meth:`weighed` were."""
+        self._weight_scale = weight_scale
         self._losses, self._contributions = [], []
         for loss, weight, others, factors, of_mean in weighed:
             if of_mean is not None:
@@ -239,19 +239,19 @@ class Window:
 
     def add_empty(self) -> None:
         """Take in a micro-batch that has no loss on this rank."""
-        self._agreed_reference(0.0)
+        self._agreed_weight_scale(0.0)
 
-    def _agreed_reference(self, weight: Denominator) -> float:
+    def _agreed_weight_scale(self, weight: Denominator) -> float:
         """The scale of this window: from the first weights of all ranks, later from the last window."""
         if self.terms is not None:
             self.terms.agree()
-        if self._reference is None:
+        if self._weight_scale is None:
             first = self._tensor_of([weight, 1.0])
             if self._world_size > 1:
                 dist.all_reduce(first, group=self._group)
             total, count = first.tolist()
-            self._reference = _power_of_two_near(total / count)
-        return self._reference
+            self._weight_scale = _power_of_two_near(total / count)
+        return self._weight_scale
 
     def reduce(self) -> None:
         """Start to sum the weights over the ranks.
@@ -272,7 +272,7 @@ class Window:
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
 
     def factors_of_terms(self) -> list[Denominator] | None:
-        """What the backward of each term of the last micro-batch is multiplied by, instead of the seed of :meth:`add`, by place.
+        """What the backward of each term of the last micro-batch is multiplied by, by place, instead of what :meth:`add` returns.
 
         Returns:
             None where they share one weight.
@@ -280,14 +280,14 @@ class Window:
         contribution = self._contributions[-1]
         if self.terms is None or contribution.weight is None:
             return None
-        assert self._reference is not None
+        assert self._weight_scale is not None
         totals: list[float] | Tensor = [0.0] * self._numbers if self._totals is None else self._totals
         if self._reduction is not None:
             self._reduction.wait()
             self._reduction = None
         if isinstance(totals, Tensor) and self._is_on_host:
             totals = totals.tolist()
-        return self.terms.factors(contribution, self._reference, self._total(totals), totals[self._numbers :])
+        return self.terms.factors(contribution, self._weight_scale, self._total(totals), totals[self._numbers :])
 
     def _total(self, totals: Sequence[float] | Tensor) -> Any:
         """What the full batch divides by."""
@@ -363,12 +363,12 @@ class Window:
             if (factor := self._world_size * slope) != 1.0:
                 _scale(gradients, factor)
             return ClosedWindow(loss, 1.0, int(micro_batches), **told)
-        assert self._reference is not None
-        if (factor := self._world_size * self._reference / weight * slope) != 1.0:
+        assert self._weight_scale is not None
+        if (factor := self._world_size * self._weight_scale / weight * slope) != 1.0:
             _scale(gradients, factor)
         of_a_rank = weight / self._world_size
         is_next = self._is_on_host and _is_power_of_two(of_a_rank)
-        self._reference = of_a_rank if is_next else _power_of_two_near(weight / micro_batches)
+        self._weight_scale = of_a_rank if is_next else _power_of_two_near(weight / micro_batches)
         disagree = disagree and not is_miscounted
         has_others = disagree and any(contribution.others for contribution in contributions)
         told = {**told, "do_terms_disagree": disagree and has_others, "do_factors_differ": disagree and not has_others}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_accum.main_gradients import GradientSums
 from lightning_accum.weighing.weight import Contribution, Weigher
-from lightning_accum.wide_sums import GradientSums
 from lightning_accum.window import ClosedWindow, Window
 
 

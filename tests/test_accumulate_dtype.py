@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import GradientAccumulation, Tokens
-from lightning_accum.wide_sums import WideSums
+from lightning_accum.main_gradients import MainGradients
 
 BFLOAT16_ROUNDING = 2**-8
 """Half a unit in the last of 8 bits, and as much for the parameter that the gradient moves."""
@@ -268,7 +268,7 @@ def test_of_256_micro_batches_in_bfloat16_the_error_is_at_least_8_times_smaller(
 
 def test_the_sum_itself_is_exact_to_single_precision() -> None:
     values, parameter = numbers(256), nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    sums = WideSums(torch.float32, lambda: [parameter])
+    sums = MainGradients(torch.float32, lambda: [parameter])
     for value in values:
         sums.begin_backward()
         (parameter * value).sum().backward()
@@ -366,7 +366,7 @@ def test_inside_a_window_sums_and_the_gradient_of_one_parameter_and_no_more_at_i
     layers, size = 8, 256 * 256
     net = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
     inputs = torch.ones(1, 256, dtype=torch.bfloat16)
-    sums = WideSums(torch.float32, net.parameters)
+    sums = MainGradients(torch.float32, net.parameters)
 
     def backward() -> None:
         sums.begin_backward()
@@ -381,7 +381,7 @@ def test_inside_a_window_sums_and_the_gradient_of_one_parameter_and_no_more_at_i
     assert peak_bytes(backward) <= 4 * layers * size + one_parameter + most_of_others
     assert peak_bytes(backward) <= one_parameter + most_of_others  # above the sums
     assert max(alive) == 0  # before each comes, that of the parameter before it is gone
-    assert peak_bytes(sums.hand_over) <= 2 * size
+    assert peak_bytes(sums.write_to_grad) <= 2 * size
     assert sum(parameter.grad.nbytes for parameter in net.parameters()) == 2 * layers * size
     sums.close()
 

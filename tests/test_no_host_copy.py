@@ -38,7 +38,7 @@ def meta_loss(name: str) -> torch.Tensor:
 
 def window_on_meta() -> Window:
     window = Window(META)
-    window._reference = 4.0  # agreed on once in a training, with one copy
+    window._weight_scale = 4.0  # agreed on once in a training, with one copy
     return window
 
 

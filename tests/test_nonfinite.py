@@ -25,7 +25,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy, Tokens, nonfinite
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.splitting.snapshot import Keeper
+from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.sync import GradientSync
 
 FINE, NAN_LOSS, INF_LOSS, NAN_GRADIENT, INF_GRADIENT = range(5)
@@ -616,7 +616,7 @@ def test_propagate_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("nobody looks")
 
     monkeypatch.setattr(nonfinite.Guard, "__init__", forbidden)
-    monkeypatch.setattr(Keeper, "take", forbidden)
+    monkeypatch.setattr(StateSnapshotter, "take", forbidden)
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -646,7 +646,7 @@ def guard_of(module: nn.Module) -> nonfinite.Guard:
         True,
         lambda: GradientSync().gradient_slots(dict(module.named_parameters())),
         lambda micro_batch: "This one",
-        lambda: Keeper(module, torch.device("cpu")),
+        lambda: StateSnapshotter(module, torch.device("cpu")),
         lambda told: None,
     )
 

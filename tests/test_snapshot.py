@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
-from lightning_accum.splitting.snapshot import Keeper
+from lightning_accum.splitting.snapshot import StateSnapshotter
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ class Holder(nn.Module):
 
 
 def take(module, gradients_of=None):
-    return Keeper(module, CPU).take(gradients_of)
+    return StateSnapshotter(module, CPU).take(gradients_of)
 
 
 # --- random state ---------------------------------------------------------------------------------------------------------
@@ -349,10 +349,10 @@ def test_modules_that_are_new_go_and_modules_that_were_replaced_come_back():
 
 def test_a_module_that_was_replaced_between_batches_is_found():
     module = Holder(mean=MeanMetric())
-    keeper = Keeper(module, CPU)
-    keeper.take()
+    snapshotter = StateSnapshotter(module, CPU)
+    snapshotter.take()
     module.mean = MeanMetric()
-    snapshot = keeper.take()
+    snapshot = snapshotter.take()
     module.mean.update(3.0)
     snapshot.restore()
     assert module.mean._update_count == 0
@@ -500,10 +500,10 @@ def test_a_snapshot_restores_as_often_as_needed():
 
 def test_a_snapshot_survives_the_next_one():
     module = nn.BatchNorm1d(1, momentum=1.0)
-    keeper = Keeper(module, CPU)
-    first = keeper.take()
+    snapshotter = StateSnapshotter(module, CPU)
+    first = snapshotter.take()
     module(torch.tensor([[1.0], [3.0]]))
-    second = keeper.take()
+    second = snapshotter.take()
     module(torch.tensor([[5.0], [7.0]]))
     second.restore()
     assert module.running_mean.item() == 2.0
@@ -513,13 +513,13 @@ def test_a_snapshot_survives_the_next_one():
 
 def test_copies_of_buffers_use_the_same_memory_again():
     module = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    keeper = Keeper(module, CPU)
-    keeper.take()
-    memory = [value.data_ptr() for value in keeper._copies.values]
+    snapshotter = StateSnapshotter(module, CPU)
+    snapshotter.take()
+    memory = [value.data_ptr() for value in snapshotter._copies.values]
     module(torch.randn(4, 2) + 5)
     mean = module[0].running_mean.clone()
-    snapshot = keeper.take()
-    assert [value.data_ptr() for value in keeper._copies.values] == memory
+    snapshot = snapshotter.take()
+    assert [value.data_ptr() for value in snapshotter._copies.values] == memory
     module(torch.randn(4, 2))
     snapshot.restore()
     assert torch.equal(module[0].running_mean, mean)
@@ -532,7 +532,7 @@ def test_an_attempt_that_failed_leaves_the_step_as_it_would_have_been():
         torch.manual_seed(0)
         module = Holder(mean=MeanMetric(), losses=[])
         module.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
-        keeper = Keeper(module, CPU)
+        snapshotter = StateSnapshotter(module, CPU)
 
         def attempt(rows):
             loss = module.net(rows).square().mean()
@@ -541,7 +541,7 @@ def test_an_attempt_that_failed_leaves_the_step_as_it_would_have_been():
             module.losses.append(loss.item())
 
         for rows in torch.randn(3, 16, 4, dtype=torch.float64):
-            snapshot = keeper.take(module.parameters())
+            snapshot = snapshotter.take(module.parameters())
             for _ in range(fails):
                 attempt(rows[:8])
                 attempt(rows[8:])

@@ -237,7 +237,7 @@ def test_on_a_device_nothing_is_copied_to_the_host() -> None:
     """A meta tensor has no value: whatever asks for one raises."""
     meta = torch.device("meta")
     weigher, window = Weigher("auto", print, hands_out_terms=True), Window(meta)
-    window._reference, window.terms = 1.0, TermsAtOnce()
+    window._weight_scale, window.terms = 1.0, TermsAtOnce()
     logits, target = torch.randn(6, 5, device=meta, requires_grad=True), torch.zeros(6, dtype=torch.long, device=meta)
     loss = F.cross_entropy(logits, target) + F.mse_loss(logits[:2], torch.zeros(2, 5, device=meta))
     window.add(loss, weigher(loss, None))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_accum.checkpointing.format import check_keys
+from lightning_accum.main_gradients import GradientSums
 from lightning_accum.ranks import Ranks
 from lightning_accum.weighing.terms import TermsCountedAhead
-from lightning_accum.wide_sums import GradientSums
 from lightning_accum.window_loss import WindowLoss
 
 MOST_RANKS_APART = 8
@@ -103,7 +103,7 @@ def gather_loss(loss: WindowLoss, named: Mapping[str, nn.Parameter], ranks: Rank
         weighed = of_all
     gradients = _gather_gradients(named, ranks, is_reduced, is_kept, loss.sums)
     terms = loss.window.terms
-    return PartialLoss(loss.window.reference, weighed, gradients, terms.totals if isinstance(terms, TermsCountedAhead) else None)
+    return PartialLoss(loss.window.weight_scale, weighed, gradients, terms.totals if isinstance(terms, TermsCountedAhead) else None)
 
 
 def _gather_gradients(
@@ -173,7 +173,7 @@ def restore_loss(
         weighed = [micro_batch for of_rank in kept.weighed for micro_batch in of_rank] if rank == 0 else []
     window.restore(kept.weight_scale, weighed)
     if kept.term_totals is not None and isinstance(window.terms, TermsCountedAhead):
-        window.terms.take_back(kept.term_totals)
+        window.terms.restore(kept.term_totals)
     left = set()
     for own in kept.gradients:
         left |= own.keys() - named.keys()

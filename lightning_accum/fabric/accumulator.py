@@ -125,13 +125,13 @@ class Accumulator:
         loss = None if loss_of is None else partial(loss_of, model if training.ddp is None else training.module)
         self._samples: frozenset[int] = frozenset()
         splitting = setup.splitting(self.policy, training, is_proven=loss_of is not None, samples=lambda: self._samples)
-        sums = setup.wide_sums(self.policy, training)
+        sums = setup.main_gradients(self.policy, training)
         self._accumulation = accumulation = Accumulation(self.policy, training.ranks, rank_zero_warn, splitting, sums)
         self._row_wise = accumulation.row_wise = setup.row_wise(self.policy, training)
         training.sync = training.make_sync(finishes_after_backward(self.policy), sums, loss)
         guard = setup.guard(training, accumulation)
         training.session = Session(
-            training, training.module, accumulation, training.sync, lambda: training.keeper, guard, self._row_wise
+            training, training.module, accumulation, training.sync, lambda: training.snapshotter, guard, self._row_wise
         )
         training.announce = self._announce
         self._session = training.session
@@ -285,7 +285,7 @@ class Accumulator:
         context = self._session.begin_micro_batch(micro_batch)
         if micro_batch.is_shadow_batch:
             self._session.zero_grad(self._training)  # what it does to the model is to last
-            self._snapshot = self._training.keeper.take(watches_parameters=False)
+            self._snapshot = self._training.snapshotter.take(watches_parameters=False)
         if self._row_wise is not None:
             stack = ExitStack()
             stack.enter_context(self._row_wise.step(count_samples(micro_batch.batch)))

@@ -14,6 +14,7 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.asked import Asked
 from lightning_accum.exclusions import why_refused
 from lightning_accum.fabric.training import Training
+from lightning_accum.main_gradients import MainGradients, is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
@@ -24,7 +25,6 @@ from lightning_accum.sync import GradientSlot, SumSlot
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.whole.layers import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.wide_sums import WideSums, is_narrower
 
 
 def refuse_sizes(micro_batch: Any) -> None:
@@ -106,7 +106,7 @@ def difference_by_padding(policy: Policy, training: Training, loss_of: Callable[
     return partial(
         trimming.difference_by_padding,
         module=training.module,
-        keeper=training.keeper,
+        snapshotter=training.snapshotter,
         training_step=loss_of or (lambda batch: torch.zeros(())),
         weigh=weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
     )
@@ -129,7 +129,7 @@ def row_wise(policy: Policy, training: Training) -> RowWise | None:
         raise ValueError(str(error)) from None
 
 
-def wide_sums(policy: Policy, training: Training) -> WideSums | None:
+def main_gradients(policy: Policy, training: Training) -> MainGradients | None:
     """Where gradients are added up, if in a wider type than that of their parameters.
 
     Raises:
@@ -143,7 +143,7 @@ def wide_sums(policy: Policy, training: Training) -> WideSums | None:
             f"accumulate_dtype={dtype}: the model is sharded, and it is fully_shard that adds up its gradients. Leave it out, and"
             f" apply fully_shard with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})."
         )
-    return WideSums(dtype, training.parameters)
+    return MainGradients(dtype, training.parameters)
 
 
 def guard(training: Training, accumulation: Accumulation) -> Guard | None:
@@ -166,7 +166,7 @@ def guard(training: Training, accumulation: Accumulation) -> Guard | None:
         policy.on_nonfinite == "skip",
         places,
         in_words,
-        lambda: training.keeper,
+        lambda: training.snapshotter,
         print,
         looks_at_gradients=training.scaler is None,  # which looks at them by itself
     )

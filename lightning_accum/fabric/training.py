@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.at_exit import let_gloo_rest_at_exit
+from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
 from lightning_accum.session import Session
 from lightning_accum.splitting.batch_log import BatchLog
-from lightning_accum.splitting.snapshot import Keeper, Snapshot
+from lightning_accum.splitting.snapshot import Snapshot, StateSnapshotter
 from lightning_accum.sync import DDPSync, FSDP2Sync, GradientSync, WideDDPSync
-from lightning_accum.wide_sums import WideSums
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Of Fabric's, those that leave the backward and the gradients where torch has them."""
@@ -90,7 +90,7 @@ class Training:
         precision = getattr(getattr(fabric, "strategy", None), "precision", None)
         self.scaler: Any = getattr(precision, "scaler", None)
         self.ranks = self._ranks()
-        self.keeper = Keeper(self.module, self.ranks.device)
+        self.snapshotter = StateSnapshotter(self.module, self.ranks.device)
         self.trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         stepped = {id(parameter) for group in self.raw_optimizer.param_groups for parameter in group["params"]}
         if self.trained and not any(id(parameter) in stepped for parameter in self.trained):
@@ -169,7 +169,7 @@ class Training:
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def make_sync(
-        self, finishes_after_backward: bool, sums: WideSums | None, loss_of: Callable[[Any], Tensor] | None
+        self, finishes_after_backward: bool, sums: MainGradients | None, loss_of: Callable[[Any], Tensor] | None
     ) -> GradientSync:
         """When gradients are reduced over the ranks.
 
@@ -183,7 +183,7 @@ class Training:
         if self.ddp is not None:
             return LoopDDPSync(self.ddp, "window", finishes_after_backward)
         if self.is_sharded:
-            return LoopFSDP2Sync(self.module, "window", _ShardedModel(self.keeper, loss_of))
+            return LoopFSDP2Sync(self.module, "window", _ShardedModel(self.snapshotter, loss_of))
         return GradientSync()
 
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
@@ -290,8 +290,8 @@ class LoopDDPSync(DDPSync):
 class _ShardedModel:
     """What the reduction of sharded modules asks for."""
 
-    def __init__(self, keeper: Keeper, loss_of: Callable[[Any], Tensor] | None) -> None:
-        self._keeper = keeper
+    def __init__(self, snapshotter: StateSnapshotter, loss_of: Callable[[Any], Tensor] | None) -> None:
+        self._snapshotter = snapshotter
         self._loss_of = loss_of
 
     def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +310,7 @@ class _ShardedModel:
 
     def snapshot(self) -> Snapshot:
         """What puts back what a step changes."""
-        return self._keeper.take(watches_parameters=False)
+        return self._snapshotter.take(watches_parameters=False)
 
 
 class LoopFSDP2Sync(FSDP2Sync):

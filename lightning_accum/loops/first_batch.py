@@ -102,7 +102,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     check = Check(
         trainer.lightning_module,
         unlogged_step(trainer, kwargs),
-        partial(strategy.keeper.take, watches_parameters=False),
+        partial(strategy.snapshotter.take, watches_parameters=False),
         policy.weight,
         strategy.sync,
         accumulation.weighs_terms,
@@ -182,7 +182,7 @@ def choose_row_wise(trainer: pl.Trainer, strategy: Engine, row_wise: RowWise, kw
         rows, _ = FewRows(next(iter(kwargs.values()), None), strategy.samples_of_loader()).two(8)
     except CannotCheckError:
         return
-    snapshot = strategy.keeper.take(watches_parameters=False)
+    snapshot = strategy.snapshotter.take(watches_parameters=False)
     try:
         row_wise.choose(lambda: unlogged_step(trainer, kwargs)(rows()), count_samples(rows()))
     finally:

@@ -103,7 +103,7 @@ class WindowOptimization(_AutomaticOptimization):
             padded,
             *trimmed,
             module=trainer.lightning_module,
-            keeper=accumulation.splitting.keeper,
+            snapshotter=accumulation.splitting.snapshotter,
             training_step=unlogged_step(trainer, kwargs),
             weigh=weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
         )

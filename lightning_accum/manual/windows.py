@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accum.checkpointing.resume import PartialWindow
+from lightning_accum.main_gradients import GradientSums, as_number
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.weighing.weight import Weigher
-from lightning_accum.wide_sums import GradientSums, as_number
 from lightning_accum.window import ClosedWindow, Window
 from lightning_accum.window_loss import WindowLoss
 from lightning_accum.windows import Windows

@@ -181,10 +181,10 @@ class GradientNoiseScale(Callback):
         else:
             watch.has_parts = False
             watch.watch(_parameters_of(self._optimizers))  # some may have been frozen so far
-        samples, reference = count_samples(micro_batch.batch), accumulation.window.reference
-        assert reference is not None
+        samples, weight_scale = count_samples(micro_batch.batch), accumulation.window.weight_scale
+        assert weight_scale is not None
         watch.norms = {}
-        micro_batches.append(MeasuredMicroBatch(weight, math.nan if samples is None else samples, reference, watch.norms))
+        micro_batches.append(MeasuredMicroBatch(weight, math.nan if samples is None else samples, weight_scale, watch.norms))
 
     def end_backward(self) -> None:
         """It is over: backwards that keep other ranks company are not looked at. Called by the strategy."""

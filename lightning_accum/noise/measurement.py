@@ -19,14 +19,14 @@ class MeasuredMicroBatch:
     Attributes:
         weight: None where its loss is a sum.
         samples: how many it has; nan where the batch does not show it.
-        reference: what its gradients are divided by, of the window.
+        weight_scale: what its gradients are divided by, of the window.
         norms: of its gradients, by parameter; None once they are added up.
         square: the sum of their squares.
     """
 
     weight: Denominator | None
     samples: float
-    reference: float
+    weight_scale: float
     norms: dict[int, Tensor] | None
     square: Tensor | None = None
 
@@ -63,8 +63,8 @@ def totals(
 
     # what a loss that is a sum would be divided by, if it were a mean, is its samples
     weights = column(m.samples if m.weight is None else m.weight for m in micro_batches)
-    references = column(1.0 if m.weight is None else m.reference if is_weighed else m.weight for m in micro_batches)
-    squares = torch.stack([m.square for m in micro_batches if m.square is not None]) * (references / scale) ** 2 / weights
+    weight_scales = column(1.0 if m.weight is None else m.weight_scale if is_weighed else m.weight for m in micro_batches)
+    squares = torch.stack([m.square for m in micro_batches if m.square is not None]) * (weight_scales / scale) ** 2 / weights
     counted = column(1.0 if m.weight is None else m.weight for m in micro_batches)
     samples, sums = column(m.samples for m in micro_batches), column(m.weight is None for m in micro_batches)
     has_weight = weights != 0

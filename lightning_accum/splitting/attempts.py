@@ -12,7 +12,7 @@ from lightning_accum.splitting.memory import MicroBatchSizes, free, has_room_to_
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Piece, Plan, Planner, Split
 from lightning_accum.splitting.proofs import Proof
-from lightning_accum.splitting.snapshot import Keeper
+from lightning_accum.splitting.snapshot import StateSnapshotter
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Splitting:
         self._rows_of_whole: int | None = None
         self.largest: int | None = None
         """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
-        self.keeper = Keeper(module, device)
+        self.snapshotter = StateSnapshotter(module, device)
         self._device = device
         self._may_be_whole = not (has_ranks or self.is_retried)
         self._say = say
@@ -103,7 +103,7 @@ class Splitting:
             except Exception as error:
                 self.plan.note(error)
                 raise
-        snapshot = self.keeper.take(accumulated)
+        snapshot = self.snapshotter.take(accumulated)
         versions = [tensor._version for tensor in self.plan.tensors]
         while True:
             try:

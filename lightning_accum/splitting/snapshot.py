@@ -22,7 +22,7 @@ _MOST_ELEMENTS = 2**24
 """Tensors and arrays in attributes that have more are taken for data, not for state: they are not copied."""
 
 
-class Keeper:
+class StateSnapshotter:
     """Takes snapshots of all that running a batch through a module may change.
 
     Kept are: random state (torch on the CPU and on ``device``, Python, numpy); buffers; gradients; whether each module is in
@@ -40,7 +40,7 @@ class Keeper:
 
     Example:
         >>> module = nn.BatchNorm1d(1, momentum=1.0)
-        >>> snapshot = Keeper(module, torch.device("cpu")).take()
+        >>> snapshot = StateSnapshotter(module, torch.device("cpu")).take()
         >>> _ = module(torch.tensor([[2.0], [4.0]]))
         >>> module.running_mean
         tensor([3.])
@@ -68,22 +68,22 @@ class Keeper:
             self._walk()
         snapshot = Snapshot(self.module)
         snapshot.keep_random_state(self.device)
-        snapshot.kept.append((_put_back_modes, self._modules, [module.training for module in self._modules]))
-        snapshot.kept += [(_put_back_names, held, dict(held)) for held in self._holders if held]
+        snapshot.kept.append((_restore_modes, self._modules, [module.training for module in self._modules]))
+        snapshot.kept += [(_restore_names, held, dict(held)) for held in self._holders if held]
         snapshot.kept.append((_clear, [held for held in self._holders if not held], None))
         buffers = [buffer for held in self._buffers_of if held for buffer in held.values() if buffer is not None]
         if self._last() is None and self._copies.are_of(buffers):
             self._copies.update()
         else:
             self._copies = _Copies(buffers)
-        snapshot.kept.append((_put_back_tensors, self._copies.originals, self._copies.values))
+        snapshot.kept.append((_restore_tensors, self._copies.originals, self._copies.values))
         for module in self._with_attributes:
             snapshot.keep_attributes(module)
         if watches_parameters:
             snapshot.watch([parameter for held in self._parameters_of for parameter in held.values() if parameter is not None])
         for parameter in gradients_of or ():
             gradient = parameter.grad
-            snapshot.kept.append((_put_back_gradient, parameter, None if gradient is None else (gradient, gradient.clone())))
+            snapshot.kept.append((_restore_gradient, parameter, None if gradient is None else (gradient, gradient.clone())))
         self._last = weakref.ref(snapshot)
         return snapshot
 
@@ -106,7 +106,7 @@ class Keeper:
 
 
 class Snapshot:
-    """How everything was when `Keeper.take` made it."""
+    """How everything was when `StateSnapshotter.take` made it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.kept: list[_Kept] = []
@@ -128,8 +128,8 @@ class Snapshot:
                         f'training_step changed {self._name(tensor, owner)} in place; micro_batch="auto" cannot take that back when'
                         " memory runs out; use a fixed micro_batch."
                     )
-        for put_back, target, saved in self.kept:
-            put_back(target, saved)
+        for restore, target, saved in self.kept:
+            restore(target, saved)
 
     def keep_random_state(self, device: torch.device, of_torch_alone: bool = False) -> None:
         """Keep the state of the global random generators: torch's, and those of Python and numpy, which take longer."""
@@ -147,7 +147,7 @@ class Snapshot:
     def keep_attributes(self, module: nn.Module) -> None:
         """Keep what the module's attributes refer to, and the values of those that can be changed in place."""
         attributes = vars(module)
-        self.kept.append((_put_back_names, attributes, {n: v for n, v in attributes.items() if not _is_part_of_parameter(v)}))
+        self.kept.append((_restore_names, attributes, {n: v for n, v in attributes.items() if not _is_part_of_parameter(v)}))
         for name in _names_of_state(tuple(attributes)):
             value = attributes[name]
             if _is_part_of_parameter(value):
@@ -163,7 +163,7 @@ class Snapshot:
         if kind.copy is None or (kind is _TENSOR and value.numel() > _MOST_ELEMENTS):
             self.watch([value], owner)
             return
-        self.kept.append((kind.put_back, value, kind.copy(value)))
+        self.kept.append((kind.restore, value, kind.copy(value)))
         if kind.contents is None or depth == 2 or all(_KINDS[type_] is None for type_ in set(map(type, kind.contents(value)))):
             return
         # a dict has a few tensors by name; a list grows, and copies of all that are in it would cost more each time
@@ -176,9 +176,9 @@ class Snapshot:
 
     def _is_copied(self, tensor: Tensor) -> bool:
         return any(
-            any(tensor is original for original in target) if put_back is _put_back_tensors else tensor is target
-            for put_back, target, _ in self.kept
-            if put_back in (_put_back_tensors, _put_back_tensor)
+            any(tensor is original for original in target) if restore is _restore_tensors else tensor is target
+            for restore, target, _ in self.kept
+            if restore in (_restore_tensors, _restore_tensor)
         )
 
     def _name(self, tensor: Tensor, owner: _Owner | None) -> str:
@@ -225,7 +225,7 @@ class _Kind(NamedTuple):
 
     copy: Callable[[Any], Any] | None
     """None: watch it instead."""
-    put_back: Callable[[Any, Any], Any]
+    restore: Callable[[Any, Any], Any]
     contents: Callable[[Any], Iterable[Any]] | None = None
 
 
@@ -241,16 +241,16 @@ def _call(function: Callable[[Any], None], value: Any) -> None:
     function(value)
 
 
-def _put_back_nothing(target: Any, saved: Any) -> None:
+def _restore_nothing(target: Any, saved: Any) -> None:
     pass
 
 
-def _put_back_modes(modules: list[nn.Module], saved: list[bool]) -> None:
+def _restore_modes(modules: list[nn.Module], saved: list[bool]) -> None:
     for module, mode in zip(modules, saved, strict=True):
         module.training = mode
 
 
-def _put_back_names(names: dict[str, Any], saved: dict[str, Any]) -> None:
+def _restore_names(names: dict[str, Any], saved: dict[str, Any]) -> None:
     for name in names.keys() - saved.keys():
         if not _is_part_of_parameter(names[name]):
             del names[name]
@@ -262,7 +262,7 @@ def _clear(holders: list[dict[str, Any]], saved: None) -> None:
         names.clear()
 
 
-def _put_back_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
+def _restore_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
     base = OrderedDict if isinstance(target, OrderedDict) else dict  # Counter.update adds, others forbid it
     base.clear(target)
     base.update(target, saved)
@@ -278,12 +278,12 @@ def _is_part_of_parameter(value: Any) -> bool:
     return isinstance(value, Tensor) and isinstance(value._base, nn.Parameter)
 
 
-def _put_back_tensors(targets: list[Tensor], saved: list[Tensor]) -> None:
+def _restore_tensors(targets: list[Tensor], saved: list[Tensor]) -> None:
     for tensor, value in zip(targets, saved, strict=True):
-        _put_back_tensor(tensor, value)
+        _restore_tensor(tensor, value)
 
 
-def _put_back_tensor(tensor: Tensor, saved: Tensor) -> None:
+def _restore_tensor(tensor: Tensor, saved: Tensor) -> None:
     if tensor.layout is not torch.strided:
         tensor.copy_(saved)
     elif tensor.shape != saved.shape:
@@ -293,7 +293,7 @@ def _put_back_tensor(tensor: Tensor, saved: Tensor) -> None:
         tensor.data.copy_(saved)  # .data: no change in the eyes of a graph from before that needs the tensor
 
 
-def _put_back_gradient(parameter: Tensor, saved: tuple[Tensor, Tensor] | None) -> None:
+def _restore_gradient(parameter: Tensor, saved: tuple[Tensor, Tensor] | None) -> None:
     if saved is None:
         parameter.grad = None
         return
@@ -310,18 +310,18 @@ def _copy_array(array: Any) -> Any:
     return array.copy() if array.flags.writeable and array.size <= _MOST_ELEMENTS else None
 
 
-def _put_back_array(array: Any, saved: Any) -> None:
+def _restore_array(array: Any, saved: Any) -> None:
     if saved is not None:
         array[...] = saved
 
 
-_TENSOR = _Kind(Tensor.clone, _put_back_tensor)
+_TENSOR = _Kind(Tensor.clone, _restore_tensor)
 _TYPES: tuple[tuple[type, _Kind | None], ...] = (
-    (nn.Parameter, _Kind(None, _put_back_nothing)),
+    (nn.Parameter, _Kind(None, _restore_nothing)),
     (Tensor, _TENSOR),
-    (dict, _Kind(dict, _put_back_dict, dict.values)),
+    (dict, _Kind(dict, _restore_dict, dict.values)),
     (list, _Kind(list, partial(_refill, add=list.extend), iter)),
-    (tuple, _Kind(tuple, _put_back_nothing, iter)),
+    (tuple, _Kind(tuple, _restore_nothing, iter)),
     (set, _Kind(set, partial(_refill, add=set.update), iter)),
     (deque, _Kind(list, partial(_refill, add=deque.extend), iter)),
     (bytearray, _Kind(bytes, partial(_refill, add=bytearray.extend))),
@@ -335,7 +335,7 @@ def _known_types() -> Iterable[tuple[type, _Kind | None]]:
     yield from _TYPES
     if (numpy := sys.modules.get("numpy")) is not None:
         yield numpy.memmap, None
-        yield numpy.ndarray, _Kind(_copy_array, _put_back_array)
+        yield numpy.ndarray, _Kind(_copy_array, _restore_array)
         yield numpy.random.RandomState, _Kind(numpy.random.RandomState.get_state, numpy.random.RandomState.set_state)
         yield (
             numpy.random.Generator,
@@ -349,7 +349,7 @@ _KINDS = _Kinds()
 def ways_to_restore(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
     """How to copy, and how to restore, what an object holds that has neither attributes nor items: a random generator, an array."""
     kind = _KINDS[type(value)]
-    return None if kind is None or kind.copy is None or kind.contents is not None else (kind.copy, kind.put_back)
+    return None if kind is None or kind.copy is None or kind.contents is not None else (kind.copy, kind.restore)
 
 
 _NO_STATE = frozenset(vars(nn.Module()))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_accum.dispatch import in_eager_mode, with_tensors
 from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
-from lightning_accum.splitting.snapshot import Keeper
+from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.functions import read_function
 
@@ -42,7 +42,7 @@ def difference_by_padding(
     padded: Any,
     *trimmed: Any,
     module: nn.Module,
-    keeper: Keeper,
+    snapshotter: StateSnapshotter,
     training_step: TrainingStep,
     weigh: Callable[[Any], Any] | None,
 ) -> Verdict:
@@ -56,14 +56,14 @@ def difference_by_padding(
         padded: a few rows as they came.
         trimmed: the same rows with fewer columns, in one batch or several.
         module: what runs them.
-        keeper: takes back what running them changes.
+        snapshotter: takes back what running them changes.
         training_step: runs the module on one of them.
         weigh: tells the weight of a batch; None to read it from the loss.
 
     Returns:
         None where all is the same but for rounding, else what was seen.
     """
-    trial = _Trial(module, keeper, training_step, weigh)
+    trial = _Trial(module, snapshotter, training_step, weigh)
     if trial.is_narrow:
         with suppress(Exception), _in_single_precision(module):  # memory may run out
             verdict = trial.compare(*(_widened(batch) for batch in (padded, *trimmed)))
@@ -75,8 +75,10 @@ def difference_by_padding(
 class _Trial:
     """Runs batches as if they had never been there."""
 
-    def __init__(self, module: nn.Module, keeper: Keeper, training_step: TrainingStep, weigh: Callable[[Any], Any] | None) -> None:
-        self._module, self._keeper, self._training_step, self._weigh = module, keeper, training_step, weigh
+    def __init__(
+        self, module: nn.Module, snapshotter: StateSnapshotter, training_step: TrainingStep, weigh: Callable[[Any], Any] | None
+    ) -> None:
+        self._module, self._snapshotter, self._training_step, self._weigh = module, snapshotter, training_step, weigh
         self.is_narrow = any(is_narrow(parameter) for parameter in module.parameters())
 
     def compare(self, padded: Any, *trimmed: Any) -> Verdict:
@@ -84,7 +86,7 @@ class _Trial:
         inconclusive = self._run((padded, *trimmed), found)
         if inconclusive is not None:
             if inconclusive.reason is _OUT_OF_MEMORY:
-                free(self._keeper.device)  # here the error that held on to what was allocated is gone
+                free(self._snapshotter.device)  # here the error that held on to what was allocated is gone
             if len(found) in (0, len(trimmed) + 1) or inconclusive.reason is _OUT_OF_MEMORY:
                 return inconclusive
             return f"without it, {inconclusive.reason}"
@@ -100,7 +102,7 @@ class _Trial:
         return Inconclusive(f"{seen}, which may be rounding in lower precision")
 
     def _run(self, batches: Sequence[Any], found: list[_Found]) -> Inconclusive | None:
-        snapshot = self._keeper.take()
+        snapshot = self._snapshotter.take()
         try:
             for batch in batches:
                 snapshot.restore()

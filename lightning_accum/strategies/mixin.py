@@ -33,18 +33,18 @@ from lightning_accum.loops.launch import naming_launcher
 from lightning_accum.loops.specialised import drop_own_attributes
 from lightning_accum.loops.trainer_state import loader_batches_into_window, loader_batches_seen, trainer_of
 from lightning_accum.loops.watch import Watch
+from lightning_accum.main_gradients import MainGradients
 from lightning_accum.manual.optimization import begin_manual
 from lightning_accum.policy import Policy
 from lightning_accum.session import Session
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.strategies.preparation import guard, row_wise, wide_sums
+from lightning_accum.strategies.preparation import guard, main_gradients, row_wise
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
 from lightning_accum.whole.attempts import StepAttempts
 from lightning_accum.whole.offload import Offload
-from lightning_accum.wide_sums import WideSums
 from lightning_accum.windows import Windows
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
@@ -151,7 +151,7 @@ class AccumulationMixin(Engine):
             return
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         warn_of_batch_norm(module, self.policy.micro_batch is not None, is_long, rank_zero_warn)
-        sums = None if self.policy.accumulate_dtype is None else self._wide_sums(self.policy.accumulate_dtype)
+        sums = None if self.policy.accumulate_dtype is None else self._main_gradients(self.policy.accumulate_dtype)
         self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(module), sums)
         self.accumulation.row_wise = self.row_wise
         assert self._fit is not None
@@ -164,10 +164,10 @@ class AccumulationMixin(Engine):
                 self.accumulation.verdict = Verdict(None, seen=reason)
         self.listener = callback
         self.has_varying_windows = callback is not None and self.policy.has_varying_windows
-        self._keeper = None
+        self._snapshotter = None
         self.sync = self._make_sync()
         looks = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
-        self.session = Session(self, module, self.accumulation, self.sync, lambda: self.keeper, looks, self.row_wise)
+        self.session = Session(self, module, self.accumulation, self.sync, lambda: self.snapshotter, looks, self.row_wise)
         self.watch.attend(self.optimizers[0], self.accumulation)
         self._fit.callback(self.watch.forget_optimizer)
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
@@ -176,9 +176,9 @@ class AccumulationMixin(Engine):
         if callback is not None:
             callback.connect(self.accumulation, self.partial_window)
 
-    def _wide_sums(self, dtype: torch.dtype) -> WideSums | None:
+    def _main_gradients(self, dtype: torch.dtype) -> MainGradients | None:
         """Where gradients are added up; None where that is done in ``dtype`` without."""
-        return wide_sums(dtype, self.parameters)
+        return main_gradients(dtype, self.parameters)
 
     def _asked(self, trainer: pl.Trainer) -> Asked:
         """What this training is asked for."""

@@ -16,11 +16,11 @@ from typing_extensions import override
 
 from lightning_accum import seams
 from lightning_accum.gradient_norm import clip_sharded_by_norm
+from lightning_accum.main_gradients import is_narrower
 from lightning_accum.ranks import Ranks
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
 from lightning_accum.sync import FSDP2Sync, SyncPolicy
-from lightning_accum.wide_sums import is_narrower
 
 
 class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.engine import Engine
+from lightning_accum.main_gradients import MainGradients, is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
@@ -20,12 +21,11 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.sync import GradientSlot, SumSlot, SyncPolicy
 from lightning_accum.whole.layers import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.wide_sums import WideSums, is_narrower
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
 
-def wide_sums(dtype: torch.dtype, parameters: Callable[[], list[nn.Parameter]]) -> WideSums | None:
+def main_gradients(dtype: torch.dtype, parameters: Callable[[], list[nn.Parameter]]) -> MainGradients | None:
     """Where gradients are added up in ``dtype``; None where they have it, or a wider one, anyway.
 
     Args:
@@ -35,7 +35,7 @@ def wide_sums(dtype: torch.dtype, parameters: Callable[[], list[nn.Parameter]]) 
     if not any(is_narrower(parameter.dtype, dtype) for parameter in parameters()):
         rank_zero_info(f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing.")
         return None
-    return WideSums(dtype, parameters)
+    return MainGradients(dtype, parameters)
 
 
 def row_wise(policy: Policy, module: pl.LightningModule, device: torch.device, ranks: Ranks, is_sharded: bool) -> RowWise | None:
@@ -81,7 +81,7 @@ def guard(strategy: Engine, accumulation: Accumulation) -> Guard:
         accumulation.policy.on_nonfinite == "skip",
         places,
         in_words,
-        lambda: strategy.keeper,
+        lambda: strategy.snapshotter,
         _log.info,
         strategy.ranks_of_micro_batch(),
         looks_at_gradients=getattr(strategy.precision_plugin, "scaler", None) is None,  # which looks at them by itself

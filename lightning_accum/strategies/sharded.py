@@ -34,7 +34,7 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
         return sync
 
     @override
-    def _wide_sums(self, dtype: torch.dtype) -> None:
+    def _main_gradients(self, dtype: torch.dtype) -> None:
         return None  # whole gradients are the engine's, and so is their sum
 
     @abstractmethod
@@ -87,4 +87,4 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
 
     def snapshot(self) -> Snapshot:
         """What puts back what a step changes."""
-        return self.keeper.take(watches_parameters=False)
+        return self.snapshotter.take(watches_parameters=False)

@@ -41,7 +41,7 @@ class GradientSlot:
         """Have ``gradient`` there, where nothing is."""
         self._parameter.grad = gradient
 
-    def put_back(self, gradient: Tensor | None) -> None:
+    def restore(self, gradient: Tensor | None) -> None:
         """Have ``gradient`` there, and drop what is."""
         self.put(gradient)
 

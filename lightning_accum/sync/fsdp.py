@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from typing_extensions import override
 
+from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.sync.base import GradientSlot, GradientSync, SyncPolicy
 from lightning_accum.weighing.safeguards import gradients_of_zero
-from lightning_accum.wide_sums import is_narrower
 
 _NO_WAY_BACK = (
     "training_step failed on a few rows of the first batch, and what its sharded modules have begun cannot be taken back here."
@@ -355,7 +355,7 @@ class _Unsharded(GradientSlot):
             whole.grad = None if is_other else gradient
 
     @override
-    def put_back(self, gradient: Tensor | None) -> None:
+    def restore(self, gradient: Tensor | None) -> None:
         now = self.get()
         # other ranks wait for this one in the reduction of what each micro-batch has given a gradient to
         self.put(gradient if gradient is not None or now is None else torch.zeros_like(now))

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
 from lightning_accum.sync.base import GradientSlot
 from lightning_accum.sync.ddp import DDPSync
-from lightning_accum.wide_sums import WideSums
 
 
 class SumSlot(GradientSlot):
@@ -26,7 +26,7 @@ class SumSlot(GradientSlot):
         sums: have it.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, sums: WideSums) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, sums: MainGradients) -> None:
         super().__init__(name, parameter)
         self._sums = sums
 
@@ -51,7 +51,7 @@ class WideDDPSync(DDPSync):
         ranks: over which.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, sums: WideSums, ranks: Ranks) -> None:
+    def __init__(self, ddp: DistributedDataParallel, sums: MainGradients, ranks: Ranks) -> None:
         super().__init__(ddp)
         ddp.require_backward_grad_sync = False
         self._sums = sums

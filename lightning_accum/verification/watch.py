@@ -174,7 +174,7 @@ class MicroBatchRecorder(StepRecorder):
             weight = accumulation.window.last_weight
             factor /= cast("Any", trainer.strategy).loss_scale()
             if accumulation.window.terms is None and weight:  # a sum has none
-                factor *= (accumulation.window.reference or 1.0) / float(weight)
+                factor *= (accumulation.window.weight_scale or 1.0) / float(weight)
         self.step.micro_batch_gradients.append({name: gradient * factor for name, gradient in added.items()})
         self.step.weights.append(None if weight is None else float(weight))
 

@@ -194,7 +194,7 @@ class Check:
     Args:
         module: that is trained.
         training_step: runs it on a batch, and logs nothing. Returns what ``training_step`` returned.
-        take_snapshot: keeps what it changes; see :class:`lightning_accum.splitting.snapshot.Keeper`.
+        take_snapshot: keeps what it changes; see :class:`lightning_accum.splitting.snapshot.StateSnapshotter`.
         weight: how micro-batches are weighed.
         backward: of the engine that runs the module.
         weighs_terms: each term of a loss is weighed by itself.

@@ -71,13 +71,13 @@ class TermsAtOnce:
         return [*of_terms, signature, signature**2, float(signature > 0)]
 
     def factors(
-        self, contribution: Counts, reference: float, total: Denominator, sums: Sequence[float] | Tensor
+        self, contribution: Counts, weight_scale: float, total: Denominator, sums: Sequence[float] | Tensor
     ) -> list[Denominator]:
         """What the terms of this rank's micro-batch are multiplied by; the main weight for all where ranks have other terms.
 
         Args:
             contribution: of the micro-batch.
-            reference: of the window.
+            weight_scale: of the window.
             total: the weight of the window.
             sums: :meth:`numbers`, summed over the ranks.
         """
@@ -89,7 +89,7 @@ class TermsAtOnce:
             shares = [torch.where(is_exact & (d_sum > 0), d * total / d_sum, n) for d, d_sum in zip(others, sums, strict=False)]
         else:
             shares = [d * total / d_sum if is_exact and d_sum > 0 else n for d, d_sum in zip(others, sums, strict=False)]
-        return [n / reference, *[share / reference for share in shares]]
+        return [n / weight_scale, *[share / weight_scale for share in shares]]
 
     def are_exact(self, sums: Sequence[float] | Tensor, total: float = 0.0) -> Any:
         """Whether all ranks that have such terms have the same: all their signatures are one."""
@@ -142,7 +142,7 @@ class TermsCountedAhead:
         """What was counted over window and ranks; None before the first micro-batch."""
         return self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
 
-    def take_back(self, totals: Sequence[float]) -> None:
+    def restore(self, totals: Sequence[float]) -> None:
         """Go on inside a window with these :attr:`totals`."""
         self._totals = list(totals) if self._device.type == "cpu" else torch.tensor(totals, dtype=self._dtype, device=self._device)
 
@@ -169,7 +169,7 @@ class TermsCountedAhead:
         return missed
 
     def factors(
-        self, contribution: Counts, reference: float, total: Denominator, sums: Sequence[float] | Tensor
+        self, contribution: Counts, weight_scale: float, total: Denominator, sums: Sequence[float] | Tensor
     ) -> list[Denominator]:
         """What the terms of a micro-batch are multiplied by. Takes what :meth:`TermsAtOnce.factors` does."""
         assert self._totals is not None
@@ -178,9 +178,9 @@ class TermsCountedAhead:
         for d, d_sum in zip((contribution.weight, *contribution.others), (n_sum, *d_sums), strict=True):
             assert d is not None
             if isinstance(d_sum, Tensor):
-                factors.append(torch.where(d_sum > 0, d * n_sum / d_sum, torch.zeros_like(d_sum)) / reference)
+                factors.append(torch.where(d_sum > 0, d * n_sum / d_sum, torch.zeros_like(d_sum)) / weight_scale)
             else:
-                factors.append(d * n_sum / d_sum / reference if d_sum > 0 else 0.0)
+                factors.append(d * n_sum / d_sum / weight_scale if d_sum > 0 else 0.0)
         return factors
 
     def are_exact(self, sums: Sequence[float] | Tensor, total: float = 0.0) -> Any:

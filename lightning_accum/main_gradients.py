@@ -95,7 +95,7 @@ class GradientSums:
         self._sums = {}
 
 
-class WideSums(GradientSums):
+class MainGradients(GradientSums):
     """The sums of the gradients of a window, each in the wider of its parameter's type and ``dtype``.
 
     Inside a window ``parameter.grad`` is None but during the backward, where the gradients of one parameter at a time are there.
@@ -108,13 +108,13 @@ class WideSums(GradientSums):
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-        >>> sums = WideSums(torch.float32, layer.parameters)
+        >>> sums = MainGradients(torch.float32, layer.parameters)
         >>> for value in (256.0, 1.0, 1.0):  # in bfloat16, 256 + 1 is 256
         ...     sums.begin_backward()
         ...     layer(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
         >>> layer.weight.grad, sums.gradients()
         (None, [tensor([[258.]])])
-        >>> sums.hand_over()
+        >>> sums.write_to_grad()
         >>> layer.weight.grad
         tensor([[258.]], dtype=torch.bfloat16)
         >>> sums.close()
@@ -174,10 +174,10 @@ class WideSums(GradientSums):
         self.add(parameter, gradient, factor)
 
     def copies(self) -> dict[nn.Parameter, Tensor]:
-        """The sums as they are now, for :meth:`put_back`."""
+        """The sums as they are now, for :meth:`restore`."""
         return {parameter: total.clone() for parameter, total in self._sums.items()}
 
-    def put_back(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
+    def restore(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
         """Have the sums as they were; none that is new stays. The copies may be put back again."""
         for parameter in self._sums.keys() - copies.keys():
             del self._sums[parameter]
@@ -199,7 +199,7 @@ class WideSums(GradientSums):
         super().reduce(ranks, parameters)
 
     @torch.no_grad()
-    def hand_over(self) -> None:
+    def write_to_grad(self) -> None:
         """Give each parameter its sum as its gradient, in the type that it takes.
 
         One after the other, and each sum is freed at once: the whole takes no more memory than the sums alone.
