@@ -48,15 +48,8 @@ def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         print("logging.getLogger('pytorch_lightning').addHandler(logging.StreamHandler())", file=conftest)  # as `lightning` does
     for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):
         (directory / name).write_text(families.second((ROOT / name).read_text(encoding="utf-8")), encoding="utf-8")
-    for name in (
-        "lightning_accum",
-        "notebooks",
-        ".ci",
-        ".github",
-        "CONTRIBUTING.md",
-        "CITATION.cff",
-        "LICENSE",
-    ):  # where tests look for them
+    project = (".ci", ".github", ".pre-commit-config.yaml", "CONTRIBUTING.md", "CITATION.cff", "LICENSE")
+    for name in ("lightning_accum", "notebooks", *project):  # where tests look for them
         (directory / name).symlink_to(ROOT / name)
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(arguments or ("tests",))]
