@@ -393,6 +393,20 @@ def test_ranks_that_cannot_be_are_named(arguments: dict[str, Any], found: str) -
 
 
 @LONG
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_strategy_that_starts_processes_is_refused(start: str) -> None:
+    with pytest.raises(MisconfigurationException, match="pass a DDPAccumulationStrategy without start_method"):
+        verify(Language(), ROWS, devices=2, strategy=DDPAccumulationStrategy(start_method=start))
+
+
+@LONG
+def test_ranks_that_cannot_be_told_apart_are_not_named() -> None:
+    same = {name: rows[:1].repeat(4, 1) for name, rows in ROWS.items()}
+    report = verify(RankCountsTwice(), same, devices=2)
+    assert "1.5 times the full batch's: on this data ranks cannot be told apart" in report.breaks[0].found
+
+
+@LONG
 def test_sharding_over_other_dimensions_than_data_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match="has 1 data-parallel ranks. Pass an object"):
         verify(Sharded(), ROWS, devices=2, strategy=ModelParallelAccumulationStrategy(1, 2))

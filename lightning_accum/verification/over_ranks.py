@@ -257,8 +257,8 @@ class OverRanks:
         if same:
             return (
                 "scale over the ranks",
-                f"The gradient is {times(factors[0])} the full batch's{self._group(factors[0])}: the rows of all ranks"
-                " count alike.",
+                f"The gradient is {times(factors[0])} the full batch's{self._group(factors[0])}: "
+                + ("the rows of all ranks count alike." if len(factors) > 1 else "on this data ranks cannot be told apart."),
                 "Divide once, by the weights of all ranks: average in the reduction, and scale the loss nowhere.",
             )
         sizes = [part.total_weight or 1.0 for part in self.parts]

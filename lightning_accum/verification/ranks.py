@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
@@ -76,6 +78,8 @@ def _train(
         callbacks.append(GradientAccumulation(**{"log": False, "check": False, **runner.policy, "window": window}))
     else:
         arguments["accumulate_grad_batches"] = window
+    if isinstance(strategy, str):
+        strategy = re.sub("_(spawn|fork|notebook)$", "", strategy)  # the processes are there
     noise = SameForEveryRow()
     keep_to_one_step(module, change, noise)
     seed_everything(0)  # for what setup and configure_model make
@@ -95,6 +99,10 @@ def _train(
         limit_val_batches=0,
         use_distributed_sampler=False,
     )
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        raise MisconfigurationException(
+            f"verify starts the ranks itself: pass a {type(strategy).__name__} without start_method, or the name of a strategy."
+        )
     trainer.fit(runner.module, **loader_of(batches, runner.hooks))
 
 
