@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_accum import GradientAccumulation, SameOrderSampler, Tokens
+from lightning_accum import BalancedBatchSampler, GradientAccumulation, SameOrderSampler, Tokens
 
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 StatefulRandomSampler = pytest.importorskip("torchdata.stateful_dataloader.sampler").RandomSampler
@@ -77,8 +77,11 @@ def stateful(workers: int, order: str) -> Any:
         "shuffled by a generator": lambda: {"shuffle": True, "generator": generator},
         "a sampler with a generator": lambda: {"sampler": StatefulRandomSampler(ROWS, generator=generator)},
         "SameOrderSampler": lambda: {"sampler": SameOrderSampler(ROWS, seed=5)},
+        "BalancedBatchSampler": lambda: {"batch_sampler": BalancedBatchSampler(list(map(len, ROWS)), 4, window=3, seed=5)},
     }
-    return StatefulDataLoader(ROWS, batch_size=4, num_workers=workers, collate_fn=pad, **orders[order]())
+    options = orders[order]()
+    size = {} if "batch_sampler" in options else {"batch_size": 4}
+    return StatefulDataLoader(ROWS, num_workers=workers, collate_fn=pad, **size, **options)
 
 
 NEXT_EPOCH = pytest.mark.xfail(
@@ -100,6 +103,10 @@ ORDERS: list[Any] = [
     (0, "SameOrderSampler", 1),
     (2, "SameOrderSampler", 0),
     (2, "SameOrderSampler", 1),
+    (0, "BalancedBatchSampler", 0),
+    (0, "BalancedBatchSampler", 1),
+    (2, "BalancedBatchSampler", 0),
+    (2, "BalancedBatchSampler", 1),
 ]
 
 
