@@ -336,6 +336,33 @@ def test_planted_bug_is_named(planted: str) -> None:
     assert name in report.verdict
 
 
+class ShardedTimesWorldSize(Sharded, TimesWorldSize):
+    pass
+
+
+class ShardedAndDivided(Sharded, DividedAfterReduction):
+    pass
+
+
+class ShardedOnOtherSeeds(Sharded, OtherSeeds):
+    pass
+
+
+@LONG
+@needs_sharding_on_cpu
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (ShardedTimesWorldSize, "loss of all ranks"),
+        (ShardedAndDivided, "after the reduction"),
+        (ShardedOnOtherSeeds, "seeds of the ranks"),
+    ],
+)
+def test_planted_bug_is_named_over_shards(module: Callable[[], Any], name: str) -> None:
+    report = verify(module(), ROWS, devices=2, strategy="accum_model_parallel")
+    assert [one.name for one in report.breaks] == [name], str(report)
+
+
 @LONG
 def test_bug_on_one_of_four_ranks_is_that_ranks() -> None:
     report = verify(RankCountsTwice(), ROWS, devices=4)
