@@ -185,8 +185,8 @@ class Accumulation(Windows):
 
     def add(self, loss: Tensor, micro_batch: MicroBatch) -> Weighed:
         """Take in the loss of a micro-batch, the module's own."""
-        if self.sums is not None:
-            self.sums.begin_backward(is_adding=not self.is_passthrough())
+        if self._sums is not None:
+            self._sums.begin_backward(is_adding=not self.is_passthrough())
         if micro_batch.is_shadow_batch:
             if self.has_joint_loss:
                 raise RuntimeError(
@@ -214,7 +214,10 @@ class Accumulation(Windows):
                 " or divide it by the number of its own rows."
             )
         is_weightless = not isinstance(weight, Tensor) and weight == 0
-        grad_output = self._loss.add(loss, contribution)
+        # the weight in the type of the sums, if they are in a wider one
+        grad_output = self.window.add(loss if self._sums is None else loss.detach().to(self.window.dtype), contribution)
+        if contribution.of_mean is not None:
+            self.weigher.leave_out_function(loss)
         if self.observer is not None:
             self.observer.begin_backward(micro_batch, weight)
         if micro_batch.is_boundary:
@@ -223,8 +226,8 @@ class Accumulation(Windows):
         if terms and (factors := self.window.factors_of_terms()) is not None:
             is_weightless, grad_output = not any(isinstance(factor, Tensor) or factor for factor in factors), None
             scale_terms(terms, factors)
-        elif self.sums is not None:
-            self.sums.weigh(grad_output)
+        elif self._sums is not None:
+            self._sums.weigh(grad_output)
             grad_output = None
         return Weighed(weight, contribution.of_mean, grad_output, is_weightless)
 
@@ -252,6 +255,10 @@ class Accumulation(Windows):
         self.window.add_empty()
         if micro_batch.is_boundary:
             self.reduce()
+
+    @override
+    def end_loader_batch(self, seen: int) -> None:  # of one loss, after each loader batch
+        self.position, self._micro_batches_done = seen - self.boundary.closed_at, self.window.micro_batches
 
     def reduce(self) -> None:
         """Start to sum the weights over the ranks: on all of them before the last reduction of gradients."""
@@ -298,13 +305,15 @@ class Accumulation(Windows):
         """
         if self.changes.is_under_way:
             self.changes.end(self.window.micro_batches)
-        if self.sums is None:
+        if self._sums is None:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         else:
-            gradients = self.sums.gradients()
-        self.closed = self._loss.close(gradients, self.warn_once, HOW_TO_WEIGH_EACH)
-        if self.sums is not None:
-            self.sums.write_to_grad()
+            gradients = self._sums.gradients()
+        self.closed = self.window.close(gradients)
+        if self.closed.is_doubtful:
+            self._loss.warn_of(self.closed, self.warn_once, HOW_TO_WEIGH_EACH)
+        if self._sums is not None:
+            self._sums.write_to_grad()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":
             self.closed = self._without_slope(self.closed)
         if self.closed.is_flagged:

@@ -66,6 +66,11 @@ class ClosedWindow:
     left_out: int = 0
     slope: float = 1.0
 
+    @property
+    def is_doubtful(self) -> bool:
+        """What was weighed says that its gradient may not be the full batch's."""
+        return self.do_terms_disagree or self.do_factors_differ or self.is_miscounted
+
 
 class Window:
     """Accumulates weights and losses, and closes.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from lightning_accum.main_gradients import GradientSums
-from lightning_accum.weighing.weight import Contribution, Weigher
+from lightning_accum.weighing.weight import Weigher
 from lightning_accum.window import ClosedWindow, Window
 
 
@@ -26,26 +24,14 @@ class WindowLoss:
     weigher: Weigher
     sums: GradientSums | None = None
 
-    def add(self, loss: Tensor, contribution: Contribution) -> Tensor | None:
-        """Take in a micro-batch before its backward.
-
-        Returns:
-            What its gradients are to be multiplied by, by the backward or as they are added up; None for 1.
-        """
-        factor = self.window.add(loss if self.sums is None else loss.detach().to(self.window.dtype), contribution)
-        if contribution.of_mean is not None:
-            self.weigher.leave_out_function(loss)
-        return factor
-
-    def close(self, gradients: Sequence[Tensor], warn: Callable[[str], None], how_to_weigh_terms: str = "") -> ClosedWindow:
-        """End the window: its gradients become the full batch's.
+    def warn_of(self, closed: ClosedWindow, warn: Callable[[str], None], how_to_weigh_terms: str = "") -> None:
+        """Name what keeps a window that has ended from being its full batch.
 
         Args:
-            gradients: what was accumulated, averaged over the ranks.
+            closed: how it ended.
             warn: takes a warning to be seen once.
             how_to_weigh_terms: what to do about terms that have different denominators.
         """
-        closed = self.window.close(gradients)
         if closed.do_terms_disagree:
             warn(
                 f"The terms of the loss are means over counts that are not proportional from micro-batch to micro-batch. All of"
@@ -63,4 +49,3 @@ class WindowLoss:
                 " micro-batch had no loss, or a weight is no count that adds up. In such a window the terms of the loss have other"
                 " shares than in the full batch."
             )
-        return closed

@@ -147,7 +147,9 @@ class ManualWindows(Windows):
         call.micro_batches += 1
         call.line = call.line or users_line()
         contribution = call.weigher(loss, current.batch)
-        factor = as_number(call.add(loss, contribution))
+        factor = as_number(call.window.add(loss.detach().to(call.window.dtype), contribution))
+        if contribution.of_mean is not None:
+            call.weigher.leave_out_function(loss)
         before = {p: p.grad for p in self._parameters() if p.grad is not None}
         if current.before is None:
             current.before = dict(before)
@@ -181,7 +183,8 @@ class ManualWindows(Windows):
         if self.ranks.size > 1 and not self._reduces_by_itself:
             used = call.sums.of
             call.sums.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or used(p) is not None])
-        closed = call.close(call.sums.gradients(), self.warn_once)
+        closed = call.window.close(call.sums.gradients())
+        call.warn_of(closed, self.warn_once)
         self.closed.append(closed)
         sums = call.sums.take()
         if closed.is_empty:
