@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import zlib
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any
@@ -32,7 +34,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Args:
         lengths: of the samples of the dataset, in its order, the same on all ranks: a list, an array or a tensor; or a function of
-            the index, called once for each sample when the sampler is made.
+            the index, called once for each sample when the sampler is made. The strategies of this package compare those of all ranks.
         batch_size: samples in a loader batch, in the mean.
         window: loader batches of a rank in a window. Windows begin anew with every epoch.
         cost: a function of a length that returns what such a sample costs, such as ``lambda n: n + n**2 / 1024`` where
@@ -158,6 +160,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"BalancedBatchSampler(lengths=...) has the lengths of {len(self._lengths)} samples, but the loader's"
                 f" {type(dataset).__name__} has {len(dataset)}: pass the lengths of this dataset"
             )
+
+    @property
+    def digest(self) -> int:
+        """A number that is the same on two ranks only if they share out the same samples alike."""
+        numbers = array("d", [*self._lengths, *self._costs, self.batch_size, self.window, self.sampler.shuffle, self.sampler.seed])
+        return zlib.crc32(numbers.tobytes())
 
     @property
     def _samples_in_window(self) -> int:

@@ -233,6 +233,16 @@ def test_lengths_of_another_dataset_are_refused_before_training() -> None:
         trainer().fit(Language(), loader)
 
 
+def test_ranks_with_other_lengths_are_refused_before_training() -> None:
+    class OfRank(Language):
+        def train_dataloader(self) -> DataLoader:
+            lengths = [len(row) + self.trainer.global_rank for row in ROWS]
+            return DataLoader(ROWS, batch_sampler=BalancedBatchSampler(lengths, 4), collate_fn=pad)
+
+    with pytest.raises(Exception, match="has other lengths, costs or arguments on one rank than on another"):
+        trainer(ddp(), devices=2).fit(OfRank())
+
+
 def test_lightnings_own_strategy_says_how_to_use_it() -> None:
     loader = DataLoader(ROWS, batch_sampler=BalancedBatchSampler([len(row) for row in ROWS], 4), collate_fn=pad)
     with pytest.raises(Exception, match=r"(?s)TypeError.*set `Trainer\(use_distributed_sampler=False\)`"):

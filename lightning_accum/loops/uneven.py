@@ -172,8 +172,21 @@ class UnrepeatingData(_DataConnector):
         if isinstance(batch_sampler, BalancedBatchSampler):
             batch_sampler.check_length_of(cast("DataLoader[Any]", dataloader).dataset)
             batch_sampler.deal(**kwargs)
+            self._check_agreement(batch_sampler)
             return dataloader
         return super()._prepare_dataloader(dataloader, shuffle, mode)
+
+    def _check_agreement(self, batch_sampler: BalancedBatchSampler) -> None:
+        """Refuse ranks that share out their samples by other numbers: some would be in no window. Called on all of them."""
+        ranks = cast("Engine", self.trainer.strategy).ranks
+        if ranks is None:
+            return
+        largest, smallest = ranks.largest(batch_sampler.digest, -batch_sampler.digest)
+        if largest != -smallest:
+            raise ValueError(
+                "BalancedBatchSampler has other lengths, costs or arguments on one rank than on another, so some samples would be"
+                " in no window and some in several: pass the lengths of the whole dataset, the same on all ranks"
+            )
 
     @override
     def _resolve_sampler(
