@@ -34,7 +34,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Args:
         lengths: of the samples of the dataset, in its order, the same on all ranks: a list, an array or a tensor; or a function of
-            the index, called once for each sample when the sampler is made. The strategies of this package compare those of all ranks.
+            the index, called once for each sample when the sampler is made. This package's strategies compare those of all
+            ranks.
         batch_size: samples in a loader batch, in the mean.
         window: loader batches of a rank in a window. Windows begin anew with every epoch.
         cost: a function of a length that returns what such a sample costs, such as ``lambda n: n + n**2 / 1024`` where
