@@ -553,3 +553,44 @@ def test_sharded_losses_that_do_not_add_up_are_refused(engine: str, seen: str, t
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Exception, match="do not add up"):
         _fit_sharded(engine, Sharded(seen))
+
+
+class Graphs(pl.LightningModule):
+    """The mean over graphs of a sum over their nodes, which lie end to end."""
+
+    def __init__(self, joined: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 1).double()
+        self.joined = joined
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        nodes, graphs = self.net(batch["nodes"]).squeeze(1), torch.zeros_like(batch["energy"])
+        return F.mse_loss(graphs.index_add(0, batch["graph"], nodes), batch["energy"])
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        counts = [(2, 5, 3), (4, 1, 6), (3, 3)]
+        joined = [sum(counts[first : first + self.joined], ()) for first in range(0, len(counts), self.joined)]
+        nodes = torch.randn(30, 3, dtype=torch.float64, generator=generator)
+        energy = torch.randn(8, dtype=torch.float64, generator=generator)
+        found, node, graph = [], 0, 0
+        for of_batch in joined:
+            index = torch.repeat_interleave(torch.arange(len(of_batch)), torch.tensor(of_batch))
+            size = len(of_batch)
+            found.append({"nodes": nodes[node : node + len(index)], "graph": index, "energy": energy[graph : graph + size]})
+            node, graph = node + len(index), graph + size
+        return loader(found)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def test_batches_of_graphs_are_no_rows_to_check_and_their_windows_are_exact() -> None:
+    whole = Graphs(joined=3)
+    trainer("auto", max_epochs=3).fit(whole)
+    module = Graphs(joined=1)
+    run = trainer(max_epochs=3, callbacks=[GradientAccumulation(3)])
+    run.fit(module)
+    assert run.global_step == 3
+    assert relative_error(module.parameters(), whole.parameters()) < 1e-12

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.micro_batch import Layout
+from lightning_accum.splitting.packed import PackedBatches
 from lightning_accum.splitting.padding import IGNORE_INDEX
 from lightning_accum.weighing.check import MOST_ROWS, CannotCheckError, Rows, parts_of
 
@@ -42,6 +43,7 @@ class FewRows:
     def __init__(self, batch: Any, samples: Collection[int] = ()) -> None:
         try:
             self._layout = Layout.read(batch, samples=samples)
+            PackedBatches(lambda: samples, lambda message: None).check(self._layout, is_first=True)
         except UnsplittableBatchError as error:
             raise CannotCheckError("the rows of the batch cannot be told apart") from error
         self.number = self._layout.size
