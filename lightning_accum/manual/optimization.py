@@ -39,21 +39,11 @@ class ManualEngine(Protocol):
     def lightning_module(self) -> pl.LightningModule | None:
         """That is trained."""
 
-    @property
-    def is_global_zero(self) -> bool:
-        """This is the first rank."""
-
     def trainer(self) -> pl.Trainer:
         """That of the module."""
 
     def parameters(self) -> list[nn.Parameter]:
         """All that may get a gradient."""
-
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """The same, by names that are the same in another run."""
-
-    def rank_in_group(self) -> int:
-        """Of this rank, among those whose gradients are averaged."""
 
     def loss_scale(self) -> float:
         """What a GradScaler multiplies losses by."""
