@@ -607,3 +607,17 @@ def test_the_start_line_says_what_was_understood(capsys: pytest.CaptureFixture[s
     )
     assert "not checked: pass loss_of=" in line
     assert line.count("\n") == 1
+
+
+def test_an_accumulator_that_was_left_in_its_loop_does_not_watch_the_optimizer_of_the_next() -> None:
+    model = scalar()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    left = Accumulator(None, model, optimizer, window=2, log=False)
+    suspended = left([column(1), column(2)])
+    next(suspended)
+    accumulator = Accumulator(None, model, optimizer, log=False)
+    for batch in accumulator([column(1)]):
+        with pytest.raises(TypeError, match="found float"):
+            accumulator.backward(1.0)
+        accumulator.backward(model(batch).mean())
+        assert accumulator.step()

@@ -349,6 +349,8 @@ class Accumulator:
                 "backward is called twice in a micro-batch. A window has one loss in each: add them up, and call"
                 " accumulator.backward(loss_a + loss_b)."
             )
+        if not (loss is None or isinstance(loss, Tensor)):
+            raise TypeError(f"backward takes the loss of a micro-batch, a tensor, or None; found {type(loss).__name__}")
         self._refuse_if_gradients_were_changed()
         if loss is None:
             self._training.sync.forward_without_batch()

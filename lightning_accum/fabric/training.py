@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accum.at_exit import let_gloo_rest_at_exit
@@ -27,6 +29,10 @@ from lightning_accum.sync import DDPSync, FSDP2Sync, GradientSync, WideDDPSync
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Of Fabric's, those that leave the backward and the gradients where torch has them."""
+
+
+_hooks: WeakKeyDictionary[Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
+"""Those of Accumulators on the steps of their optimizers."""
 
 
 class Fabric(Protocol):
@@ -102,8 +108,12 @@ class Training:
         """Loader batches that the loop has drawn so far, over all passes."""
         self._is_stepping = self._has_stepped = False
         self._step_outside = step_outside
-        self.raw_optimizer.register_step_pre_hook(self._before_step)
-        self.raw_optimizer.register_step_post_hook(self._after_step)
+        self._is_watched = hasattr(self.raw_optimizer, "register_step_post_hook")
+        if self._is_watched:
+            for handle in _hooks.get(self.raw_optimizer, ()):  # of an Accumulator that this one takes the place of
+                handle.remove()
+            before, after = self.raw_optimizer.register_step_pre_hook, self.raw_optimizer.register_step_post_hook
+            _hooks[self.raw_optimizer] = [before(self._before_step), after(self._after_step)]
 
     def _ranks(self) -> Ranks:
         """Those that train, and whose gradients are averaged."""
@@ -252,7 +262,7 @@ class Training:
 
     def step(self) -> bool:
         """Step the optimizer. Returns whether it did: a GradScaler may have left it out."""
-        self._is_stepping, self._has_stepped = True, False
+        self._is_stepping, self._has_stepped = True, not self._is_watched
         try:
             self.optimizer.step()
         finally:
