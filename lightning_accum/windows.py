@@ -86,7 +86,7 @@ class Windows(ABC):
 
     def end_loader_batch(self, seen: int) -> None:
         """Loader batch number ``seen`` is done."""
-        self.position, self._micro_batches_done = self.boundary.position(seen), self._micro_batches()
+        self.position, self._micro_batches_done = seen - self.boundary.closed_at, self._micro_batches()
 
     @property
     def is_between_loader_batches(self) -> bool:

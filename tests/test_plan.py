@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_accum.splitting.memory import MicroBatchSizes
 from lightning_accum.splitting.micro_batch import Tokens, UnsplittableBatchError
+from lightning_accum.splitting.packing import MicroBatchSize
 from lightning_accum.splitting.padding import LengthsNotFoundError
-from lightning_accum.splitting.plan import MicroBatchSize, Plan, Planner
+from lightning_accum.splitting.plan import Plan, Planner
 
 Batch = dict[str, Tensor]
 SIDES = ["left", "right", "both"]

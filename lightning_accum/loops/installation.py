@@ -15,7 +15,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_accum.engine import Engine
-from lightning_accum.loops.epochs import AccumulatingEpochLoop, AccumulatingFitLoop
+from lightning_accum.loops.epochs import AccumulatingEpochLoop
+from lightning_accum.loops.fit import AccumulatingFitLoop
 from lightning_accum.loops.loggers import WindowRows
 from lightning_accum.loops.manual import WindowManualOptimization
 from lightning_accum.loops.optimization import WindowOptimization

@@ -23,10 +23,10 @@ from lightning_accum.engine import Engine
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
 from lightning_accum.loops.results import collecting_logs, show_logs
-from lightning_accum.session import Outcome
 from lightning_accum.splitting.batch_log import BatchLog
 from lightning_accum.splitting.proofs import Verdict
 from lightning_accum.splitting.trimming import difference_by_padding
+from lightning_accum.step import Outcome
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation

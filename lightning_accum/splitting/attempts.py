@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_accum.splitting.memory import MicroBatchSizes, free, has_room_to_double, is_out_of_memory
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.plan import MicroBatchSize, Piece, Plan, Planner, Split
+from lightning_accum.splitting.packing import MicroBatchSize, Piece
+from lightning_accum.splitting.plan import Plan, Planner, Split
 from lightning_accum.splitting.proofs import Proof
 from lightning_accum.splitting.snapshot import StateSnapshotter
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum.splitting.attempts import Splitting
-from lightning_accum.splitting.plan import Piece, Plan
+from lightning_accum.splitting.packing import Piece
+from lightning_accum.splitting.plan import Plan
 from lightning_accum.whole.row_wise import RowWise
 
 T = TypeVar("T")

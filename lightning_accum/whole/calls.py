@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_accum.randomness import state_outside_torch
 from lightning_accum.splitting.micro_batch import Cut
-from lightning_accum.splitting.plan import Piece
+from lightning_accum.splitting.packing import Piece
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.whole.call_state import CallState, saving_nothing, without_fast_path
 from lightning_accum.whole.layers import (

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from lightning_accum.splitting.memory import MicroBatchSizes, has_room_to_double
 from lightning_accum.splitting.micro_batch import Layout, Pattern, Tokens
-from lightning_accum.splitting.plan import MicroBatchSize, Piece, Planner
+from lightning_accum.splitting.packing import MicroBatchSize, Piece
+from lightning_accum.splitting.plan import Planner
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.weighing.nodes import inputs_of
 from lightning_accum.whole.auto_names import choose_names
@@ -183,7 +184,7 @@ class RowWise:
             self._planners[layer.name] = planner
         layout = _layout(layer, arguments, form, number)
         spans = planner.trimmable(layout, partial(difference_by_padding, layer)) if form.may_be_sorted else {}
-        return planner.pack(layout, spans)
+        return planner.packer.pack(layout, spans)
 
     # --- the backward -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,97 @@
+"""The loop over epochs, which end on all ranks together."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, cast
+
+from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from typing_extensions import override
+
+from lightning_accum.engine import Engine
+from lightning_accum.loops.ahead import AheadFetcher, drawing_ahead
+from lightning_accum.loops.epochs import AccumulatingEpochLoop
+from lightning_accum.loops.specialised import specialised
+from lightning_accum.loops.uneven import EvenFetcher, Lengths
+
+
+class AccumulatingFitLoop(_FitLoop):
+    """The last window ends with the training, and an epoch is as long as that of the rank that has the most."""
+
+    seams: ExitStack
+    """Ends with the fit."""
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        epoch_loop, epoch = cast("AccumulatingEpochLoop", self.epoch_loop), self.epoch_progress.current
+        is_processed = epoch.processed == epoch.ready  # type: ignore[attr-defined]  # the tracker of epochs has it
+        if not self.restarting or not is_processed or not epoch_loop.batch_progress.is_last_batch:
+            return
+        # The checkpoint is from after the last batch of an epoch. Lightning has ended that epoch, or does so once more where
+        # max_steps is set, but takes the next for the one that was under way: without its start, and on what its loader had left
+        if self.restarted_on_epoch_end:
+            self.epoch_progress.increment_completed()
+        self.reset_restart_stage()
+        epoch_loop.begins_anew = True
+
+    @override
+    def setup_data(self) -> None:
+        before, strategy = self._data_fetcher, cast("Engine", self.trainer.strategy)
+        strategy.watch.has_data = True
+        super().setup_data()
+        if (fetcher := self._data_fetcher) is before:
+            return
+        self._end_together(fetcher, strategy)
+        if strategy.policy.counts_ahead and strategy.accumulation is not None:
+            epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
+            progress, size = epoch_loop.batch_progress, epoch_loop.window_size
+            self.seams.enter_context(drawing_ahead(fetcher, strategy.accumulation, progress, size))
+
+    def _end_together(self, fetcher: _DataFetcher | None, strategy: Engine) -> None:
+        """An epoch ends on all ranks with that of the rank that has the most."""
+        if strategy.ranks is None or strategy.ranks.world_size == 1:
+            return
+        if not self.trainer.lightning_module.automatic_optimization:
+            return
+        ranks, own = strategy.ranks, float(self.max_batches)
+        longest, shortest, source = ranks.largest(own, -own, ranks.rank if own > 0 else -1)
+        if longest != own:
+            self._take_length(int(longest) if longest != float("inf") else longest)
+        if type(fetcher) is not _PrefetchDataFetcher:
+            return
+        self.seams.enter_context(specialised(fetcher, EvenFetcher, strategy=strategy))
+        even = cast("EvenFetcher", fetcher)
+        # beside tensor parallelism the weights of a window do not go to all ranks, and a SIGTERM neither
+        if longest != float("inf") and ranks.size == ranks.world_size:
+            even.lengths = Lengths(int(longest), int(-shortest), int(source))
+        even.begin()
+
+    def _take_length(self, batches: float) -> None:
+        """What Lightning derives from the loader of this rank, from that of the longest."""
+        trainer = self.trainer
+        self.max_batches = batches
+        self._last_train_dl_reload_epoch = trainer.current_epoch
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            trainer.val_check_batch = None
+        elif isinstance(trainer.val_check_interval, int):
+            trainer.val_check_batch = trainer.val_check_interval
+        elif batches == float("inf"):
+            trainer.val_check_batch = batches
+        else:
+            trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state, fetcher = super().on_save_checkpoint(), self._data_fetcher
+        if isinstance(fetcher, AheadFetcher) and fetcher.drawn and "combined_loader" in state:
+            state["combined_loader"] = fetcher.loader_states
+        return state
+
+    @override
+    def on_run_end(self) -> None:
+        epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
+        epoch_loop.finish_window(is_end_of_training=True)
+        epoch_loop.strategy.watch.end()
+        super().on_run_end()
