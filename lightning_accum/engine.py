@@ -251,7 +251,8 @@ class Engine(Strategy):
                 return super().optimizer_step(optimizer, self._raising_where_empty(closure), model, **kwargs)
             return None
         loss = closure()
-        if self.accumulation.is_closed_empty:  # nothing had any weight: optimizer and hooks see no step
+        closed = self.accumulation.closed
+        if closed is not None and closed.is_empty:  # nothing had any weight: optimizer and hooks see no step
             return loss
         if self.hooks.has_step:
             return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)

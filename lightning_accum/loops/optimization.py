@@ -144,7 +144,8 @@ class WindowOptimization(_AutomaticOptimization):
         else:
             strategy.optimizer_step(optimizer._optimizer, closure)
         progress.increment_completed()
-        is_empty = accumulation.is_closed_empty
+        closed = accumulation.closed
+        is_empty = closed is not None and closed.is_empty
         has_stepped = watch.end_step(is_empty or strategy.may_skip_steps) or is_empty
         accumulation.after_optimizer_step(has_stepped and accumulation.is_step)
         if not accumulation.is_step:  # none is counted
