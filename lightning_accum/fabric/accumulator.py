@@ -59,9 +59,10 @@ class Accumulator:
             been there for the model and the window; what the loop does with its loss is the loop's.
         trim_padding: whether to trim the padding of split batches. Needs ``loss_of``, by which it is tried out first.
         split: cuts loader batches that are no containers of tensors with one entry a sample.
-        loss_of: a function ``loss_of(model, batch)`` that returns the loss of a batch. By it the first batch is checked, and
-            padding is trimmed; the loop may call it too, or compute its loss otherwise.
-        check: whether to try out on a few rows of the first batch, where there is ``loss_of``, that micro-batches add up to it.
+        loss_of: a function ``loss_of(model, batch)`` that returns the loss of a batch, by which it is tried out
+            whether the loss depends on padding. The loop may call it too, or compute its loss otherwise.
+        check: whether to look for parameters that change inside a window. That micro-batches add up to their batch is not tried
+            out in hand-written loops yet.
         log: whether to print, on rank zero, what was understood at the first micro-batch.
 
     Attributes:
@@ -137,7 +138,9 @@ class Accumulator:
         self._session = training.session
         self._difference_by_padding = setup.difference_by_padding(self.policy, training, loss)
         if self.policy.check and (self.policy.may_be_longer_than_one(1) or training.ranks.size > 1 or micro_batch is not None):
-            accumulation.verdict = Verdict(None, seen="a mean of means was asked for" if weight == "equal" else "pass loss_of=")
+            accumulation.verdict = Verdict(
+                None, seen="a mean of means was asked for" if weight == "equal" else "hand-written loops are not yet"
+            )
         warn_of_batch_norm(training.module, micro_batch is not None, self.policy.may_be_longer_than_one(1), rank_zero_warn)
         self.gradient_norm: Tensor | None = None
         self.passes = 0
