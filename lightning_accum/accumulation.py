@@ -20,11 +20,11 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan
-from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
+from lightning_accum.weighing.verdict import Verdict
 from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window import ClosedWindow, Window
@@ -100,6 +100,8 @@ class Accumulation(Windows):
         """The loss of a rank takes the rows of all ranks together."""
         self.verdict: Verdict | None = None
         """What the check found in this fit."""
+        self.kept: list[Any] = []
+        """The loader batches that it has looked at, each with few rows; None for others. Until it ends."""
         self._was_checked = False
         """It was made before the checkpoint that training goes on from, with the same weight."""
         self.changes = ParameterChanges(warn if policy.check else None)

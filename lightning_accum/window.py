@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
-from lightning_accum.weighing.weight import Contribution
+from lightning_accum.weighing.weight import Contribution, Kind, are_mixed
 from lightning_accum.window_totals import (
     NUMBERS,
     has_weight,
@@ -112,6 +112,8 @@ class Window:
         """What each weight has in it beside what adds up, as in ``sum / (count + 1e-8)``: the full batch has it once. The same on
         all ranks; None where that is not known.
         """
+        self._agreed: dict[Kind, None] = {}
+        """The kinds that weights had on all ranks when any of them had another than before."""
         self._weight_scale = weight_scale
         self._grad_output: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
@@ -237,6 +239,10 @@ class Window:
         """Forget all but the first ``micro_batches`` with a loss."""
         del self._losses[micro_batches:], self._contributions[micro_batches:]
 
+    def forget_readings(self) -> None:
+        """Of the micro-batches so far only their weights are comparable with those to come, which are measured."""
+        self._contributions = [Contribution(c.weight, of_mean=c.of_mean) for c in self._contributions]
+
     def skip_nonfinite(self) -> None:
         """Forget the last micro-batch, which was not finite, but for its number."""
         self.rewind(self.micro_batches - 1)
@@ -320,7 +326,9 @@ class Window:
         are_exact = self.terms is not None and self.terms.are_exact(totals[self._numbers :], weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
         kinds, contributions = kinds_of(self._contributions), self._contributions
-        is_mixed = len(kinds) > 1 if self._world_size == 1 else flags % _MOST_RANKS**3 >= _MOST_RANKS**2
+        is_some_zeroed = any(c.is_zeroed and c.kind in kinds for c in contributions)
+        if self._world_size > 1 and flags % _MOST_RANKS**3 >= _MOST_RANKS**2:
+            kinds = self._agree_on_kinds(kinds)
         is_function = self._function is not None if self._world_size == 1 else flags >= _MOST_RANKS**3
         own_function = None
         if is_function:
@@ -338,8 +346,8 @@ class Window:
                 f"Of the weights of the window's {micro_batches:.0f} micro-batches some are negative, infinite or NaN (their sum is"
                 f" {weight:g}). A weight is the denominator of a mean loss; see the `weight` argument of GradientAccumulation."
             )
-        if is_mixed:
-            found = " and ".join(f"by {kind}" for kind in kinds) if len(kinds) > 1 else "by two different things on another rank"
+        if are_mixed(kinds):
+            found = " and ".join(f"by {kind}" for kind in dict.fromkeys(map(str, kinds)))
             raise ValueError(
                 f"The losses of one window are divided {found}. What is counted has to be the same in all of its micro-batches."
                 " Say what to weigh them by: GradientAccumulation(weight=SampleCount()), or any function of the batch."
@@ -376,7 +384,11 @@ class Window:
         self._weight_scale = of_a_rank if is_next else _power_of_two_near(weight / micro_batches)
         disagree = disagree and not is_miscounted
         has_others = disagree and any(contribution.others for contribution in contributions)
-        told = {**told, "do_terms_disagree": disagree and has_others, "do_factors_differ": disagree and not has_others}
+        told = {
+            **told,
+            "do_terms_disagree": disagree and has_others,
+            "do_factors_differ": is_some_zeroed or (disagree and not has_others),
+        }
         told["is_miscounted"] = is_miscounted
         return ClosedWindow(loss, weight, int(micro_batches), **told)
 
@@ -407,9 +419,16 @@ class Window:
             )
         return value + sum(constant for *_, constant in numbers) / size, slope
 
+    def _agree_on_kinds(self, own: dict[Kind, None]) -> dict[Kind, None]:
+        """Those of all ranks, of which one has another than in the windows before. Called on all."""
+        of_ranks: list[Any] = [None] * self._world_size
+        dist.all_gather_object(of_ranks, list(own), group=self._group)
+        self._agreed = {kind: None for kinds in of_ranks for kind in kinds}
+        return self._agreed
+
     def _flags(self) -> list[float]:
         flags = float(self.flag) + _MOST_RANKS * self.is_last
-        if self._world_size > 1 and len(kinds_of(self._contributions)) > 1:
+        if self._world_size > 1 and not kinds_of(self._contributions).keys() <= self._agreed.keys():
             flags += _MOST_RANKS**2
         if self._world_size > 1 and self._function is not None:
             flags += _MOST_RANKS**3

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.weighing.denominator import Denominator
-from lightning_accum.weighing.weight import Contribution
+from lightning_accum.weighing.weight import Contribution, Kind
 
 NUMBERS = 8
 
@@ -24,9 +24,9 @@ def has_weight(contribution: Contribution) -> bool:
     return isinstance(contribution.weight, Tensor) or contribution.weight != 0
 
 
-def kinds_of(contributions: Sequence[Contribution]) -> dict[str, None]:
-    """What the losses with a weight were divided by, in words."""
-    return {c.kind: None for c in contributions if c.kind and has_weight(c)}
+def kinds_of(contributions: Sequence[Contribution]) -> dict[Kind, None]:
+    """What the losses with a weight were divided by."""
+    return {c.kind: None for c in contributions if c.kind is not None and has_weight(c)}
 
 
 def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribution], flags: Sequence[float]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount
-from lightning_accum.weighing.check import DoesNotAddUpError, parts_of
+from lightning_accum.user_warnings import AccumulationWarning
+from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum.weighing.verdict import DoesNotAddUpError, parts_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -141,7 +144,6 @@ def test_the_mean_of_means_and_no_check_can_be_had(policy: dict[str, Any]) -> No
         ({"window": 2, "check": False}, 8, None),
         ({"window": 1}, 8, None),
         ({"window": 2, "weight": "equal"}, 8, "a mean of means was asked for"),
-        ({"window": 2}, 1, "the first batch has 1 row"),
         ({"micro_batch": 4, "split": lambda batch, size: [batch]}, 8, "split= does not cut a micro-batch in two"),
     ],
 )
@@ -369,6 +371,33 @@ def test_a_part_without_any_label_weighs_nothing_though_its_count_is_clamped(cla
     assert relative_error(module.parameters(), by_hand.parameters()) <= 1e-12
 
 
+def _rows_one_by_one(number: int = 8) -> list[list[Tensor]]:
+    return [[value[row : row + 1] for value in batches(number, 1)[0]] for row in range(number)]
+
+
+@pytest.mark.parametrize("name", ADD_UP)
+def test_loader_batches_of_one_row_are_checked(name: str, caplog: Any) -> None:
+    module = Classifier(ADD_UP[name])
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"), warnings.catch_warnings():
+        warnings.simplefilter("error", AccumulationWarning)
+        trainer(callbacks=[GradientAccumulation(4)]).fit(module, loader(_rows_one_by_one()))
+    assert module.steps == 2
+    start, end = [record.message for record in caplog.records if "checked" in record.message]
+    assert "; checked: adds up to " in start
+    assert start.endswith(" on 1 row.")
+    assert end.endswith(" on 4 rows.")
+
+
+@pytest.mark.parametrize("name", [name for name in DO_NOT if name not in ("batch norm by function", "a loss times itself")])
+def test_of_losses_of_single_rows_that_do_not_add_up_is_warned_or_they_are_refused(name: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with suppress(UnreadableLossError):
+            trainer(callbacks=[GradientAccumulation(4)]).fit(Classifier(DO_NOT[name]), loader(_rows_one_by_one(4)))
+            (said,) = [str(each.message) for each in caught if issubclass(each.category, AccumulationWarning)]
+            assert said.startswith("The loader yields single rows, and the loss of two together is not the sum of theirs")
+
+
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_batch_without_two_rows_is_passed_over(rows: int) -> None:
     module = Classifier(DO_NOT["the root of the rows in a tensor"])
@@ -492,17 +521,17 @@ class Sharded(ShardedLanguage):
     def on_train_batch_end(self, *args: Any) -> None:
         Path(f"rank{self.global_rank}").write_text(str(self.trainer.strategy.accumulation.verdict))
 
-    def refuse_one_row(self, hidden: Tensor) -> Tensor:
-        if len(hidden) == 1:
-            raise ValueError("one row")
+    def refuse_few_rows(self, hidden: Tensor) -> Tensor:
+        if len(hidden) < 3:
+            raise ValueError("few rows")
         return hidden
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        if self.seen == "fails" and len(batch["labels"]) == 1:
-            raise ValueError("one row")
+        if self.seen == "fails" and len(batch["labels"]) < 3:
+            raise ValueError("few rows")
         if self.seen == "fails inside":
-            self.net.blocks[1].dropout1.forward = self.refuse_one_row
-        if self.seen == "none" and len(batch["labels"]) == 1 and self.global_rank == 1:
+            self.net.blocks[1].dropout1.forward = self.refuse_few_rows
+        if self.seen == "none" and len(batch["labels"]) < 3 and self.global_rank == 1:
             self.net(batch["input_ids"])
             return None
         if self.seen == "pairs":
@@ -594,3 +623,39 @@ def test_batches_of_graphs_are_no_rows_to_check_and_their_windows_are_exact() ->
     run.fit(module)
     assert run.global_step == 3
     assert relative_error(module.parameters(), whole.parameters()) < 1e-12
+
+
+# --- what is counted, on all ranks ------------------------------------------------------------------------------------
+
+
+class CountsOfRanks(Classifier):
+    """Rank 0 counts rows, and rank 1 what is asked for, which the check of the first window does not see."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(F.cross_entropy)
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, y = self.net(batch[0]), F.one_hot(batch[1], 4).to(batch[0])
+        is_other = self.global_rank == 1 or self.kind == "in turn"
+        if not is_other or batch_idx < 2 or (self.kind == "in turn" and batch_idx >= 4):
+            return F.cross_entropy(logits, batch[1])
+        return F.cross_entropy(logits, y.argmax(1)) if self.kind == "rows" else F.mse_loss(logits, y)
+
+    def train_dataloader(self) -> Any:
+        return loader(batches(8, 6))
+
+    def on_train_end(self) -> None:
+        Path(f"rank{self.global_rank}").write_text(str(self.steps))
+
+
+def test_a_window_that_counts_rows_on_one_rank_and_elements_on_another_is_an_error_that_names_both() -> None:
+    with pytest.raises(Exception, match="divided by its samples and by what its mean squared error counts"):
+        trainer(callbacks=[GradientAccumulation(2)], strategy=ddp(), devices=2).fit(CountsOfRanks("elements"))
+
+
+@pytest.mark.parametrize("kind", ["rows", "in turn"])
+def test_ranks_that_count_the_same_in_each_window_train(kind: str, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer(callbacks=[GradientAccumulation(2)], strategy=ddp(), devices=2).fit(CountsOfRanks(kind))
+    assert [Path(f"rank{rank}").read_text() for rank in range(2)] == ["3", "3"]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation, GradientNoiseScale, SampleCount, verify
-from lightning_accum.weighing.check import DoesNotAddUpError
 from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum.weighing.verdict import DoesNotAddUpError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 EXACT = 1e-12

@@ -8,9 +8,9 @@ import torch
 from support import ddp, loader, relative_error, trainer
 
 from lightning_accum import GradientAccumulation, TokenCount
-from lightning_accum.weighing.check import DoesNotAddUpError
 from lightning_accum.weighing.graph import read_loss, terms_of
 from lightning_accum.weighing.safeguards import is_contrastive
+from lightning_accum.weighing.verdict import DoesNotAddUpError
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import GradientAccumulation, verify
-from lightning_accum.weighing.check import DoesNotAddUpError
+from lightning_accum.weighing.verdict import DoesNotAddUpError
 from lightning_accum.whole import offload
 from lightning_accum.whole.offload import Offload
 

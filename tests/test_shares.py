@@ -60,9 +60,10 @@ WEIGHTED: Loss = lambda c, w: F.linear(w[None], c[None])[0, 0] * (1 / w.sum())  
 RECIPROCAL: Loss = lambda c, k: torch.addmv(c.new_zeros(1), c[None], k)[0] * k.sum().clamp(min=1).reciprocal()  # noqa: E731
 
 
+@pytest.mark.parametrize("first", [MASK, [1.0] * 4], ids=["in the first batch", "in the second batch"])
 @pytest.mark.parametrize("loss", [MASKED, RECIPROCAL], ids=["einsum", "addmv"])
-def test_a_micro_batch_without_a_row_of_the_mask_weighs_nothing_though_its_count_is_clamped(loss: Loss) -> None:
-    data = batches(MASK, [0.0], [0.0, 0.0], [1.0, 1.0, 1.0])
+def test_a_micro_batch_without_a_row_of_the_mask_weighs_nothing_though_its_count_is_clamped(loss: Loss, first: list[float]) -> None:
+    data = batches(first, [0.0], [0.0, 0.0], [1.0, 1.0, 1.0])
     module, by_hand = OfRows(loss), OfRows(loss)
     trainer(callbacks=[GradientAccumulation(4)]).fit(module, loader(data))
     train_by_hand(by_hand, [joined(data)], epochs=1)
@@ -71,7 +72,7 @@ def test_a_micro_batch_without_a_row_of_the_mask_weighs_nothing_though_its_count
 
 def test_where_the_checked_rows_had_none_without_the_mask_it_is_not_guessed_what_they_weigh() -> None:
     with pytest.raises(UnreadableLossError, match="nothing is counted, as in no part of the rows that were checked"):
-        trainer(callbacks=[GradientAccumulation(2)]).fit(module := OfRows(MASKED), loader(batches([1.0] * 4, [0.0])))
+        trainer(callbacks=[GradientAccumulation(2)]).fit(module := OfRows(MASKED), loader(batches([1.0] * 8, [0.0])))
     assert module.steps == 0
 
 

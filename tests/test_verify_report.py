@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_accum import Tokens, verify
 from lightning_accum.__main__ import main
 from lightning_accum.randomness import SameForEveryRow, switch_off_dropout
+from lightning_accum.splitting.joining import JoiningError, join
 from lightning_accum.splitting.trimming import _NoCollectives
 from lightning_accum.verification.data import is_batch
-from lightning_accum.verification.joining import JoiningError, join
 from lightning_accum.verification.measure import Difference, tolerance, weights_that_fit
 from lightning_accum.verification.report import Break, ParameterDifference, Report
 from lightning_accum.verification.watch import narrowest_dtype

@@ -264,7 +264,7 @@ class TwoBranches(Scalar):
 
 def test_parameter_used_only_before_the_boundary_is_reduced() -> None:
     module = TwoBranches(by_rank=[[x(1, 2), x(3)], [x(4), x(5)]])  # mosaicml/composer #9
-    trainer(ddp(find_unused_parameters=True), devices=2, accumulate_grad_batches=2).fit(module)
+    trainer(ddp(find_unused_parameters=True), devices=2, callbacks=[GradientAccumulation(2, check=False)]).fit(module)
     assert module.total == pytest.approx(15 / 5, rel=1e-15)
     assert -module.rare.item() == pytest.approx(3 / 5, rel=1e-15)
     assert module.never.item() == 1.0  # never used: no gradient, so no weight decay either
@@ -277,7 +277,7 @@ def test_unused_parameter_stays_untouched_where_a_rank_has_nothing(missing) -> N
             return None if batch.isnan().any() else super().training_step(batch, batch_idx)
 
     module = Quiet(by_rank=[[x(1, 2), missing], [x(4), x(5)]])
-    trainer(ddp(find_unused_parameters=True), devices=2, accumulate_grad_batches=2).fit(module)
+    trainer(ddp(find_unused_parameters=True), devices=2, callbacks=[GradientAccumulation(2, check=False)]).fit(module)
     assert module.total == pytest.approx(12 / 4, rel=1e-15)
     assert -module.rare.item() == pytest.approx(3 / 4, rel=1e-15)
     assert module.never.item() == 1.0

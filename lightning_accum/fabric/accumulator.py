@@ -28,9 +28,9 @@ from lightning_accum.splitting.plan import Split
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.counts import Weight, count_samples
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
+from lightning_accum.weighing.verdict import Verdict
 
 LossOf = Callable[[Any, Any], Tensor]
 """``loss_of(model, batch)``: the loss of a batch, as the loop computes it."""

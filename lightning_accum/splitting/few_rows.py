@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
+from lightning_accum.splitting.joining import JoiningError, join
 from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.splitting.packed import PackedBatches
 from lightning_accum.splitting.padding import IGNORE_INDEX
-from lightning_accum.weighing.check import MOST_ROWS, CannotCheckError, Rows, parts_of
+from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, Rows, parts_of
 
 Losses: TypeAlias = Callable[[Sequence[Callable[[], Any]]], list[float]]
 """Gives the losses of some batches, or raises CannotCheckError."""
@@ -27,35 +29,53 @@ class FewRows:
     Args:
         batch: as ``training_step`` gets it.
         samples: how many of them the loader puts into a batch, where it says so.
+        before: rows of batches before it, see :attr:`kept`: they follow those of the batch.
 
     Attributes:
-        number: how many rows it has.
+        number: how many rows there are.
+        of_batch: how many of them are in the batch.
+        at_once: rows of the larger of both.
 
     Raises:
-        CannotCheckError: there are no two rows in it, or none that can be found.
+        CannotCheckError: there are none in it, or none that can be found.
 
     Example:
-        >>> rows, _ = FewRows([torch.arange(12).reshape(6, 2)]).ways(6)
+        >>> rows, *_ = FewRows([torch.arange(12).reshape(6, 2)]).ways(6)
         >>> rows.sizes, rows.parts[0](), rows.whole()[0].shape
         ([1, 2, 3], [tensor([[0, 1]])], torch.Size([6, 2]))
     """
 
-    def __init__(self, batch: Any, samples: Collection[int] = ()) -> None:
+    def __init__(self, batch: Any, samples: Collection[int] = (), before: Sequence[Any] = ()) -> None:
         try:
-            self._layout = Layout.read(batch, samples=samples)
-            PackedBatches(lambda: samples, lambda message: None).check(self._layout, is_first=True)
+            layout = Layout.read(batch, samples=samples)
+            PackedBatches(lambda: samples, lambda message: None).check(layout, is_first=True)
         except UnsplittableBatchError as error:
             raise CannotCheckError("the rows of the batch cannot be told apart") from error
-        self.number = self._layout.size
-        if self.number < 2:
-            raise CannotCheckError(f"the first batch has {self.number} row{'s' * (self.number != 1)}")
+        self._own, self.of_batch = layout, layout.size
+        if not layout.size:
+            raise CannotCheckError("the first batch has no rows")
+        self.kept = layout.take(list(range(min(layout.size, MOST_ROWS))))
+        """Its first rows, a copy."""
+        if before and layout.size < MOST_ROWS:
+            with suppress(JoiningError, UnsplittableBatchError):
+                layout = Layout.read(join([self.kept, *reversed(before)])[0], layout.kinds)
+        self._layout = layout
+        self.number = layout.size
+        self.at_once = max(self.of_batch, self.number - self.of_batch)
+
+    def alone(self) -> FewRows:
+        """The rows of the batch alone."""
+        found = copy(self)
+        found._layout, found.number = self._own, self.of_batch
+        return found
 
     def ways(self, number: int, micro_batch: int | None = None, attempt: int = 0, losses_of: Losses | None = None) -> list[Rows]:
         """As many of the first rows as are looked at, as many at once as fit into memory.
 
+        Where there are fewer, some are there twice.
         The first of them with a part of one row, and all with the rows of small losses in one part and of large ones in another: a
-        loss that goes by a statistic of its batch is another one there. Rows twice, where there are few. And with a part that has
-        no label, where labels may be missing.
+        loss that goes by a statistic of its batch is another one there. Then one row several times: a loss that goes by how often
+        something is in its batch. And with a part that has no label, where labels may be missing.
 
         Args:
             number: of rows.
@@ -63,21 +83,22 @@ class FewRows:
             attempt: from 0; each has the rows that follow those of the last.
             losses_of: gives the losses of some batches.
         """
-        layout, sizes, looked_at = self._layout, parts_of(number, micro_batch), min(number, MOST_ROWS)
+        layout, looked_at = self._layout, max(min(number, MOST_ROWS), 2 if micro_batch == 1 else 4)
+        sizes = parts_of(looked_at, micro_batch)
         rows = [(attempt * looked_at + row) % layout.size for row in range(looked_at)]
         at_once = sum(sizes)
         found = [_cut(layout, rows[:at_once], sizes)]
-        if at_once < 4:
-            found.append(_cut(layout, rows[:1] * 2, [1, 1]) if micro_batch == 1 else _cut(layout, sorted(rows[:2] * 2), [1, 1, 2]))
         losses = [0.0] * looked_at
         if losses_of is not None and at_once > 2:
             with suppress(CannotCheckError):
-                losses = losses_of([partial(layout.take, [row]) for row in rows])
+                of_row = dict(zip(rows, losses_of([partial(layout.take, [row]) for row in rows]), strict=True))
+                losses = [of_row[row] for row in rows]
         for start in range(0 if at_once > 2 else 2, looked_at - 1, at_once):
             first = max(0, min(start, looked_at - at_once))  # the last of them have rows of those before, not to be too few
             together = sorted(range(first, first + at_once), key=losses.__getitem__)
             few = max(min(2, len(together) // 2), (len(together) - 1) // 2)
             found.append(_cut(layout, [rows[index] for index in together], [few, len(together) - few]))
+        found.append(_cut(layout, rows[:1] * at_once, [1, at_once - 1]))
         labels = [path for path, tensor in layout.tensors.items() if _has_ignored(tensor)]
         if labels and at_once > 2:
             emptied = Layout.read(layout.take(rows[:at_once]), layout.kinds)
@@ -90,6 +111,7 @@ class FewRows:
         """Two batches of as many rows, of the first ``number``; the second repeats one where there are few."""
         half = min(number // 2, 4)
         first, second = ([*range(half)], [*range(half, 2 * half)]) if half > 1 else ([0, 1], [1, 1])
+        first, second = ([row % self.number for row in rows] for rows in (first, second))
         return partial(self._layout.take, first), partial(self._layout.take, second)
 
 
@@ -108,10 +130,16 @@ class SplitRows:
         CannotCheckError: it cannot be cut once more.
     """
 
+    kept = None
+
+    def alone(self) -> SplitRows:
+        """The same: there are no others."""
+        return self
+
     def __init__(self, batch: Any, split: Callable[[Any, int], Sequence[Any]], micro_batch: int | None) -> None:
         self._batch, self._split, self._size = batch, split, micro_batch or 4
         try:
-            self.number = len(self._parts())
+            self.number = self.of_batch = self.at_once = len(self._parts())
         except Exception as error:
             raise CannotCheckError(f"split= raises {type(error).__name__} on a micro-batch: {error}") from error
         if self.number < 2:

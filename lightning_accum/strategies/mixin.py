@@ -41,8 +41,8 @@ from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.strategies.preparation import guard, main_gradients, row_wise
 from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.weighing.check import Verdict
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
+from lightning_accum.weighing.verdict import Verdict
 from lightning_accum.whole.attempts import StepAttempts
 from lightning_accum.whole.offload import Offload
 from lightning_accum.windows import Windows

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_accum.callback import GradientAccumulation
-from lightning_accum.verification.joining import JoiningError
+from lightning_accum.splitting.joining import JoiningError
 from lightning_accum.verification.run import verify
 from lightning_accum.verification.step import quiet
 

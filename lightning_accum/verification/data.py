@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
+from lightning_accum.splitting.joining import JoiningError
+from lightning_accum.splitting.joining import join as join_batches
 from lightning_accum.splitting.micro_batch import Layout
-from lightning_accum.verification.joining import JoiningError
-from lightning_accum.verification.joining import join as join_batches
 from lightning_accum.verification.state import ModuleState
 
 Join = Callable[[Sequence[Any]], Any]

@@ -184,7 +184,7 @@ def criterion_of(node: Node, kind: str, scale: Sequence[Operation], elements: fl
     for step in scale:
         if step.number is not None and step.kind in ("times", "mean of columns"):
             factor *= step.number
-    if factor == 0 or _is_of_zeros(node):
+    if factor == 0 or is_of_zeros(node):
         return Term(words, node, 0.0, factor=0.0)  # `0.0 * ...` trains nothing
     divisions = tuple(step.node for step in scale if step.kind == "over" and step.number is None)
     constants = tuple(step.operand for step in scale if step.kind == "times" and step.number is None and _is_one(step.operand))
@@ -213,7 +213,7 @@ def criterion_of(node: Node, kind: str, scale: Sequence[Operation], elements: fl
     )
 
 
-def _is_of_zeros(node: Node) -> bool:
+def is_of_zeros(node: Node) -> bool:
     """What is reduced was multiplied by the number 0, as in ``(logits * 0).mean()`` where a batch has nothing else."""
     below = node.next_functions[0][0] if node.next_functions else None
     return below is not None and kind_of(below) == "Mul" and _number_of(constant_operand(below)) == 0

@@ -40,6 +40,8 @@ class Shares(NamedTuple):
 
     of_sum: float
     of_losses: float
+    factors: float
+    """A number that is another one where the largest or the smallest of the losses' gradients is."""
 
 
 @dataclass
@@ -71,8 +73,7 @@ class ShareWeight:
         """
         shares = shares_of(loss, rows)
         if self.is_sum:
-            factor = shares.of_sum if math.isnan(shares.of_losses) else shares.of_losses
-            return (None, 1.0 + math.log(_known(factor)) % 1.0) if factor else (0.0, 0.0)
+            return (None, 1.0 + shares.factors % 1.0) if shares.of_losses != 0 else (0.0, 0.0)
         is_empty = shares.of_losses == 0
         self.has_seen_empty |= is_empty and self.is_tried
         if is_empty and not self.has_seen_empty:
@@ -129,10 +130,10 @@ def shares_of(loss: Tensor, rows: Rows = lambda: None) -> Shares:
 
     Example:
         >>> x, mask = torch.arange(4.0, requires_grad=True), torch.tensor([True, False, True, False])
-        >>> shares_of((x.square() * mask).sum() * (1 / mask.sum()))
-        Shares(of_sum=0.5, of_losses=0.5)
-        >>> shares_of(x.square().sum() * (1 / len(x)))
-        Shares(of_sum=0.25, of_losses=0.25)
+        >>> shares_of((x.square() * mask).sum() * (1 / mask.sum()))[:2]
+        (0.5, 0.5)
+        >>> shares_of(x.square().sum() * (1 / len(x)))[:2]
+        (0.25, 0.25)
     """
     assert loss.grad_fn is not None
     if loss.dim() > 0:
@@ -170,7 +171,9 @@ def shares_of(loss: Tensor, rows: Rows = lambda: None) -> Shares:
     except (RuntimeError, AttributeError) as error:  # a node that was freed, or does not take what it is given
         raise UnreadableLossError(f"a node that cannot be run ({error})") from error
     tolerance = _tolerance(loss)
-    return Shares(_one_of(of_sums, tolerance), _one_of(of_losses, tolerance))
+    ends = _ends_of(of_losses)
+    factors = math.log(ends[0]) + math.log(ends[1]) / math.pi if ends[0] > 0 else 0.0
+    return Shares(_one_of(_ends_of(of_sums), tolerance), _one_of(ends, tolerance), factors)
 
 
 def _in_order(root: Node) -> list[tuple[Node, dict[int, tuple[Node, int]] | None]]:
@@ -218,12 +221,18 @@ def _of_each(node: Node, gradient: Tensor, rows: Rows) -> Tensor:
     return gradient
 
 
-def _one_of(gradients: Sequence[Tensor], tolerance: float) -> float:
-    """The one number that all are, but for their signs and those that are 0; nan where there are several."""
+def _ends_of(gradients: Sequence[Tensor]) -> tuple[float, float]:
+    """The largest and the smallest of all, but for their signs and those that are 0; nan where there are none."""
     if not gradients:
-        return math.nan
+        return math.nan, math.nan
     sizes = torch.cat([gradient.reshape(-1).abs().to(gradients[0].dtype) for gradient in gradients])
     most = sizes.max() if len(sizes) else sizes.new_zeros(())
     least = torch.where(sizes == 0, most, sizes).min() if len(sizes) else most
     high, low = torch.stack((most, least)).tolist()
+    return high, low
+
+
+def _one_of(ends: tuple[float, float], tolerance: float) -> float:
+    """The one number that both are; nan where they differ."""
+    high, low = ends
     return high if high - low <= tolerance * high else math.nan

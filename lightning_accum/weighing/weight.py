@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from numbers import Number
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.weighing.counts import SampleCount, Weight, count_samples
-from lightning_accum.weighing.denominator import CRITERIA, Denominator, PlainMean, Term, UnreadableLossError, on_host
+from lightning_accum.weighing.denominator import CRITERIA, Denominator, PlainMean, Term, UnreadableLossError, is_of_zeros, on_host
 from lightning_accum.weighing.functions import FoundFunction, FunctionOfMean, OfMean, function_of_mean, is_of_whole_losses
 from lightning_accum.weighing.graph import Reading, read_terms, terms_of
 from lightning_accum.weighing.nodes import kind_of, sizes_of
@@ -25,6 +25,28 @@ from lightning_accum.weighing.reductions import Rows
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import Proportion, TermLister, TermNode, TermReader
+
+
+class Kind(NamedTuple):
+    """What a weight counts.
+
+    Attributes:
+        criterion: that was divided by it, in words.
+        dims: of what the criterion was taken of.
+        is_of_samples: it was the number of samples in the first micro-batch, and may be something else that came to as much.
+    """
+
+    criterion: str
+    dims: int
+    is_of_samples: bool
+
+    def __str__(self) -> str:
+        return "its samples" if self.is_of_samples else f"what its {self.criterion} counts"
+
+
+def are_mixed(kinds: Collection[Kind]) -> bool:
+    """Whether weights of these kinds count different things."""
+    return len(set(map(str, kinds))) > 1 and len({kind[:2] for kind in kinds}) > 1
 
 
 class Contribution(NamedTuple):
@@ -35,16 +57,18 @@ class Contribution(NamedTuple):
         others: the denominators of other terms of the loss. No terms: their nodes would keep the graph alive.
         signature: a number that tells which terms these are; 0 without any.
         factors: a number that is another one where a constant factor of the loss, or its kind, is; 0 where that is not known.
-        kind: what the weight counts, in words; empty where it is explicit, and for a sum.
+        kind: what the weight counts; None where it is explicit, and for a sum.
         of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
+        is_zeroed: it weighs nothing as it was multiplied by 0, and not what it is a mean of.
     """
 
     weight: Denominator | None
     others: tuple[Denominator, ...] = ()
     signature: int = 0
     factors: Denominator = 0.0
-    kind: str = ""
+    kind: Kind | None = None
     of_mean: OfMean | None = None
+    is_zeroed: bool = False
 
 
 class Weigher:
@@ -72,8 +96,8 @@ class Weigher:
         self._terms: list[TermNode] = []
         self._found: FoundFunction | None = None
         self._proportion = Proportion(getattr(weight, "__name__", str(weight)), warn)
-        self._kinds: dict[tuple[str, int], str] = {}
-        self._plain: tuple[PlainMean, Denominator, str] | None = None
+        self._kinds: dict[tuple[str, int], Kind] = {}
+        self._plain: tuple[PlainMean, Denominator, Kind | None] | None = None
         """Reads a loss that is a mean criterion itself, and what is constant in its contributions."""
         self.criterion: str | None = None
         """What the weight was found to be, in words; None before the first micro-batch."""
@@ -81,6 +105,8 @@ class Weigher:
         """A loss that is a function of a mean is one over the window, whatever explicit weight it has."""
         self.shares: ShareWeight | None = None
         """Measures the weight, where it cannot be read and the check has found that so it adds up."""
+        self.fixed_counts: tuple[float, ...] = ()
+        """What other terms are divided by that the check has found to be the same for all rows, as penalties on parameters are."""
         self.unweighed_terms: tuple[str, ...] = ()
         """Terms of the loss that take the main term's weight although they are no mean over the same count."""
 
@@ -120,13 +146,13 @@ class Weigher:
             except UnreadableLossError as unreadable:
                 _refuse_functions(terms)
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
+            kind = self._kind(reading, terms, count_rows)
             if found is not None:
                 _refuse_counts_apart(terms, found.function)
                 reading = Reading(found.function.in_words(reading.criterion), reading.weight)
             if is_first:
                 self._describe(reading)
             guard_against_zero(terms)
-            kind = self._kind(reading, terms, count_rows)
             factors = _number_for(terms)
             divisor = None if reading.weight is None else on_host(reading.weight)
             is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in reading.others)
@@ -135,8 +161,11 @@ class Weigher:
                 weight = _zero_where_empty(divisor, loss if of_mean is None else of_mean.mean, terms[0])
                 if terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
                     self._plain = (PlainMean(loss.grad_fn), factors, kind)
-                return Contribution(weight, (), 0, factors, kind, of_mean)
+                is_zeroed = terms[0].factor == 0 and not is_of_zeros(terms[0].node)
+                return Contribution(weight, (), 0, factors, kind, of_mean, is_zeroed)
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
+            if self.fixed_counts and not any(isinstance(other, Tensor) for other in others) and others == self.fixed_counts:
+                others = ()
             signature = 0
             if self._reader is not None and others and reading.weight is not None:
                 self._terms, signature = self._reader.read(terms, reading)
@@ -201,17 +230,17 @@ class Weigher:
                 " differ from its full batch."
             )
 
-    def _kind(self, reading: Reading, terms: Sequence[Term], rows: Rows) -> str:
+    def _kind(self, reading: Reading, terms: Sequence[Term], rows: Rows) -> Kind | None:
         """What the weight of a loss counts. A mean that was over its samples once is taken for one over its samples."""
         if reading.weight is None:
-            return ""
+            return None
         main = next((term for term in terms if term.denominator is reading.weight), terms[0])
         sizes = sizes_of(main.node)
         key = (reading.criterion, len(sizes))
         if key not in self._kinds:
             positions = sizes[0] if kind_of(main.node) == "NllLoss" and sizes else main.denominator
             is_of_samples = not isinstance(positions, Tensor) and positions == rows()
-            self._kinds[key] = "its samples" if is_of_samples else f"what its {reading.criterion} counts"
+            self._kinds[key] = Kind(*key, is_of_samples)
         return self._kinds[key]
 
     def _compare_with_graph(self, terms: Sequence[Term], weight: Denominator) -> None:

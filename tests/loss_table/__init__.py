@@ -7,6 +7,7 @@ from loss_table import (
     forecasting,
     idioms,
     language,
+    libraries,
     metric_learning,
     multi_task,
     reinforcement,
@@ -18,5 +19,6 @@ from loss_table.rows import Loss
 
 _MODULES = (
     criteria, vision, segmentation, metric_learning, self_supervised, language, reinforcement, forecasting, multi_task, idioms,
+    libraries,
 )  # fmt: skip
 LOSSES: list[Loss] = [loss for module in _MODULES for loss in module.table]

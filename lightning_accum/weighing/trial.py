@@ -1,0 +1,281 @@
+"""A module tried out on a few rows: nothing of it stays."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_accum.dispatch import in_eager_mode
+from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
+from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum.weighing.safeguards import freeze_batch_norm
+from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, NoDenominatorError, UnsuitableRowsError
+
+_T = TypeVar("_T")
+
+_SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
+"""Elements of a gradient that are compared, spread over all of it; and of all gradients about."""
+
+
+class Restores(Protocol):
+    """How everything was, see :class:`lightning_accum.splitting.snapshot.Snapshot`."""
+
+    def restore(self) -> None:
+        """Put everything back."""
+
+
+class Backward(Protocol):
+    """How an engine gives out gradients, see :class:`lightning_accum.sync.Sync`."""
+
+    def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+        """The gradients of ``share`` times a loss, which are left nowhere."""
+
+    def forget_forward(self) -> None:
+        """There is no backward for what ran forward."""
+
+
+class Trial:
+    """Runs ``training_step`` on some rows, and leaves everything as it was.
+
+    Dropout is off and BatchNorm in evaluation mode, so that other breaks are seen beside them; random numbers are the same for
+    every row; nothing is compiled. Random state, buffers, attributes, metrics and parameters are put back. Ranks take every step
+    together, since they may wait for each other in it.
+
+    Args:
+        module: that is trained.
+        training_step: runs it on a batch, and logs nothing. Returns what ``training_step`` returned.
+        take_snapshot: keeps what it changes; see :class:`lightning_accum.splitting.snapshot.StateSnapshotter`.
+        backward: of the engine that runs the module.
+        largest: of the numbers of all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        training_step: Callable[[Any], Any],
+        take_snapshot: Callable[[], Restores],
+        backward: Backward,
+        largest: Callable[[float], float],
+    ) -> None:
+        self._module = module
+        self._training_step = training_step
+        self._take_snapshot = take_snapshot
+        self.backward = backward
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.largest = largest
+        self._snapshot: Restores | None = None
+        self._mode = _TrialMode(module.parameters())
+
+    @property
+    def tolerance(self) -> float:
+        """What rounding makes of a number, in the coarsest type that anything was computed in so far."""
+        return float(self._mode.eps**0.6)
+
+    @property
+    def has_waited(self) -> bool:
+        """Something was sent to other ranks so far."""
+        return self._mode.has_waited
+
+    def losses_of(self, batches: Sequence[Callable[[], Any]]) -> list[float]:
+        """The losses of some batches, each run as if it were the first. Called on all ranks, with equally many.
+
+        Raises:
+            CannotCheckError: one has none. On all ranks.
+        """
+        with self.held():
+            return [self.together(partial(self._loss_of, batch)) for batch in batches]
+
+    def changed_buffers(self, batch: Callable[[], Any]) -> dict[str, float]:
+        """The buffers that a step changes and its loss depends on. Called on all ranks.
+
+        Returns:
+            How far the loss of the same rows is from what it was, as part of its size, where only that buffer has changed.
+
+        Raises:
+            CannotCheckError: the batch has no loss, or another one each time. On all ranks.
+        """
+
+        def loss(changed: Mapping[str, Tensor]) -> float:
+            self.restore()
+            buffers = dict(self._module.named_buffers())
+            for name, value in changed.items():
+                buffers[name].data.copy_(value)
+            loss = self.step(batch())
+            self.gradients(loss, 0.0)  # sharded modules have a backward for each forward
+            return float(loss.detach())
+
+        found: dict[str, float] = {}
+        with self.held():
+            before = self.together(partial(loss, {}))
+            after = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
+            self.restore()
+            restored = {name: buffer for name, buffer in self._module.named_buffers() if name in after}
+            changed = [name for name, old in restored.items() if old.shape == after[name].shape and not old.equal(after[name])]
+            number = min(int(self.largest(len(changed))), MOST_ROWS)
+            again = self.together(partial(loss, {})) if number else before
+            if self.largest(abs(again - before)) > 0:
+                raise CannotCheckError("training_step gives the same rows another loss each time")
+            for index in range(number):  # as many steps on every rank
+                names = changed[index : index + 1]
+                now = self.together(partial(loss, {name: after[name] for name in names}))
+                difference = abs(now - before) / (max(abs(now), abs(before)) or 1.0)
+                if names and difference > self.tolerance:
+                    found[names[0]] = difference
+        return found
+
+    def _loss_of(self, batch: Callable[[], Any]) -> float:
+        self.restore()
+        return float(self.step(batch()).detach())
+
+    def restore(self) -> None:
+        """Have the next step begin as the first did."""
+        assert self._snapshot is not None
+        self._snapshot.restore()
+        self._mode.restore()
+        self._mode.restart()
+
+    def step(self, batch: Any) -> Tensor:
+        """The loss of a batch.
+
+        Raises:
+            UnsuitableRowsError: it has none.
+        """
+        with self._mode:
+            output = self._training_step(batch)
+        loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            raise UnsuitableRowsError("training_step returns None for some of the first rows")
+        return loss
+
+    # --- one comparison ---------------------------------------------------------------------------------------------
+
+    def gradients(self, loss: Tensor, share: float) -> dict[int, Tensor]:
+        """The gradients of ``share`` times a loss, by parameter: some of their elements, in double precision."""
+        if not self._trained:
+            return {}
+        try:
+            with self._mode:
+                gradients = self.backward.gradients_of(loss, share, self._trained)
+        except RuntimeError as error:
+            if "checkpoint" not in str(error).lower():
+                raise
+            self._trained = []  # reentrant checkpointing has no way to it; losses and weights are compared all the same
+            return {}
+        most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
+        return {index: _sample(gradient, most) for index, gradient in enumerate(gradients) if gradient is not None and share}
+
+    def together(self, function: Callable[[], _T]) -> _T:
+        """Call a function on all ranks: where it fails on one, it has failed on all."""
+        problem: CannotCheckError | None = None
+        result: _T | None = None
+        try:
+            result = function()
+        except CannotCheckError as error:
+            problem = error
+        except UnreadableLossError:
+            problem = NoDenominatorError("the graph of the loss shows no denominator")  # the first micro-batch says more
+        except Exception as error:
+            problem = CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}")
+        if self.largest(float(problem is not None)):
+            raise problem or CannotCheckError("another rank cannot run a few rows of its batch")
+        return cast("_T", result)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """In here the module is as it is tried; after it as it was."""
+        with ExitStack() as stack:
+            stack.enter_context(dropout_switched_off(self._module))
+            outer = self._take_snapshot()
+            stack.callback(outer.restore)
+            stack.callback(self._mode.restore)
+            freeze_batch_norm(self._module)
+            self._snapshot = self._take_snapshot()
+            stack.enter_context(in_eager_mode())
+            yield
+        self._snapshot = None
+
+
+def _sample(gradient: Tensor, most: int) -> Tensor:
+    gradient = gradient.detach()
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()  # each rank compares its part
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
+    flat = gradient.reshape(-1)
+    if flat.numel() > most:
+        flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix
+    return flat.cpu().double()
+
+
+def random_state() -> tuple[Any, ...]:
+    """The state of the global random generators, to compare."""
+    state: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *others = numpy.random.get_state()
+        state += [name, keys.tobytes(), *others]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state.append(torch.cuda.get_rng_state().numpy().tobytes())
+    return tuple(state)
+
+
+class _TrialMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+    """Random numbers are the same for every row, and parameters are copied before something is written into them.
+
+    Args:
+        parameters: of the module. A momentum encoder writes into its own, also through ``.data``, which counts no changes.
+
+    Attributes:
+        eps: of the coarsest type that anything was computed in.
+        has_waited: something was sent to other ranks.
+    """
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.device.type != "meta":
+                self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
+        self._written: list[tuple[Tensor, Tensor]] = []
+        self.eps = torch.finfo(torch.float64).eps
+        self.has_waited = False
+
+    def restore(self) -> None:
+        """Put back what was written into."""
+        with torch.no_grad():
+            for parameter, value in self._written:
+                parameter.data.copy_(value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_waited |= "c10d" in func.namespace
+        if func._schema.is_mutable:
+            self._keep_written(func._schema.arguments, args, kwargs or {})
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+                device_eps = 2**-10 if tensor.is_cuda and tensor.dtype == torch.float32 else 0.0  # TF32
+                self.eps = max(self.eps, torch.finfo(tensor.dtype).eps, device_eps)
+        return result
+
+    def _keep_written(self, arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        for place, argument in enumerate(arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                    for parameter in self._parameters.pop(_storage_of(tensor), ()):
+                        self._written.append((parameter, parameter.detach().clone()))
+
+
+def _storage_of(tensor: Tensor) -> int:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.untyped_storage().data_ptr()
