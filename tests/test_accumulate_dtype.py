@@ -278,7 +278,8 @@ def test_the_sum_itself_is_exact_to_single_precision() -> None:
 
 def test_weights_are_not_rounded_to_bfloat16() -> None:
     weights = iter((257.0, 256.0))  # bfloat16 has 256 for both
-    callback = GradientAccumulation(2, weight=lambda batch: torch.tensor(next(weights)), accumulate_dtype=torch.float32)
+    weight = {"weight": lambda batch: torch.tensor(next(weights)), "check": False}
+    callback = GradientAccumulation(2, **weight, accumulate_dtype=torch.float32)
     module = Linear([torch.tensor([[256.0], [-256.0]]).bfloat16()])
     trainer(callbacks=[callback], precision="bf16-true").fit(module)
     expected = torch.tensor([(257 * 256 - 256 * 256) / (257 + 256)], dtype=torch.float64)

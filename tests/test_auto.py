@@ -136,6 +136,7 @@ class Changeable(pl.LightningModule):
         return OPTIMIZERS["adamw"](self.parameters())
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_randomness_statistics_and_counts_are_as_if_the_size_had_been_known(where: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -205,6 +206,7 @@ def test_size_is_kept_and_said_and_saved(caplog, tmp_path) -> None:
     assert max(Counting.outside) == 4  # known from the checkpoint
 
 
+@pytest.mark.exhaustive
 def test_one_sample_that_does_not_fit_ends_with_an_error_that_says_so() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="one sample.*does not fit"):
         fit(Limited(most=0))

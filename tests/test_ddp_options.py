@@ -72,7 +72,7 @@ class Dealt(Language):
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -108,6 +108,7 @@ class SometimesUsed(Dealt):
         return language_loss(logits, batch["labels"])
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     "options", [{}, {"bucket_cap_mb": SMALL, "gradient_as_bucket_view": True}, {"sync": "micro_batch"}], ids=str
 )
@@ -142,6 +143,7 @@ class Counting(Dealt):
         torch.save(self.seen, f"seen{self.global_rank}.pt")
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
 def test_buffers_of_rank_zero_are_for_all_only_where_they_are_broadcast(broadcast_buffers: bool) -> None:
     fit(Counting(), broadcast_buffers=broadcast_buffers, of_trainer={"max_epochs": 1})
@@ -199,6 +201,7 @@ def norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("hook", "options", "unit", "smallest"),
     [

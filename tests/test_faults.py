@@ -525,6 +525,7 @@ def assert_ended_together(end: End, windows: int, by_rank: Sequence[Sequence[Any
 TOLD_RANKS = pytest.mark.parametrize("told", [(1,), (0,), (0, 1)], ids=["rank 1", "rank 0", "both ranks"])
 
 
+@pytest.mark.some_cases(4)
 @strategies("ddp", "fsdp1", "fsdp2")
 @TOLD_RANKS
 def test_sigterm_ends_all_ranks_after_the_window(strategy: str, told: tuple[int, ...]) -> None:
@@ -543,6 +544,7 @@ def test_sigterm_to_a_rank_before_training_ends_all_and_is_named(where: str) -> 
     assert re.match(told, end.notes[0]["ended_with"])
 
 
+@pytest.mark.some_cases(4)
 @strategies("ddp", "fsdp1", "fsdp2")
 @TOLD_RANKS
 def test_sigterm_ends_all_ranks_before_the_next_batch_of_loaders_of_unknown_length(strategy: str, told: tuple[int, ...]) -> None:
@@ -654,6 +656,7 @@ def test_sigterm_to_the_workers_of_a_loader_too_ends_all_ranks_in_order(is_sized
 # --- SIGTERM and validation ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(4)
 @strategies("ddp", "fsdp2")
 @pytest.mark.parametrize("told", [(1,), (0, 1)], ids=["rank 1", "both ranks"])
 @pytest.mark.parametrize("interval", [4, 6])

@@ -61,6 +61,7 @@ def join(batches):
     return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_causal_model_equals_its_full_batch(name: str, ranks: int) -> None:
@@ -75,6 +76,7 @@ def test_causal_model_equals_its_full_batch(name: str, ranks: int) -> None:
     assert relative_error(*updates) < TOLERANCE
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_padded_batch_equals_its_split_and_trimmed_micro_batches(name: str, side: str, recwarn) -> None:

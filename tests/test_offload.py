@@ -403,7 +403,7 @@ def test_a_training_is_that_of_the_whole_batches_to_the_bit(
     assert memory.out > 0
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("kind", [*ALL, *DEPENDENT, Remembers])
 def test_manual_optimization_is_that_of_the_whole_batches_to_the_bit(memory: OtherMemory, kind: type[Manual]) -> None:
     """Also where a loss depends on the step of another optimizer: a GAN, MAML."""
@@ -587,6 +587,7 @@ def test_the_peak_is_a_few_layers_and_not_all_of_them(memory: OtherMemory) -> No
 # --- what one sees ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("kind", [Normalised, GAN])
 @pytest.mark.parametrize("window", [1, 2])
 def test_the_line_at_the_start_says_what_waits_where(caplog: Any, request: Any, kind: Any, window: int) -> None:

@@ -32,6 +32,7 @@ FULL = [pad(ROWS[i : i + 8]) for i in range(0, len(ROWS), 8)]
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_clipped_update_equals_that_of_the_full_batch(algorithm: str, ranks: int) -> None:

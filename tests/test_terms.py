@@ -185,6 +185,7 @@ def test_the_learnt_scale_of_a_term_has_the_weight_of_the_term(writing: int, is_
     assert relative_error([module.scales], [by_hand.scales]) <= 1e-12
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 def test_terms_share_one_weight_where_ranks_may_leave_a_micro_batch_out(on_nonfinite: Any) -> None:
     """What it is left out of would be the totals, which have to be known before its backward."""

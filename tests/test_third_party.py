@@ -42,6 +42,7 @@ class OfTheBatch(Classifier):
         return logits.square().mean(0).sqrt().mean()
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("make", [Classifier, Noisy, lambda: Classifier(nn.Dropout(0.5))])
 def test_a_module_whose_loss_is_a_mean_over_rows_is_exact_and_lightnings_own_is_not(make: Any) -> None:
     row = examined(Case("", make, ROWS), "lightning")

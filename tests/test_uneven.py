@@ -115,7 +115,7 @@ def fit(engine: str, module: pl.LightningModule, ranks: int = 2, window: int = 1
 # --- the promise ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(9)
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize("window", [1, 2, 3])
 @LENGTHS_KNOWN
 @ENGINES
@@ -217,6 +217,7 @@ def test_split_batches_of_sharded_modules(has_length: bool, engine: str) -> None
     assert total == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(
     "options",
     [{"sync": "micro_batch"}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}],

@@ -98,7 +98,7 @@ def test_fp16_and_none_on_the_boundary_is_as_if_it_had_not_been_there(missing) -
 # --- on one rank only -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("missing", [None, NONE_LOSS], ids=["batch", "loss"])
 @pytest.mark.parametrize("position", [0, 1, 2, 3])
 @pytest.mark.parametrize(

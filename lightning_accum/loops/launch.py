@@ -30,6 +30,11 @@ def naming_launcher(strategy: Strategy) -> _Launcher | None:
     return launcher
 
 
+def forks_or_spawns(launcher: _Launcher | None) -> bool:
+    """Whether the process starts the others from itself, as functions."""
+    return isinstance(launcher, _MultiProcessingLauncher)
+
+
 def _launch(
     launch: Callable[..., Any],
     launcher: _Launcher,
@@ -39,7 +44,7 @@ def _launch(
     **kwargs: Any,
 ) -> Any:
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-        function = partial(_fit_on_rank, isinstance(launcher, _MultiProcessingLauncher), function)
+        function = partial(_fit_on_rank, forks_or_spawns(launcher), function)
     return launch(launcher, function, *args, trainer=trainer, **kwargs)
 
 

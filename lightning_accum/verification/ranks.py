@@ -15,13 +15,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.engine import Engine
+from lightning_accum.loops.launch import forks_or_spawns
 from lightning_accum.randomness import SameForEveryRow, seed_everything
 from lightning_accum.strategies import ModelParallelAccumulationStrategy
 from lightning_accum.verification.processes import run_on_ranks
@@ -99,7 +99,7 @@ def _train(
         limit_val_batches=0,
         use_distributed_sampler=False,
     )
-    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+    if forks_or_spawns(trainer.strategy.launcher):
         raise MisconfigurationException(
             f"verify starts the ranks itself: pass a {type(strategy).__name__} without start_method, or the name of a strategy."
         )
