@@ -26,8 +26,8 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
 from lightning_accum.engine import Engine
+from lightning_accum.first_batch import MOST_BATCHES
 from lightning_accum.hook_table import HookTable, callbacks_of
-from lightning_accum.loops.first_batch import MOST_BATCHES
 from lightning_accum.loops.installation import handle_sigterm_before_training, installed
 from lightning_accum.loops.launch import naming_launcher
 from lightning_accum.loops.specialised import drop_own_attributes
