@@ -69,7 +69,7 @@ def loop(
     stepping = OPTIMIZERS[optimizer](wrapped.parameters())
     if fabric is not None:
         stepping = fabric.setup_optimizers(stepping)
-    accumulator, losses = Accumulator(fabric, wrapped, stepping, log=False, **arguments), []
+    accumulator, losses = Accumulator(fabric, wrapped, stepping, **{"log": False, **arguments}), []
     for epoch in range(epochs):
         for batch in accumulator(loader, is_last=epoch == epochs - 1):
             accumulator.backward(loss_of(wrapped, batch))
@@ -605,7 +605,7 @@ def test_the_start_line_says_what_was_understood(capsys: pytest.CaptureFixture[s
     assert line.startswith(
         "Accumulator: a window is 2 loader batches, 4 samples with loader batches like the first (2); weight: cross"
     )
-    assert "not checked: hand-written loops are not yet" in line
+    assert "not checked: pass loss_of=" in line
     assert line.count("\n") == 1
 
 
@@ -621,3 +621,40 @@ def test_an_accumulator_that_was_left_in_its_loop_does_not_watch_the_optimizer_o
             accumulator.backward(1.0)
         accumulator.backward(model(batch).mean())
         assert accumulator.step()
+
+
+# --- the check of the first batch ---------------------------------------------------------------------------------------
+
+
+@WITH_AND_WITHOUT_FABRIC
+def test_with_the_loss_as_a_function_the_first_batch_is_checked(
+    fabric: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = sentences(24)
+    for arguments, batches in (({"window": 2}, in_batches(rows, 4)), ({"micro_batch": 3}, in_batches(rows, 8))):
+        found = loop(fabric(), "adamw", batches, log=True, loss_of=loss_of, **arguments)
+        assert "; checked: adds up to " in capsys.readouterr().out
+        assert_same(found, by_hand("adamw", in_batches(rows, 8)))
+
+
+def test_a_loss_that_does_not_add_up_is_an_error_before_the_first_step() -> None:
+    torch.manual_seed(5)
+    batches, model = [(torch.randn(8, 6).double(), torch.randn(8, 5).double()) for _ in range(4)], Towers()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    accumulator = accumulator_of(model, window=2, loss_of=lambda model, batch: model(batch))
+    with pytest.raises(ValueError, match=r"do not add up.*Accumulator\(micro_batch=\.\.\., row_wise="):
+        next(iter(accumulator(batches)))
+    assert all(map(torch.equal, model.parameters(), before))
+    loose = accumulator_of(Towers(), window=2, loss_of=lambda model, batch: model(batch), check=False)
+    assert next(iter(loose(batches))) is batches[0]
+
+
+@ENGINES
+def test_ranks_check_their_first_batches_together(strategy: str) -> None:
+    rows = sentences(41)
+
+    def train(fabric: Fabric) -> Trained:
+        batches = in_batches(rows, 4)[fabric.global_rank :: 2]
+        return loop(fabric, "adamw", batches, window=2, loss_of=loss_of)
+
+    assert_same(on_two(train, strategy), by_hand("adamw", in_batches(rows, 16)))

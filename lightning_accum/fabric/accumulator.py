@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_accum import valid_policy
@@ -19,6 +17,7 @@ from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_wind
 from lightning_accum.fabric import setup
 from lightning_accum.fabric.data import LoaderBatch, loader_batches
 from lightning_accum.fabric.training import Fabric, Training, checked_clip
+from lightning_accum.first_batch import MOST_BATCHES, Checked, JointLossError, check_first_batch
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
 from lightning_accum.session import Session, finishes_after_backward
@@ -30,7 +29,7 @@ from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.counts import Weight, count_samples
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
-from lightning_accum.weighing.verdict import Verdict
+from lightning_accum.weighing.verdict import DoesNotAddUpError, Verdict
 
 LossOf = Callable[[Any, Any], Tensor]
 """``loss_of(model, batch)``: the loss of a batch, as the loop computes it."""
@@ -59,10 +58,10 @@ class Accumulator:
             been there for the model and the window; what the loop does with its loss is the loop's.
         trim_padding: whether to trim the padding of split batches. Needs ``loss_of``, by which it is tried out first.
         split: cuts loader batches that are no containers of tensors with one entry a sample.
-        loss_of: a function ``loss_of(model, batch)`` that returns the loss of a batch, by which it is tried out
-            whether the loss depends on padding. The loop may call it too, or compute its loss otherwise.
-        check: whether to look for parameters that change inside a window. That micro-batches add up to their batch is not tried
-            out in hand-written loops yet.
+        loss_of: a function ``loss_of(model, batch)`` that returns the loss of a batch. By it the first batches are checked, and
+            it is tried out whether the loss depends on padding. The loop may call it too, or compute its loss otherwise.
+        check: whether to look for parameters that change inside a window; and, where there is ``loss_of``, to try out on a few
+            rows of the first batches that micro-batches add up to them.
         log: whether to print, on rank zero, what was understood at the first micro-batch.
 
     Attributes:
@@ -74,6 +73,7 @@ class Accumulator:
 
     Raises:
         ValueError: an argument is out of its range, or two exclude each other, or the model is trained in a way that is not known.
+            In the loop, before a first step: the losses of micro-batches do not add up to that of their batch.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -123,7 +123,7 @@ class Accumulator:
         )
         self._training = training = Training(fabric, model, optimizer, self._refuse_step)
         setup.refuse(self.policy, training)
-        loss = None if loss_of is None else partial(loss_of, model if training.ddp is None else training.module)
+        self._loss = loss = None if loss_of is None else setup.loss_without_wrapper(loss_of, training)
         self._samples: frozenset[int] = frozenset()
         splitting = setup.splitting(self.policy, training, is_proven=loss_of is not None, samples=lambda: self._samples)
         sums = setup.main_gradients(self.policy, training)
@@ -137,11 +137,14 @@ class Accumulator:
         training.announce = self._announce
         self._session = training.session
         self._difference_by_padding = setup.difference_by_padding(self.policy, training, loss)
-        if self.policy.check and (self.policy.may_be_longer_than_one(1) or training.ranks.size > 1 or micro_batch is not None):
-            accumulation.verdict = Verdict(
-                None, seen="a mean of means was asked for" if weight == "equal" else "hand-written loops are not yet"
-            )
-        warn_of_batch_norm(training.module, micro_batch is not None, self.policy.may_be_longer_than_one(1), rank_zero_warn)
+        self._is_window_long = self.policy.may_be_longer_than_one(1)
+        if self.policy.check and (self._is_window_long or training.ranks.size > 1 or micro_batch is not None):
+            if loss is None or weight == "equal":
+                seen = "pass loss_of=" if weight != "equal" else "a mean of means was asked for"
+                accumulation.verdict = Verdict(None, seen=seen)
+            else:
+                accumulation.checks_left = MOST_BATCHES
+        warn_of_batch_norm(training.module, micro_batch is not None, self._is_window_long, rank_zero_warn)
         self.gradient_norm: Tensor | None = None
         self.passes = 0
         self.loader_batches = self._number = 0
@@ -198,6 +201,7 @@ class Accumulator:
                     boundary.begin(self._window_size())
                 ends_window = boundary.is_reached(self._training.seen, lambda: math.inf)
                 ends_window = ends_window or (drawn.is_last and boundary.is_cut_by_the_end(is_last))
+                self._begin_loader_batch(drawn.batch)
                 if is_whole:
                     is_boundary = ends_window and not finishes_after_backward
                     self._begin(MicroBatch(drawn.batch, None, 0, 1, is_boundary, drawn.is_shadow_batch), ends_window)
@@ -242,14 +246,12 @@ class Accumulator:
         plan = accumulation.plan
         batch = micro_batch.batch if plan is None else plan.batch
         words = start_line(accumulation, micro_batch, weighed, samples_of(batch, self._samples), self._size)
-        if self.policy.log:
-            self._inform(words.replace("GradientAccumulation", "Accumulator", 1))
+        self._say(words)
         warn_of_windows_never_full(accumulation, micro_batch, weighed, batch, self._length)
 
-    @staticmethod
-    @rank_zero_only
-    def _inform(words: str) -> None:
-        print(words, flush=True)
+    def _say(self, words: str) -> None:
+        if self.policy.log and self._training.is_global_zero:
+            print(words.replace("GradientAccumulation", "Accumulator", 1).replace("training_step", "loss_of"), flush=True)
 
     def _window_size(self) -> float:
         """Loader batches in a window that begins now; inf where tokens end it."""
@@ -263,14 +265,27 @@ class Accumulator:
         size = self._window_size()
         return 1 if size == math.inf else int(size)
 
+    def _begin_loader_batch(self, batch: Any) -> None:
+        """Plan how it is split, and check it, where that is due."""
+        accumulation, training, splitting = self._accumulation, self._training, self._accumulation.splitting
+        if splitting is not None:
+            splitting.plan = None
+            if batch is not None:
+                splitting.begin(batch, self._difference_by_padding)
+        if not accumulation.checks_left or self._loss is None:
+            return
+        sync, snapshotter, is_long = training.sync, training.snapshotter, self._is_window_long
+        checked = Checked(training.module, self._loss, accumulation, sync, snapshotter, self._samples, is_long, self._say)
+        try:
+            check_first_batch(checked, [] if batch is None else [batch])
+        except (DoesNotAddUpError, JointLossError) as error:
+            raise type(error)(str(error).replace("GradientAccumulation(", "Accumulator(")) from None
+
     def _micro_batches(self, batch: Any, ends_window: bool) -> Iterator[tuple[MicroBatch, bool]]:
         """The micro-batches of a loader batch, each with whether its window ends with it."""
         accumulation, splitting, session = self._accumulation, self._accumulation.splitting, self._session
         assert splitting is not None
         is_shadow, overlaps = accumulation.is_shadow_batch, not session.finishes_after_backward
-        splitting.plan = None
-        if batch is not None:
-            splitting.begin(batch, self._difference_by_padding)
         plan = splitting.plan
         own, parts = (1, [batch]) if plan is None else (len(plan.pieces), plan)
         rounds, part = session.rounds(own), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,19 @@ def refuse(policy: Policy, training: Training) -> None:
     )
     if (reason := why_refused(asked)) is not None:
         raise ValueError(reason.replace("GradientAccumulation(", "Accumulator("))
+
+
+def loss_without_wrapper(loss_of: Callable[[Any, Any], Tensor], training: Training) -> Callable[[Any], Tensor]:
+    """The loss of a batch outside of any window, for which no rank waits for another; in full precision, where the model has it."""
+    module = training.module
+    precision: Any = getattr(getattr(training.fabric, "strategy", None), "precision", None)
+    is_narrow = precision is not None and any(map(trimming.is_narrow, module.parameters()))
+
+    def loss(batch: Any) -> Tensor:
+        with torch.enable_grad(), precision.forward_context() if is_narrow else nullcontext():
+            return loss_of(module, precision.convert_input(batch) if is_narrow else batch)
+
+    return loss
 
 
 def splitting(policy: Policy, training: Training, is_proven: bool, samples: Callable[[], Collection[int]]) -> Splitting | None:
