@@ -88,6 +88,8 @@ DO_NOT: dict[str, Loss] = {
     "normalised in the step": lambda o, t: (_normalised(o) * F.one_hot(t, 4)).sum(1).mean(),
     "the root of the rows in a tensor": lambda o, t: F.cross_entropy(o, t, reduction="sum") / torch.tensor(float(len(t))).sqrt(),
     "a loss times itself": lambda o, t: (c := F.cross_entropy(o, t)) * c.detach(),
+    "the square of a mean times its rows": lambda o, t: F.cross_entropy(o, t).square() * len(o),
+    "the root of a mean squared error times its rows": lambda o, t: F.mse_loss(o, F.one_hot(t, 4).to(o)).sqrt() * len(o),
     "softmax over the batch": lambda o, t: (o.softmax(0) * F.one_hot(t, 4)).sum(1).mean(),
     "Dice of the batch": lambda o, t: 1 - 2 * ((p := o.softmax(1)) * (y := F.one_hot(t, 4))).sum() / (p.sum() + y.sum() + 1),
     "class weights of the batch": lambda o, t: F.cross_entropy(o, t, weight=1 / torch.bincount(t, minlength=4).add(1).to(o)),

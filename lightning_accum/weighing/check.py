@@ -187,7 +187,8 @@ class Check:
         if self._largest(float(not verdict.adds_up)) == 0:
             return verdict
         try:
-            again = self._measure(rows.whole, weight, rows=total)
+            # as a part that has all rows, where the parts have the mean that the whole has a function of
+            again = self._measure(rows.whole, weight, None if whole.function is None else whole, total)
             if not verdict.adds_up:
                 if self._may_gather and self._trial.has_waited:
                     raise CannotCheckError("training_step gathers from other ranks")
