@@ -147,10 +147,12 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     is_of_one_row = size == 1 and policy.micro_batch is None
     if number > most and not is_of_one_row and largest(float(not verdict.adds_up)):
         # of batches that go together as they are, such as those of several tasks, each alone may add up
-        check.constant = constant
+        joined, check.constant = verdict, constant
         rows = found.alone().ways(most, size, attempt, losses_of)
         rows = rows[: int(-largest(-len(rows)))]
         verdict = look(rows)
+        if largest(float(not verdict.adds_up)) == 0:
+            accumulation.warn_once(_message_of_joined(_seen(joined)))
     looked_at = MOST_ROWS if policy.split is not None else min(fewest, MOST_ROWS)
     if is_of_one_row and largest(float(not verdict.adds_up)):
         if before is None or before.seen != _OF_ONE_ROW:
@@ -277,6 +279,15 @@ _OF_PAIRS = (
     ' row_wise="encoder") with their names and a window of 1; or pass the weight that its mean is divided by, as a function of the'
     " batch."
 )
+
+
+def _message_of_joined(seen: str) -> str:
+    return (
+        f"The rows of two loader batches together do not have the sum of their losses ({seen}), though those of each alone add up."
+        " Where loader batches are of different kinds, such as tasks, nothing is wrong, and check=False leaves out the check."
+        " Otherwise the loss compares the rows of its batch, and a window does not take the step of its full batch:"
+        ' GradientAccumulation(micro_batch=..., row_wise="encoder") with a window of 1 does.'
+    )
 
 
 _AFTER_STEPS = " Optimizer steps were made before: the batches until then could not be checked."
