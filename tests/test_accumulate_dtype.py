@@ -134,7 +134,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(4, 12)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -199,7 +199,7 @@ def test_an_attempt_that_runs_out_of_memory_leaves_nothing_in_the_sums(where: st
     assert relative_error(found.parameters(), whole.parameters()) < 1e-5
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("policy", [{"window": 3}, {"window": 3, "micro_batch": 2}, {"window": Tokens(60)}], ids=str)
 def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: dict[str, Any], ranks: int) -> None:

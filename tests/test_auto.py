@@ -72,7 +72,7 @@ def fit(module: pl.LightningModule, **policy: Any) -> pl.LightningModule:
     return module
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(2, 5)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("error", list(MESSAGES))
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -248,7 +248,7 @@ class Ranked(Limited):
         torch.save(sizes.size_for(24, 8), f"size-{self.global_rank}.pt")
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 4)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("most", "agreed"), [((8, 2), 2), ((3, 8), 2), ((2, 4), 2), ((1, 1), 1)])
 @pytest.mark.parametrize("window", [1, 2])

@@ -110,7 +110,7 @@ ORDERS: list[Any] = [
 ]
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 8)
 @pytest.mark.parametrize("policy", [{"window": 3}, {"window": Tokens(60), "tail": "carry"}], ids=["3", "tokens"])
 @pytest.mark.parametrize(("workers", "order", "epoch"), ORDERS)
 def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(

@@ -110,7 +110,7 @@ def by_mix(mix: Mix) -> Any:
     return pytest.param(mix, id=str(mix), marks=needs_sharding_on_cpu if mix.strategy.startswith("FSDP2") else ())
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(3, 4)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("mix", [by_mix(mix) for mix in MIXES])
 def test_every_mix_of_ranks_window_and_micro_batch_has_the_curve_and_the_parameters_of_full_batches(

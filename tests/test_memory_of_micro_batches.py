@@ -118,7 +118,7 @@ def peak(module: Tagger, rows: int, **kwargs: Any) -> int:
     return saved.peak
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(2, 6)
 @pytest.mark.parametrize("size", [SIZE, Tokens(SIZE * LENGTH), "auto"])
 @pytest.mark.parametrize("tell", TOLD)
 def test_the_peak_of_many_micro_batches_is_that_of_one(tell: Callable[..., Any], size: Any) -> None:

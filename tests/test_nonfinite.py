@@ -232,7 +232,7 @@ def layouts_of(ranks: int, most_rows: int = 4) -> list[Layout]:
     return [layout(seed, ranks, most_rows) for seed in range(LAYOUTS)]
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_training_equals_the_one_without_the_bad_micro_batches(engine: str, rank
     assert skipped == sum(bad for plan in layouts for _, bad in windows_of(plan)) > 2 * LAYOUTS
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_checkpoint_after_any_loader_batch_goes_on_to_the_bit(policy: str) -> None:
     expected = train(lambda: "accum", 1, **POLICIES[policy])
@@ -177,7 +177,7 @@ def test_a_checkpoint_after_any_loader_batch_goes_on_to_the_bit(policy: str) -> 
         assert_goes_on(expected, found, f"checkpoint after {after}")
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(1, 2)
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 @pytest.mark.parametrize("policy", ["3", "3, split", "tokens"])
 def test_on_two_ranks_too(policy: str, sync: str) -> None:
@@ -188,7 +188,7 @@ def test_on_two_ranks_too(policy: str, sync: str) -> None:
         assert_goes_on(expected, found, f"checkpoint after {after}")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.some_cases(0, 2)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])

@@ -979,7 +979,7 @@ class Gathering(TwoViews):
         )
 
 
-@pytest.mark.some_cases(5)
+@pytest.mark.some_cases(5, 8)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("gathers", ["lightning", "torch"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -1066,7 +1066,7 @@ def fit_sharded(module: Sharded, sizes: tuple[int, int], names: Any, sync: Any =
 
 
 @needs_sharding_on_cpu
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(2, 8)
 @pytest.mark.parametrize("names", [["encoder"], ["encoder", "head"]], ids=str)
 @pytest.mark.parametrize("resharding", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}], ids=str)
 @pytest.mark.parametrize("loss", [clip, barlow_twins])

@@ -143,7 +143,7 @@ ENGINES: dict[str, tuple[Callable[[], Any], int, int]] = {
 }
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(2, 4)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("engine", ENGINES)
@@ -226,7 +226,7 @@ class Weights(Callback):
         torch.save((self.weights, trainer.global_step), f"weights{trainer.global_rank}.pt")
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(2, 4)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("tokens", [15, 40, 1000])
 @pytest.mark.parametrize("engine", [name for name in ENGINES if "three" not in name and "finding" not in name])
