@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 _LONGEST_ANSWER = 5.0  # seconds that the store has, when the host that it is on neither answers nor closes the connection
 _PATIENCE = 2.0  # seconds in which another rank's note may follow the end of its connection
+_FAREWELL = 0.5  # seconds that rank 0 stays, with whose process the store usually goes, for the others to look into it
 _MESSAGES = ("Connection closed", "Connection reset", "Timed out waiting", "timeout caused pair closure", "gloo", "NCCL")
 """Of errors of communication that are RuntimeErrors. Not "timed out" alone: a DataLoader's time-out is a failure of its own."""
 _run = 0
@@ -84,7 +85,10 @@ def telling_the_first_failure(rank: int | None = None, passing: tuple[type[BaseE
         if rank is None:
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         own = failure_of(error, rank)
+        is_store_here = rank == 0 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         first = _first(patience=_PATIENCE) if _is_of_communication(error) else _first(own)
+        if is_store_here:
+            time.sleep(_FAREWELL)
         if first is None or first.rank == rank or first.error == own.error:
             raise
         told = f"Rank {first.rank} failed first, with {first.error.rstrip('.')}. This rank could not go on without it"

@@ -326,7 +326,10 @@ class Window:
         are_exact = self.terms is not None and self.terms.are_exact(totals[self._numbers :], weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
         kinds, contributions = kinds_of(self._contributions), self._contributions
-        is_some_zeroed = any(c.is_zeroed and c.kind in kinds for c in contributions)
+        zeroed = [one for one in contributions if one.is_zeroed and not has_weight(one)]
+        is_some_zeroed = bool(zeroed) and not {(c.kind, c.form) for c in contributions if has_weight(c)}.isdisjoint(
+            (one.kind, one.form) for one in zeroed
+        )
         if self._world_size > 1 and flags % _MOST_RANKS**3 >= _MOST_RANKS**2:
             kinds = self._agree_on_kinds(kinds)
         is_function = self._function is not None if self._world_size == 1 else flags >= _MOST_RANKS**3

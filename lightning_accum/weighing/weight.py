@@ -60,6 +60,7 @@ class Contribution(NamedTuple):
         kind: what the weight counts; None where it is explicit, and for a sum.
         of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
         is_zeroed: it weighs nothing as it was multiplied by 0, and not what it is a mean of.
+        form: the last operations of the loss. One that stands for a loss, where a batch has nothing, has others.
     """
 
     weight: Denominator | None
@@ -69,6 +70,7 @@ class Contribution(NamedTuple):
     kind: Kind | None = None
     of_mean: OfMean | None = None
     is_zeroed: bool = False
+    form: tuple[str, ...] = ()
 
 
 class Weigher:
@@ -162,7 +164,7 @@ class Weigher:
                 if terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
                     self._plain = (PlainMean(loss.grad_fn), factors, kind)
                 is_zeroed = terms[0].factor == 0 and not is_of_zeros(terms[0].node)
-                return Contribution(weight, (), 0, factors, kind, of_mean, is_zeroed)
+                return Contribution(weight, (), 0, factors, kind, of_mean, is_zeroed, _form(loss))
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             if self.fixed_counts and not any(isinstance(other, Tensor) for other in others) and others == self.fixed_counts:
                 others = ()
@@ -281,6 +283,12 @@ def _number_for(terms: Sequence[Term]) -> Denominator:
                 constant = constant.detach().reshape(()).double()
                 number = number + ((constant.abs() + 1e-300).log() + (constant < 0)) * (0.4 + place / math.pi)
     return 1.0 + number % 1.0
+
+
+def _form(loss: Tensor) -> tuple[str, ...]:
+    node = loss.grad_fn
+    below = node.next_functions[0][0] if node is not None and node.next_functions else None
+    return tuple(kind_of(one) for one in (node, below) if one is not None)
 
 
 def _count(weight: Weight, batch: Any, rows: int | None) -> Any:

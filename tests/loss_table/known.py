@@ -14,10 +14,6 @@ OPEN: Known = {
     ("false alarm", "a part without positives has a count of 1, and its terms do not add up; these micro-batches all have some"): (
         "vision: both by the number of positives",
     ),
-    (
-        "false alarm",
-        "a factor of 0 may be that of a batch, or say that it has nothing: warned of, though exact",
-    ): ("idioms: masked cross entropy, where there is any, else a zero mean",),
 }
 
 OPEN_ON_RANKS: Known = {}
