@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any
 
-from torch import distributed as dist
 from torch.utils.data import Sampler
 
 from lightning_accum.even_shares import batch_sizes, share_evenly
-from lightning_accum.samplers import SameOrderSampler
+from lightning_accum.samplers import SameOrderSampler, check_rank, ranks_of_process_group
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -177,19 +176,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return min(math.ceil(samples / (self.num_replicas * self.batch_size)), max(1, samples // self.num_replicas))
 
     def _set_ranks(self, num_replicas: int, rank: int) -> None:
-        if not 0 <= rank < num_replicas:
-            raise ValueError(
-                f"BalancedBatchSampler(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0"
-                " to num_replicas - 1"
-            )
+        check_rank("BalancedBatchSampler", num_replicas, rank)
         self._is_dealt = True
         self.num_replicas, self.rank = num_replicas, rank
 
     def _find_ranks(self) -> None:
         # each time anew: a length may have been asked for before there were processes
         if not self._is_dealt:
-            has_group = dist.is_available() and dist.is_initialized()
-            self.num_replicas, self.rank = (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
+            self.num_replicas, self.rank = ranks_of_process_group()
 
 
 def _natural(name: str, value: Any) -> int:

@@ -70,11 +70,7 @@ class SameOrderSampler(DistributedSampler[int]):
         Raises:
             ValueError: there is no such rank.
         """
-        if not 0 <= rank < num_replicas:
-            raise ValueError(
-                f"SameOrderSampler.deal(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0"
-                " to num_replicas - 1"
-            )
+        check_rank("SameOrderSampler.deal", num_replicas, rank)
         self._is_dealt = True
         self.num_replicas, self.rank = num_replicas, rank
         leave_out_repeats(self)
@@ -107,9 +103,27 @@ class SameOrderSampler(DistributedSampler[int]):
     def _find_ranks(self) -> None:
         # each time anew: a length may have been asked for before there were processes
         if not self._is_dealt:
-            has_group = dist.is_available() and dist.is_initialized()
-            self.num_replicas, self.rank = (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
+            self.num_replicas, self.rank = ranks_of_process_group()
         leave_out_repeats(self)
+
+
+def check_rank(caller: str, num_replicas: int, rank: int) -> None:
+    """Refuse ranks that there cannot be.
+
+    Raises:
+        ValueError: there is no such rank.
+    """
+    if not 0 <= rank < num_replicas:
+        raise ValueError(
+            f"{caller}(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0 to"
+            " num_replicas - 1"
+        )
+
+
+def ranks_of_process_group() -> tuple[int, int]:
+    """How many there are, and which of them this is; one where there is no process group."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
 
 
 def leave_out_repeats(sampler: DistributedSampler[Any]) -> None:
