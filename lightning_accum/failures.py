@@ -13,8 +13,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch.distributed as dist
+
+from lightning_accum.ranks import Ranks
 
 _LONGEST_ANSWER = 5.0  # seconds that the store has, when the host that it is on neither answers nor closes the connection
 _PATIENCE = 2.0  # seconds in which another rank's note may follow the end of its connection
@@ -93,6 +96,25 @@ def telling_the_first_failure(rank: int | None = None, passing: tuple[type[BaseE
             raise
         told = f"Rank {first.rank} failed first, with {first.error.rstrip('.')}. This rank could not go on without it"
         raise RankFailedError(f"{told} ({own.error.splitlines()[0]}).") from error
+
+
+def raise_failure_of_loader(own: Exception | None, ranks: Ranks, source: int) -> NoReturn:
+    """Raise what the loader of rank ``source`` failed with. Called on all ranks.
+
+    The rank tells it by itself: a note is gone where that was rank 0, and has ended already.
+
+    Args:
+        own: what the loader of this rank failed with; None where it did not.
+        ranks: all of them.
+        source: the rank that tells.
+
+    Raises:
+        RankFailedError: the loader of another rank failed, and not that of this one.
+    """
+    first = ranks.share(None if own is None else failure_of(own, ranks.rank), source)
+    if own is not None:
+        raise own
+    raise RankFailedError(f"The loader of rank {first.rank} failed, with {first.error.rstrip('.')}. No rank goes on without it.")
 
 
 def _is_of_communication(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from lightning_accum.failures import RankFailedError, failure_of
+from lightning_accum.failures import raise_failure_of_loader
 from lightning_accum.ranks import Ranks, Turn
 
 
@@ -109,11 +109,7 @@ def _by_agreement(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]:
             )
         )
         if turn.failed:
-            first = ranks.share(None if failure is None else failure_of(failure, ranks.rank), turn.failed - 1)
-            if failure is not None:
-                raise failure
-            told = f"The loader of rank {first.rank} failed, with {first.error.rstrip('.')}"
-            raise RankFailedError(f"{told}. No rank goes on without it.")
+            raise_failure_of_loader(failure, ranks, turn.failed - 1)
         if not turn.is_alive:
             return
         if turn.lacks_batch and turn.batch_from:

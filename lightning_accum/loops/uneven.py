@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.engine import Engine
-from lightning_accum.failures import RankFailedError, failure_of, note_failure
+from lightning_accum.failures import note_failure, raise_failure_of_loader
 from lightning_accum.loops.trainer_state import stop
 from lightning_accum.ranks import Turn
 from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
@@ -118,12 +118,7 @@ class EvenFetcher(_PrefetchDataFetcher):
             )
         )
         if turn.failed:
-            # told by the rank itself: a note is gone where that was rank 0, and has ended already
-            first = ranks.share(None if failure is None else failure_of(failure, ranks.rank), turn.failed - 1)
-            if failure is not None:
-                raise failure
-            told = f"The loader of rank {first.rank} failed, with {first.error.rstrip('.')}"
-            raise RankFailedError(f"{told}. No rank goes on without it.")
+            raise_failure_of_loader(failure, ranks, turn.failed - 1)
         if turn.is_stopped:
             stop(trainer)
             raise SIGTERMException
