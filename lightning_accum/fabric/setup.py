@@ -22,7 +22,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.splitting import trimming
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.proofs import Proof
-from lightning_accum.sync import GradientSlot, SumSlot
+from lightning_accum.sync import slots_of
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.whole.layers import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
@@ -166,19 +166,13 @@ def guard(training: Training, accumulation: Accumulation) -> Guard | None:
     if policy.on_nonfinite == "propagate":
         return None
 
-    def places() -> list[GradientSlot]:
-        named, sums = training.parameters_by_name(), accumulation.sums
-        if sums is None:
-            return training.sync.gradient_slots(named)
-        return [SumSlot(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
-
     def in_words(micro_batch: MicroBatch) -> str:
         part = f" (micro-batch {micro_batch.position} of {micro_batch.number})" if micro_batch.number > 1 else ""
         return f"Loader batch {training.seen}{part} of rank {training.ranks.rank}, counted from 1,"
 
     return Guard(
         policy.on_nonfinite == "skip",
-        places,
+        lambda: slots_of(training.sync, training.parameters_by_name(), accumulation.sums),
         in_words,
         lambda: training.snapshotter,
         print,

@@ -18,7 +18,7 @@ from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync import GradientSlot, SumSlot, SyncPolicy
+from lightning_accum.sync import SyncPolicy, slots_of
 from lightning_accum.whole.layers import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 
@@ -64,13 +64,6 @@ def row_wise(policy: Policy, module: pl.LightningModule, device: torch.device, r
 def guard(strategy: Engine, accumulation: Accumulation) -> Guard:
     """What looks whether the micro-batches of a training are finite."""
 
-    def places() -> list[GradientSlot]:
-        """Where the gradients of a micro-batch arrive."""
-        named, sums = strategy.parameters_by_name(), accumulation.sums
-        if sums is None:
-            return strategy.sync.gradient_slots(named)
-        return [SumSlot(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
-
     def in_words(micro_batch: MicroBatch) -> str:
         trainer = strategy.trainer()
         part = f" (micro-batch {micro_batch.position} of {micro_batch.number})" if micro_batch.number > 1 else ""
@@ -79,7 +72,7 @@ def guard(strategy: Engine, accumulation: Accumulation) -> Guard:
 
     return Guard(
         accumulation.policy.on_nonfinite == "skip",
-        places,
+        lambda: slots_of(strategy.sync, strategy.parameters_by_name(), accumulation.sums),
         in_words,
         lambda: strategy.snapshotter,
         _log.info,

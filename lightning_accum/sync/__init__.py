@@ -3,7 +3,7 @@
 from lightning_accum.sync.base import GradientSlot, GradientSync, SyncPolicy, forward_replaced
 from lightning_accum.sync.ddp import DDPSync
 from lightning_accum.sync.fsdp import FSDP1Sync, FSDP2Sync, ShardedSync
-from lightning_accum.sync.wide import SumSlot, WideDDPSync
+from lightning_accum.sync.wide import WideDDPSync, slots_of
 
 __all__ = [
     "DDPSync",
@@ -12,8 +12,8 @@ __all__ = [
     "GradientSlot",
     "GradientSync",
     "ShardedSync",
-    "SumSlot",
     "SyncPolicy",
     "WideDDPSync",
     "forward_replaced",
+    "slots_of",
 ]

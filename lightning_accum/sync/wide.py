@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync.base import GradientSlot
+from lightning_accum.sync.base import GradientSlot, GradientSync
 from lightning_accum.sync.ddp import DDPSync
 
 
@@ -37,6 +37,13 @@ class SumSlot(GradientSlot):
     @override
     def put(self, gradient: Tensor | None) -> None:
         self._sums.put(self._parameter, gradient)
+
+
+def slots_of(sync: GradientSync, named: Mapping[str, nn.Parameter], sums: MainGradients | None) -> list[GradientSlot]:
+    """Where the gradients of a micro-batch arrive: in a wider type, if they are added up in one, else where ``sync`` has them."""
+    if sums is None:
+        return sync.gradient_slots(named)
+    return [SumSlot(name, parameter, sums) for name, parameter in named.items() if parameter.requires_grad]
 
 
 class WideDDPSync(DDPSync):
