@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -25,7 +24,15 @@ from lightning_accum.loops.launch import forks_or_spawns
 from lightning_accum.randomness import SameForEveryRow, seed_everything
 from lightning_accum.strategies import ModelParallelAccumulationStrategy
 from lightning_accum.verification.processes import run_on_ranks
-from lightning_accum.verification.step import Change, StepRunner, keep_to_one_step, loader_of, quiet, uncompiled
+from lightning_accum.verification.step import (
+    Change,
+    StepRunner,
+    keep_to_one_step,
+    loader_of,
+    quiet,
+    trainer_of_one_step,
+    uncompiled,
+)
 from lightning_accum.verification.watch import ShareRecorder, Step, StepTakenError
 
 
@@ -83,21 +90,13 @@ def _train(
     noise = SameForEveryRow()
     keep_to_one_step(module, change, noise)
     seed_everything(0)  # for what setup and configure_model make
-    trainer = pl.Trainer(
-        **arguments,
+    trainer = trainer_of_one_step(
+        [*callbacks, _RankRecorder(ranks, finish)],
         strategy=strategy,
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=ranks // int(os.environ["LOCAL_WORLD_SIZE"]),
         plugins=[TorchElasticEnvironment()],
-        max_epochs=1,
-        logger=DummyLogger(),
-        callbacks=[*callbacks, _RankRecorder(ranks, finish)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        use_distributed_sampler=False,
+        **arguments,
     )
     if forks_or_spawns(trainer.strategy.launcher):
         raise MisconfigurationException(

@@ -152,19 +152,7 @@ class StepRunner:
             if isinstance(recorder, ReferenceRecorder) and recorder.gradients is not None:
                 module.configure_gradient_clipping = lambda *args, **kwargs: None
             seed_everything(0)  # for what setup and configure_model make
-            trainer = pl.Trainer(
-                **arguments,
-                devices=1,
-                max_epochs=1,
-                logger=DummyLogger(),
-                callbacks=[*callbacks, recorder],
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                num_sanity_val_steps=0,
-                limit_val_batches=0,
-                use_distributed_sampler=False,
-            )
+            trainer = trainer_of_one_step([*callbacks, recorder], devices=1, **arguments)
             trainer.fit(self.module, **loader_of(batches, self.hooks))
         step = recorder.step
         if not step.after:
@@ -187,6 +175,22 @@ def uncompiled(module: Any) -> Any:
 
 
 # --- what is taken out of the module ----------------------------------------------------------------------------------
+
+
+def trainer_of_one_step(callbacks: Sequence[pl.Callback], **arguments: Any) -> pl.Trainer:
+    """A Trainer that does nothing but train for an epoch, and prints and writes nothing."""
+    return pl.Trainer(
+        **arguments,
+        max_epochs=1,
+        logger=DummyLogger(),
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+    )
 
 
 def keep_to_one_step(module: pl.LightningModule, change: Change, noise: SameForEveryRow) -> None:
