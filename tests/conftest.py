@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import multiprocessing
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +57,9 @@ def _spread(number: int, over: int) -> set[int]:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: Any) -> None:
     """Show failures as they come."""
+    database = getattr(config, "failures_db", None)  # of pytest-rerunfailures: a worker asks it at each test
+    if database is not None:  # two small messages, of which the second would wait 40 ms for an answer to the first
+        database.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None:
         config.pluginmanager.register(_Failures(reporter))
