@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_accum.main_gradients import is_narrower, sparse_layers
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.sync import SyncPolicy
+from lightning_accum.sync import ShardedSyncPolicy
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Asked:
     parameters: Sequence[Tensor] = ()
     strategy: str = ""
     engine: Literal["", "ddp", "fsdp1", "fsdp2"] = ""
-    sync: SyncPolicy = "window"
+    sync: ShardedSyncPolicy = "window"
     is_static_graph: bool = False
     has_comm_hook: bool = False
     ranks: int = 1
@@ -117,8 +117,8 @@ class Asked:
         """Beside what ``fully_shard`` cannot run submodules again after a backward; empty where it can."""
         if torch.__version__ < "2.9":
             return f"torch {torch.__version__}, which reduces what was accumulated in another forward and backward alone"
-        if self.sync == "micro_batch":
-            return 'sync="micro_batch"'
+        if self.sync != "window":
+            return f'sync="{self.sync}"'
         if self.tensor_parallel > 1:
             return "tensor parallelism"
         if self.is_manual:

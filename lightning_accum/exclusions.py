@@ -189,11 +189,11 @@ EXCLUSIONS = (
     ),
     Exclusion(
         '`on_nonfinite="skip"` or `"raise"`',
-        '`sync="micro_batch"`',
+        '`sync="micro_batch"` or `"shard"`',
         '`sync="window"`',
-        lambda a: a.looks_at_micro_batches and a.sync == "micro_batch",
+        lambda a: a.looks_at_micro_batches and a.sync != "window",
         "GradientAccumulation(on_nonfinite={a.policy.on_nonfinite!r}) looks at the gradients of each rank, but with"
-        ' {a.strategy}(sync="micro_batch") they are reduced in each backward, where one that is not finite gets into those'
+        ' {a.strategy}(sync="{a.sync}") they are reduced in each backward, where one that is not finite gets into those'
         ' of all ranks. Use sync="window".',
     ),
     Exclusion(
@@ -224,8 +224,8 @@ EXCLUSIONS = (
     ),
     Exclusion(
         "`row_wise=`",
-        '`strategy="accum_model_parallel"` with `sync="micro_batch"`, `on_nonfinite=`, tensor parallelism, manual'
-        " optimization or torch before 2.9",
+        '`strategy="accum_model_parallel"` with `sync="micro_batch"` or `"shard"`, `on_nonfinite=`, tensor parallelism,'
+        " manual optimization or torch before 2.9",
         'leave it out, or `strategy="accum_ddp"`',
         lambda a: bool(a.policy.row_wise) and a.engine == "fsdp2" and bool(a.not_row_wise_sharded),
         "GradientAccumulation(row_wise={a.row_wise}) runs submodules again after the backward of the loss, on all ranks"

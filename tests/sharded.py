@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
 from support import Language, Scalar
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -91,11 +92,19 @@ def fsdp1(**kwargs: Any) -> ForkedFSDP1:
     return ForkedFSDP1(**{"timeout": timedelta(seconds=60), **kwargs})
 
 
+def two_replicas(ranks: int) -> DeviceMesh:
+    """Of shards: one on two ranks, two on four."""
+    replicas = min(ranks, 2)
+    return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+
+
 def shard(module: pl.LightningModule, parts: list[torch.nn.Module], **kwargs: Any) -> None:
     """Shard ``parts``, as the strategy of the Trainer does."""
     if isinstance(module.trainer.strategy, FSDPAccumulationStrategy):
         raise NotImplementedError
     mesh = module.device_mesh["data_parallel"]
+    if module.trainer.strategy._sync_policy == "shard":
+        mesh = two_replicas(mesh.size())
     for part in parts:
         fully_shard(part, mesh=mesh, **kwargs)
 

@@ -478,8 +478,9 @@ def test_a_static_graph_changes_nothing() -> None:
 
 
 @needs_sharding_on_cpu
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("sync", ["window", "micro_batch", "shard"])
 def test_fully_shard_adds_up_by_itself_where_it_is_told_to(sync: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     class Sharded(Linear):
@@ -491,7 +492,10 @@ def test_fully_shard_adds_up_by_itself_where_it_is_told_to(sync: str) -> None:
             self.types = types
 
         def configure_model(self) -> None:
-            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"], mp_policy=self.types)
+            mesh = self.device_mesh["data_parallel"]
+            if sync == "shard":
+                mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+            fully_shard(self.layer, mesh=mesh, mp_policy=self.types)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return self.layer(batch).sum() / 1.0
@@ -509,7 +513,7 @@ def test_fully_shard_adds_up_by_itself_where_it_is_told_to(sync: str) -> None:
         run.fit(Sharded(by_rank, MixedPrecisionPolicy(**types)))
         return relative_error([-run.whole["layer.weight"][0]], [expected])
 
-    if sync == "window":
+    if sync != "micro_batch":
         with pytest.raises(Exception, match=r"in torch.bfloat16. .* mp_policy=MixedPrecisionPolicy\(reduce_dtype=torch.float32\)"):
             fitted()
         assert fitted(reduce_dtype=torch.float32) < BFLOAT16_ROUNDING

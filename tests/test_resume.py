@@ -191,7 +191,7 @@ def test_on_two_ranks_too(policy: str, sync: str) -> None:
 @pytest.mark.some_cases(0, 2)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("distributed", [False, True])
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("sync", ["shard", "window", "micro_batch"])
 def test_with_sharded_modules_as_the_run_that_took_the_checkpoint(sync: str, distributed: bool) -> None:
     """Which reduced its gradients for it, so that they were added up in another order than without."""
 

@@ -16,11 +16,23 @@ import lightning.pytorch as pl
 from lightning_accum.seams import lightning, torch
 from lightning_accum.seams.lightning import LIGHTNING
 from lightning_accum.seams.seam import Seam
-from lightning_accum.seams.torch import COMPILED, FSDP2, TORCH
+from lightning_accum.seams.torch import COMPILED, FSDP2, HYBRID, TORCH
 
-__all__ = ["ALWAYS", "FSDP2", "LIGHTNING", "SEAMS", "TORCH", "Seam", "SeamError", "changed", "check_nothing_is_missing", "in_words"]
+__all__ = [
+    "ALWAYS",
+    "FSDP2",
+    "HYBRID",
+    "LIGHTNING",
+    "SEAMS",
+    "TORCH",
+    "Seam",
+    "SeamError",
+    "changed",
+    "check_nothing_is_missing",
+    "in_words",
+]
 
-SEAMS = (*LIGHTNING, *TORCH, *FSDP2, *COMPILED)
+SEAMS = (*LIGHTNING, *TORCH, *FSDP2, *HYBRID, *COMPILED)
 ALWAYS = (*LIGHTNING, *TORCH)
 """What every training needs."""
 

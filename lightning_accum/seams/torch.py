@@ -141,6 +141,7 @@ _fsdp_state.FSDPState
     _register_root_post_backward_final_callback | - | reduces what was accumulated, at the end of a backward | daf2b8e7 db468f59
 _fsdp_param_group.FSDPParamGroup
     fsdp_params | - | the parameters of a module | -
+    mesh_info | - | over which ranks gradients are averaged | -
     gradient_divide_factor | - | where it is: somebody divides gradients by a number of their own | -
     mp_policy | - | where it is: the type that gradients are added up in | -
     post_forward_mesh_info | - | whether a module stays gathered from its forward to its backward | -
@@ -152,5 +153,16 @@ _fsdp_param.FSDPParam
     unsharded_accumulated_grad | - | what was accumulated, in the type of the reduction; in 2.15 the grad of _unsharded_param | -
 """,
 )
+HYBRID = table(
+    "torch.distributed.fsdp._fully_shard.",
+    """
+_fsdp_param_group.FSDPParamGroup
+    _is_hsdp | - | whether there are replicas of the shards | -
+    _partial_reduce_output | - | what was scattered, and not all-reduced yet | -
+    all_reduce_grads | - | whether a backward all-reduces it | -
+    post_backward | - | takes the gradients of a backward and reduces them | -
+""",
+)
+"""Only for ``sync="shard"``."""
 COMPILED = table("torch._dynamo.eval_frame.", "OptimizedModule\n    _orig_mod | - | the module that was compiled | -")
 """Not looked at before training: to import it takes seconds."""

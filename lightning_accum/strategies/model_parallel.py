@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
 )
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_accum import seams
@@ -20,7 +21,7 @@ from lightning_accum.main_gradients import is_narrower
 from lightning_accum.ranks import Ranks
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
-from lightning_accum.sync import FSDP2Sync, SyncPolicy
+from lightning_accum.sync import FSDP2Sync, HybridSync, ShardedSyncPolicy, has_replicas
 
 
 class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
@@ -32,12 +33,15 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
     Args:
         args: see :class:`lightning.pytorch.strategies.ModelParallelStrategy`; so are the keyword arguments.
         sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"``. Once a window sends less, but
-            holds whole gradients on every rank until the window ends; the other holds shards. The result is the same.
+            holds whole gradients on every rank until the window ends; the other holds shards. ``"shard"`` is for ``fully_shard``
+            over a mesh of two dimensions, replicas of shards: it reduces within the shards at every micro-batch and over the
+            replicas once a window. It holds shards, and between replicas it sends what ``"window"`` does. The result is the same.
         kwargs: see above.
 
     Raises:
-        MisconfigurationException: ``sync`` is neither of the two; or, before training starts, ``fully_shard`` was not applied
-            though there are several data-parallel ranks, or a module divides its gradients by a number of its own.
+        MisconfigurationException: ``sync`` is none of the three; or, before training starts, ``fully_shard`` was not applied
+            though there are several data-parallel ranks, or to other ranks than these, or a module divides its gradients by a
+            number of its own, or there are no replicas for ``sync="shard"``.
 
     Example:
         >>> strategy = ModelParallelAccumulationStrategy(data_parallel_size=2, tensor_parallel_size=1)
@@ -45,9 +49,9 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
 
     strategy_name = "accum_model_parallel"
 
-    def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sync: ShardedSyncPolicy = "window", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sync_policy = checked(sync)
+        self._sync_policy = checked(sync, "shard")
 
     @override
     def _ranks(self) -> Ranks:
@@ -84,11 +88,27 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
     def _engine(self) -> dict[str, Any]:
         return {"engine": "fsdp2", "sync": self._sync_policy, "tensor_parallel": self.device_mesh["tensor_parallel"].size()}
 
+    def _hybrid_sync(self) -> HybridSync:
+        seams.check_nothing_is_missing(seams.HYBRID)
+        module = self.lightning_module
+        assert module is not None
+        assert self.ranks is not None
+        named = module.named_modules()
+        if left := [name or "the module" for name, unit in named if isinstance(unit, FSDPModule) and not has_replicas(unit)]:
+            raise MisconfigurationException(
+                f'{type(self).__name__}(sync="shard") reduces gradients over the replicas of shards once a window, but'
+                f' {_names(left)} is sharded over all ranks, without replicas. Use sync="micro_batch", or in'
+                f" {type(module).__name__}.configure_model apply fully_shard with a mesh of two dimensions:"
+                ' init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
+            )
+        return HybridSync(module, self, self.ranks)
+
     @override
     def _sync_of_units(self) -> FSDP2Sync:
         assert self.lightning_module is not None
+        assert self.ranks is not None
         seams.check_nothing_is_missing(seams.FSDP2)
-        sync = FSDP2Sync(self.lightning_module, self._sync_policy, self)
+        sync = self._hybrid_sync() if self._sync_policy == "shard" else FSDP2Sync(self.lightning_module, self._sync_policy, self)
         size = self.device_mesh["data_parallel"].size()
         sharded = sync.parameters()
         left = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in sharded]
@@ -96,6 +116,13 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
             raise MisconfigurationException(
                 f"Nothing averages the gradients of {_names(left)} over the {size} data-parallel ranks: apply fully_shard to what"
                 f" they are in, in {type(self.lightning_module).__name__}.configure_model."
+            )
+        expected = set(dist.get_process_group_ranks(self.ranks.group))
+        if others := [ranks for ranks in sync.averaged_ranks() if ranks != expected]:
+            raise MisconfigurationException(
+                f"fully_shard averages gradients over ranks {_ranks_in_words(others[0])}, but the data-parallel ranks are"
+                f" {_ranks_in_words(expected)}, whose weights are summed. Have the mesh that"
+                f" {type(self.lightning_module).__name__}.configure_model passes to it hold these."
             )
         if factors := sync.divide_factors() - {float(size)}:
             raise MisconfigurationException(
@@ -109,3 +136,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
 
 def _names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _ranks_in_words(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

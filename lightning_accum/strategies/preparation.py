@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +19,7 @@ from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.sync import SyncPolicy, slots_of
+from lightning_accum.sync import slots_of
 from lightning_accum.whole.layers import RowWiseError
 from lightning_accum.whole.row_wise import RowWise
 
@@ -81,8 +82,24 @@ def guard(strategy: Engine, accumulation: Accumulation) -> Guard:
     )
 
 
-def checked(sync: SyncPolicy) -> SyncPolicy:
-    """The argument of a strategy, if it is one of the two."""
-    if sync not in ("window", "micro_batch"):
-        raise MisconfigurationException(f'sync={sync!r}: expected "window" or "micro_batch"')
+_Policy = TypeVar("_Policy", bound=str)
+
+
+def checked(sync: _Policy, *others: str) -> _Policy:
+    """The argument ``sync`` of a strategy.
+
+    Args:
+        sync: the argument.
+        others: what the strategy takes beside the two that all do.
+
+    Raises:
+        MisconfigurationException: it is none of them.
+    """
+    known = ("window", "micro_batch", *others)
+    if sync not in known:
+        raise MisconfigurationException(f"sync={sync!r}: expected {', '.join(map(_quoted, known[:-1]))} or {_quoted(known[-1])}")
     return sync
+
+
+def _quoted(value: str) -> str:
+    return f'"{value}"'

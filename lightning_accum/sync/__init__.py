@@ -1,8 +1,9 @@
 """When gradients are reduced over the ranks: one small object an engine."""
 
-from lightning_accum.sync.base import GradientSlot, GradientSync, SyncPolicy, forward_replaced
+from lightning_accum.sync.base import GradientSlot, GradientSync, ShardedSyncPolicy, SyncPolicy, forward_replaced
 from lightning_accum.sync.ddp import DDPSync
 from lightning_accum.sync.fsdp import FSDP1Sync, FSDP2Sync, ShardedSync
+from lightning_accum.sync.hybrid import HybridSync, has_replicas
 from lightning_accum.sync.wide import WideDDPSync, slots_of
 
 __all__ = [
@@ -11,9 +12,12 @@ __all__ = [
     "FSDP2Sync",
     "GradientSlot",
     "GradientSync",
+    "HybridSync",
     "ShardedSync",
+    "ShardedSyncPolicy",
     "SyncPolicy",
     "WideDDPSync",
     "forward_replaced",
+    "has_replicas",
     "slots_of",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_accum.micro_batch import MicroBatch
 
 SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
+ShardedSyncPolicy: TypeAlias = Literal["window", "micro_batch", "shard"]
 
 
 class GradientSlot:

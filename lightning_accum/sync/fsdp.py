@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Snapshot
-from lightning_accum.sync.base import GradientSlot, GradientSync, SyncPolicy
+from lightning_accum.sync.base import GradientSlot, GradientSync, ShardedSyncPolicy, SyncPolicy
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
 _NO_WAY_BACK = (
@@ -49,14 +49,14 @@ class ShardedSync(GradientSync):
 
     Args:
         units: the modules that were sharded.
-        policy: reduce once a window, or at every micro-batch.
+        policy: reduce once a window, at every micro-batch, or in part at every micro-batch and in part once a window.
         engine: runs them.
     """
 
     is_waited_for_in_forward = True
     is_reduced_inside = True
 
-    def __init__(self, units: list[nn.Module], policy: SyncPolicy, engine: ShardedEngine) -> None:
+    def __init__(self, units: list[nn.Module], policy: ShardedSyncPolicy, engine: ShardedEngine) -> None:
         self.units = units
         self.policy = policy
         self.batch_on_host: Any = None
@@ -141,8 +141,8 @@ class ShardedSync(GradientSync):
 
     @override
     def reduce_accumulated(self) -> None:
-        # sharded modules give out what they keep whole only when they reduce it
-        if self.policy == "window" and not self._reduce_without_forward():
+        # sharded modules give out what they have not reduced yet only when they reduce it
+        if self.policy != "micro_batch" and not self._reduce_without_forward():
             self.forward_without_batch()
             self.backward_without_loss()
 
@@ -187,14 +187,14 @@ class FSDP2Sync(ShardedSync):
         engine: runs it.
     """
 
-    def __init__(self, module: nn.Module, policy: SyncPolicy, engine: ShardedEngine) -> None:
+    def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine) -> None:
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine)
         self._kept: list[nn.Module] | None = None
 
     @override
     @contextmanager
     def blocked(self, micro_batch: MicroBatch) -> Iterator[None]:
-        kept: list[Any] = self._units_kept_whole() if self.policy == "window" else []
+        kept: list[Any] = self._units_keptwhole_parameter() if self.policy == "window" else []
         self._set_blocked(True, kept)
         try:
             yield
@@ -207,10 +207,12 @@ class FSDP2Sync(ShardedSync):
             unit.set_is_last_backward(not is_blocked)
             if self.policy == "window":
                 unit.set_requires_gradient_sync(not is_blocked, recurse=False)
+            elif self.policy == "shard":
+                unit.set_requires_all_reduce(not is_blocked, recurse=False)
         for unit in kept:
             unit.set_reshard_after_backward(not is_blocked, recurse=False)
 
-    def _units_kept_whole(self) -> list[nn.Module]:
+    def _units_keptwhole_parameter(self) -> list[nn.Module]:
         """Those whose parameters stay gathered between forward and backward: so they may until the window ends.
 
         Torch advises it for accumulation, as it saves gathering them again. At the end of the second forward they are all there
@@ -253,7 +255,7 @@ class FSDP2Sync(ShardedSync):
         sharded = [parameter for unit in self.units for parameter in _sharded_of(unit)]
         by_parameter = {parameter.sharded_param: parameter for parameter in sharded}
         # between forward and backward a module has whole ones, and its optimizer shards
-        by_parameter.update({whole: parameter for parameter in sharded if (whole := _whole(parameter)) is not None})
+        by_parameter.update({whole: parameter for parameter in sharded if (whole := whole_parameter(parameter)) is not None})
         places: dict[Any, GradientSlot] = {}
         for place in super().gradient_slots(named):
             sharding = by_parameter.get(named[place.name])
@@ -262,6 +264,10 @@ class FSDP2Sync(ShardedSync):
             else:
                 places.setdefault(sharding, _Unsharded(place, sharding))
         return list(places.values())
+
+    def averaged_ranks(self) -> list[set[int]]:
+        """The ranks that gradients are averaged over, those of each group of parameters."""
+        return [set(group.mesh_info.mesh.mesh.flatten().tolist()) for unit in self.units for group in groups_of(unit)]
 
     def divide_factors(self) -> set[float]:
         """What gradients are divided by, where somebody has set it."""
@@ -276,9 +282,9 @@ class FSDP2Sync(ShardedSync):
 # --- what fully_shard keeps to itself: see the table of seams ----------------------------------------------------------------
 
 
-def groups_of(unit: nn.Module) -> list[Any]:
+def groups_of(unit: Any) -> list[Any]:
     """The parameter groups of a module that fully_shard was applied to."""
-    state = unit._get_fsdp_state()  # type: ignore[operator]
+    state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group]
@@ -289,9 +295,17 @@ def _sharded_of(unit: nn.Module) -> list[Any]:
     return [sharded for group in groups_of(unit) for sharded in group.fsdp_params]
 
 
-def _whole(sharded: Any) -> nn.Parameter | None:
+def whole_parameter(sharded: Any) -> nn.Parameter | None:
+    """What a module computes with; None before its first forward."""
     whole: nn.Parameter | None = getattr(sharded, "_unsharded_param", None)
     return whole
+
+
+def whole_gradient(sharded: Any) -> Tensor | None:
+    """What was accumulated and not reduced, in one of the two places where fully_shard may have it."""
+    whole = whole_parameter(sharded)
+    gradient: Tensor | None = sharded.unsharded_accumulated_grad
+    return whole.grad if gradient is None and whole is not None else gradient
 
 
 def _has_other_sum(sharded: Any) -> bool:
@@ -341,13 +355,11 @@ class _Unsharded(GradientSlot):
 
     @override
     def get(self) -> Tensor | None:
-        whole = _whole(self._sharded)
-        gradient: Tensor | None = self._sharded.unsharded_accumulated_grad
-        return whole.grad if gradient is None and whole is not None else gradient
+        return whole_gradient(self._sharded)
 
     @override
     def put(self, gradient: Tensor | None) -> None:
-        whole = _whole(self._sharded)
+        whole = whole_parameter(self._sharded)
         is_other = _has_other_sum(self._sharded) and gradient is not None and whole is not None and gradient.dtype != whole.dtype
         if _has_other_sum(self._sharded):
             self._sharded.unsharded_accumulated_grad = gradient if is_other else None
