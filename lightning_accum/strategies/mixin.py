@@ -39,12 +39,13 @@ from lightning_accum.policy import Policy
 from lightning_accum.session import Session
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.strategies.preparation import guard, main_gradients, row_wise
+from lightning_accum.strategies.preparation import guard, main_gradients
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
 from lightning_accum.weighing.verdict import Verdict
 from lightning_accum.whole.attempts import StepAttempts
 from lightning_accum.whole.offload import Offload
+from lightning_accum.whole.row_wise import row_wise_of
 from lightning_accum.windows import Windows
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
@@ -144,7 +145,10 @@ class AccumulationMixin(Engine):
         assert module is not None
         refuse(self._asked(trainer))
         assert self.ranks is not None
-        self.row_wise = row_wise(self.policy, module, self.root_device, self.ranks, self.reduces_every_backward_by_itself)
+        try:
+            self.row_wise = row_wise_of(self.policy, module, self.ranks, self.reduces_every_backward_by_itself)
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
         self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)

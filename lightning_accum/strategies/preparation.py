@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -17,11 +16,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.main_gradients import MainGradients, is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
-from lightning_accum.policy import Policy
-from lightning_accum.ranks import Ranks
 from lightning_accum.sync import slots_of
-from lightning_accum.whole.layers import RowWiseError
-from lightning_accum.whole.row_wise import RowWise
 
 _log = logging.getLogger("lightning.pytorch.accumulation")
 
@@ -37,29 +32,6 @@ def main_gradients(dtype: torch.dtype, parameters: Callable[[], list[nn.Paramete
         rank_zero_info(f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing.")
         return None
     return MainGradients(dtype, parameters)
-
-
-def row_wise(policy: Policy, module: pl.LightningModule, device: torch.device, ranks: Ranks, is_sharded: bool) -> RowWise | None:
-    """What runs submodules in micro-batches; None where none was named.
-
-    Args:
-        policy: what was asked for.
-        module: that is trained.
-        device: where.
-        ranks: that train.
-        is_sharded: its modules are, so that ranks wait for each other in each forward.
-
-    Raises:
-        MisconfigurationException: a name is no submodule, or is inside of another.
-    """
-    if not policy.row_wise:
-        return None
-    assert policy.row_wise_size is not None
-    try:
-        largest = ranks.largest if is_sharded else None
-        return RowWise(module, policy.row_wise, policy.row_wise_size, device, policy.trim_padding is not False, largest)
-    except RowWiseError as error:
-        raise MisconfigurationException(str(error)) from error
 
 
 def guard(strategy: Engine, accumulation: Accumulation) -> Guard:

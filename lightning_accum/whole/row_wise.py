@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_accum.policy import Policy
+from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.memory import MicroBatchSizes, has_room_to_double
 from lightning_accum.splitting.micro_batch import Layout, Pattern, Tokens
 from lightning_accum.splitting.packing import MicroBatchSize, Piece
@@ -44,7 +46,7 @@ class RowWise:
         largest: over the ranks, where submodules are sharded, so that ranks wait for each other in each of their forwards.
 
     Raises:
-        RowWiseError: a name is no submodule, or is inside of another.
+        ValueError: a name is no submodule, or is inside of another.
 
     Example:
         >>> model = nn.ModuleDict({"encoder": nn.Linear(2, 1)})
@@ -297,6 +299,25 @@ def _nodes_around_calls(roots: Iterable[Tensor]) -> tuple[list[Call], dict[Any, 
     return calls, behind
 
 
+def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: bool) -> RowWise | None:
+    """What runs submodules in micro-batches; None where none was named.
+
+    Args:
+        policy: what was asked for.
+        module: that is trained.
+        ranks: that train.
+        is_sharded: its modules are, so that ranks wait for each other in each forward.
+
+    Raises:
+        ValueError: a name is no submodule, or is inside of another.
+    """
+    if not policy.row_wise:
+        return None
+    assert policy.row_wise_size is not None
+    largest, trim = ranks.largest if is_sharded else None, policy.trim_padding is not False
+    return RowWise(module, policy.row_wise, policy.row_wise_size, ranks.device, trim, largest)
+
+
 def _node_of(tensor: Tensor) -> Any:
     """The node of the graph that a tensor is, that of a leaf included."""
     return torch.autograd.graph.get_gradient_edge(tensor).node
@@ -307,13 +328,11 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module
     for name in names:
         if not name or name not in modules:
             known = [child for child, _ in module.named_children()]
-            raise RowWiseError(
-                f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. Its children are {known}."
-            )
+            raise ValueError(f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. Its children are {known}.")
     for outer in names:
         for inner in names:
             if outer != inner and modules[inner] in list(modules[outer].modules())[1:]:
-                raise RowWiseError(
+                raise ValueError(
                     f"row_wise={list(names)}: {inner!r} is inside of {outer!r}, which runs in micro-batches. Name one of them."
                 )
     distinct: dict[nn.Module, str] = {}
