@@ -17,7 +17,6 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.sync import GradientSync
-from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.check import Check, Earlier
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
 from lightning_accum.weighing.trial import Trial
@@ -156,7 +155,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     looked_at = MOST_ROWS if policy.split is not None else min(fewest, MOST_ROWS)
     if is_of_one_row and largest(float(not verdict.adds_up)):
         if before is None or before.seen != _OF_ONE_ROW:
-            rank_zero_warn(_message_of_one_row(verdict, policy.weight))
+            accumulation.warn_once(_message_of_one_row(verdict, policy.weight))
         accumulation.verdict = Verdict(None, seen=_OF_ONE_ROW)
         return
     verdict = replace(verdict, looked_at=looked_at if verdict.deviation is not None else 0, loss=check.loss).after(before)
@@ -177,7 +176,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
             message = _message(verdict, criterion, mend, policy.row_wise)
             raise DoesNotAddUpError(message + (_AFTER_STEPS if accumulation.is_step else ""))
         accumulation.checks_left = 0
-        rank_zero_warn(
+        accumulation.warn_once(
             f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} rows of a batch,"
             f" {_seen(verdict)}. {HOW_TO_WEIGH_EACH if mend is None else _mend(mend)}"
         )
@@ -189,7 +188,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     if is_cut and not is_begun and largest(float(verdict.deviation is None)) == 0:
         with suppress(CannotCheckError):
             if changed := trial.changed_buffers(rows[0].whole):
-                rank_zero_warn(_of_buffers(changed))
+                accumulation.warn_once(_of_buffers(changed))
 
 
 def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewRows | SplitRows | None:

@@ -37,6 +37,7 @@ class Guard:
         inform: prints what was left out, after a warning about the first.
         group: ranks that run parts of the same micro-batch, and so have to find the same.
         looks_at_gradients: or at the loss alone, as where a GradScaler looks at the gradients.
+        warn: takes the warning, on any rank.
     """
 
     def __init__(
@@ -48,13 +49,14 @@ class Guard:
         inform: Callable[[str], None],
         group: dist.ProcessGroup | None = None,
         looks_at_gradients: bool = True,
+        warn: Callable[[str], None] = warn,
     ) -> None:
         self.leaves_out = leaves_out
         self._find_places = places
         self._where = where
         self._micro_batch = MicroBatch(None)
         self._snapshotter = snapshotter
-        self._inform = inform
+        self._inform, self._warn = inform, warn
         self._group = group
         self._looks_at_gradients = looks_at_gradients
         self._places: Sequence[GradientSlot] | None = None
@@ -115,7 +117,7 @@ class Guard:
             return
         self._has_warned = True
         told = f"{self._where(self._micro_batch)} is left out, as it is not finite: {fault}."
-        warn(f"{told} Others may follow; `window/skipped_micro_batches` counts them.")
+        self._warn(f"{told} Others may follow; `window/skipped_micro_batches` counts them.")
 
     def end_micro_batch(self) -> bool:
         """Its backward is done. Returns whether it was left out.

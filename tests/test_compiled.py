@@ -177,7 +177,9 @@ def test_a_compiled_step_that_logs(micro_batch: int | None) -> None:
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_a_compiled_step_needs_an_explicit_weight_and_is_told_so(micro_batch: int | None) -> None:
     callback = GradientAccumulation(4 if micro_batch is None else None, micro_batch=micro_batch)
-    with pytest.raises(UnreadableLossError, match="compiled training_step is hidden; compiling only the network.*TokenCount"):
+    with pytest.raises(
+        UnreadableLossError, match="training_step is compiled, its graph is hidden; compiling only the network.*TokenCount"
+    ):
         fit(compiled_whole(), callback, WHOLE)
 
 

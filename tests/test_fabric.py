@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
+from lightning_accum import AccumulationWarning
 from lightning_accum.fabric import Accumulator, TokenCount, Tokens
 from lightning_accum.failures import RankFailedError
 
@@ -593,6 +597,70 @@ def test_a_loader_that_gives_less_than_its_length_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="fewer batches than its length of 9"):
         train_scalar(Short([column(1), column(2), column(3)]), 2)
+
+
+@pytest.mark.parametrize(
+    ("losses", "arguments", "words"),
+    [
+        (["squeeze"], {}, "the loss function must return a loss of one number"),
+        (["sum", "mean"], {}, "Return one kind of loss from the loss function"),
+        (["sum", "sum"], {"window": Tokens(9)}, "Return a mean from the loss function"),
+        (["sum", "sum"], {"window": Tokens(9), "loss_of": lambda model, batch: model(batch).sum()}, "Return a mean from loss_of"),
+        (["mean"], {"on_nonfinite": "raise"}, r'Accumulator\(on_nonfinite="skip"\) trains on'),
+        (["mean"], {"micro_batch": 4}, r"Accumulator\(split=\.\.\.\)"),
+    ],
+)
+def test_messages_have_the_names_of_the_loop(losses: list[str], arguments: dict[str, Any], words: str) -> None:
+    values: Any = math.nan if "on_nonfinite" in arguments else 1.0
+    model = scalar()
+    accumulator = accumulator_of(model, **{"window": 2, "check": False, **arguments})
+    batches = [object() if "micro_batch" in arguments else column(values, 2.0) for _ in losses]
+
+    def run() -> None:
+        for batch, loss in zip(accumulator(batches), losses, strict=False):
+            accumulator.backward(getattr(model(batch), loss)())
+            accumulator.step()
+
+    with pytest.raises((ValueError, TypeError, FloatingPointError), match=words) as caught:
+        run()
+    assert not {"GradientAccumulation", "training_step"} & set(re.findall(r"\w+", str(caught.value)))
+
+
+def test_errors_of_the_users_code_stay_as_they_are() -> None:
+    def weight(batch: Any) -> float:
+        raise ValueError("training_step has no GradientAccumulation here")
+
+    model = scalar()
+    accumulator = accumulator_of(model, window=2, weight=weight)
+    for batch in accumulator([column(1)]):
+        with pytest.raises(ValueError, match="^training_step has no GradientAccumulation here$"):
+            accumulator.backward(model(batch).mean())
+        accumulator.discard()
+        break
+
+
+def test_what_is_left_out_is_a_warning_and_then_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = scalar(), [column(1), column(math.nan), column(2), column(math.inf)]
+    accumulator = accumulator_of(model, window=2, on_nonfinite="skip")
+    logger = logging.getLogger("lightning.fabric.accumulation")
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "handle", logged.append)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for batch in accumulator(batches):
+            accumulator.backward(model(batch).mean())
+            accumulator.step()
+    assert [warning.category for warning in warned] == [AccumulationWarning]
+    assert [str(warning.message) for warning in warned] == [
+        "Loader batch 2 of rank 0, counted from 1, is left out, as it is not finite: its loss is nan. Others may follow;"
+        " `accumulator.skipped_micro_batches` counts them."
+    ]
+    assert [record.getMessage() for record in logged] == [
+        "Loader batch 4 of rank 0, counted from 1, is left out: its loss is -inf."
+    ]
+    assert capsys.readouterr().out == ""
+    assert accumulator.skipped_micro_batches == 2
 
 
 def test_the_start_line_says_what_was_understood(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,8 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.asked import Asked
 from lightning_accum.exclusions import why_refused
 from lightning_accum.fabric.training import Training
+from lightning_accum.fabric.words import Words
+from lightning_accum.first_batch import MOST_BATCHES
 from lightning_accum.main_gradients import MainGradients, is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
@@ -23,9 +26,9 @@ from lightning_accum.splitting import trimming
 from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.proofs import Proof
 from lightning_accum.sync import slots_of
-from lightning_accum.user_warnings import rank_zero_warn
-from lightning_accum.whole.layers import RowWiseError
-from lightning_accum.whole.row_wise import RowWise
+from lightning_accum.weighing.verdict import Verdict
+
+_log = logging.getLogger("lightning.fabric.accumulation")
 
 
 def refuse_sizes(micro_batch: Any) -> None:
@@ -46,7 +49,7 @@ def refuse_sizes(micro_batch: Any) -> None:
         )
 
 
-def refuse(policy: Policy, training: Training) -> None:
+def refuse(policy: Policy, training: Training, words: Words) -> None:
     """Refuse what a hand-written loop cannot have.
 
     Raises:
@@ -72,7 +75,7 @@ def refuse(policy: Policy, training: Training) -> None:
         policy, 1, training.module, optimizers=optimizers, parameters=training.parameters(), ranks=training.ranks.size, **engine
     )
     if (reason := why_refused(asked)) is not None:
-        raise ValueError(reason.replace("GradientAccumulation(", "Accumulator("))
+        raise ValueError(words(reason))
 
 
 def loss_without_wrapper(loss_of: Callable[[Any, Any], Tensor], training: Training) -> Callable[[Any], Tensor]:
@@ -88,7 +91,9 @@ def loss_without_wrapper(loss_of: Callable[[Any, Any], Tensor], training: Traini
     return loss
 
 
-def splitting(policy: Policy, training: Training, is_proven: bool, samples: Callable[[], Collection[int]]) -> Splitting | None:
+def splitting(
+    policy: Policy, training: Training, is_proven: bool, samples: Callable[[], Collection[int]], words: Words
+) -> Splitting | None:
     """How loader batches are split; None where each is a micro-batch.
 
     Args:
@@ -96,6 +101,7 @@ def splitting(policy: Policy, training: Training, is_proven: bool, samples: Call
         training: that runs them.
         is_proven: whether padding is trimmed can be tried out.
         samples: returns how many samples the loader puts into a batch.
+        words: for warnings.
 
     Raises:
         ValueError: lengths are named, and cannot be used.
@@ -111,7 +117,7 @@ def splitting(policy: Policy, training: Training, is_proven: bool, samples: Call
     trim = policy.trim_padding if may_trim else False
     device, has_ranks = training.ranks.device, training.ranks.world_size > 1
     size, split = policy.micro_batch, policy.split
-    return Splitting(size, trim, split, training.module, device, has_ranks, rank_zero_warn, lambda text: None, samples)
+    return Splitting(size, trim, split, training.module, device, has_ranks, words.rank_zero_warn, lambda text: None, samples)
 
 
 def difference_by_padding(policy: Policy, training: Training, loss_of: Callable[[Any], Tensor] | None) -> Proof:
@@ -124,23 +130,6 @@ def difference_by_padding(policy: Policy, training: Training, loss_of: Callable[
         training_step=loss_of or (lambda batch: torch.zeros(())),
         weigh=weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
     )
-
-
-def row_wise(policy: Policy, training: Training) -> RowWise | None:
-    """What runs submodules in micro-batches; None where none was named.
-
-    Raises:
-        ValueError: a name is no submodule, or is inside of another.
-    """
-    if not policy.row_wise:
-        return None
-    assert policy.row_wise_size is not None
-    ranks = training.ranks
-    largest, trim = ranks.largest if training.is_sharded else None, policy.trim_padding is not False
-    try:
-        return RowWise(training.module, policy.row_wise, policy.row_wise_size, ranks.device, trim, largest)
-    except RowWiseError as error:
-        raise ValueError(str(error)) from None
 
 
 def main_gradients(policy: Policy, training: Training) -> MainGradients | None:
@@ -160,7 +149,7 @@ def main_gradients(policy: Policy, training: Training) -> MainGradients | None:
     return MainGradients(dtype, training.parameters)
 
 
-def guard(training: Training, accumulation: Accumulation) -> Guard | None:
+def guard(training: Training, accumulation: Accumulation, words: Words) -> Guard | None:
     """What looks whether micro-batches are finite; None where nobody asked."""
     policy = accumulation.policy
     if policy.on_nonfinite == "propagate":
@@ -175,6 +164,17 @@ def guard(training: Training, accumulation: Accumulation) -> Guard | None:
         lambda: slots_of(training.sync, training.parameters_by_name(), accumulation.sums),
         in_words,
         lambda: training.snapshotter,
-        print,
+        _log.info,
         looks_at_gradients=training.scaler is None,  # which looks at them by itself
+        warn=words.warn,
     )
+
+
+def begin_check(accumulation: Accumulation, has_loss: bool) -> None:
+    """Have the first batches checked, or have it said why they are not."""
+    if accumulation.policy.weight == "equal":
+        accumulation.verdict = Verdict(None, seen="a mean of means was asked for")
+    elif not has_loss:
+        accumulation.verdict = Verdict(None, seen="pass loss_of=")
+    else:
+        accumulation.checks_left = MOST_BATCHES

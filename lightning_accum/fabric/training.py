@@ -97,7 +97,8 @@ class Training:
         self.scaler: Any = getattr(precision, "scaler", None)
         self.ranks = self._ranks()
         self.snapshotter = StateSnapshotter(self.module, self.ranks.device)
-        self.trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._of_module = list(self.module.parameters())  # finding them takes as long as a small micro-batch
+        self.trained = [parameter for parameter in self._of_module if parameter.requires_grad]
         stepped = {id(parameter) for group in self.raw_optimizer.param_groups for parameter in group["params"]}
         if self.trained and not any(id(parameter) in stepped for parameter in self.trained):
             raise ValueError(
@@ -164,7 +165,7 @@ class Training:
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of the model and of the optimizer."""
-        parameters = dict.fromkeys(self.module.parameters())
+        parameters = dict.fromkeys(self._of_module)
         for group in self.raw_optimizer.param_groups:
             parameters.update(dict.fromkeys(group["params"]))
         return list(parameters)

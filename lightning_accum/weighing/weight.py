@@ -357,7 +357,7 @@ def _checked(weight: Any, source: Any) -> Denominator:
 def _how_to_mend(found: str) -> str:
     hint = ""
     if "Compiled" in found:
-        hint = " The graph of a compiled training_step is hidden; compiling only the network inside keeps it readable."
+        hint = " Where training_step is compiled, its graph is hidden; compiling only the network inside keeps it readable."
     return (
         f'weight="auto" found no denominator in the loss: its graph ends in {found}.{hint} Say what the mean loss is divided by:'
         " GradientAccumulation(weight=TokenCount(...)) for tokens, weight=SampleCount() for samples, weight=<a callable of the"
