@@ -17,9 +17,8 @@ from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.parameter_changes import ParameterChanges
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.attempts import Splitting
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.plan import Plan
+from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import scale_terms
@@ -259,8 +258,8 @@ class Accumulation(Windows):
             self.reduce()
 
     @override
-    def end_loader_batch(self, seen: int) -> None:  # of one loss, after each loader batch
-        self.position, self._micro_batches_done = seen - self.boundary.closed_at, self.window.micro_batches
+    def end_loader_batch(self, seen: int) -> None:
+        self._done = (seen, self.window.micro_batches)
 
     def reduce(self) -> None:
         """Start to sum the weights over the ranks: on all of them before the last reduction of gradients."""
@@ -281,9 +280,9 @@ class Accumulation(Windows):
     def comes_to_tokens(self, weight: float) -> bool:
         """Whether ``weight``, summed over the ranks, is that of a window of tokens. Called on all of them."""
         assert isinstance(self.policy.window, Tokens)
-        if self.window_tokens is None:
-            self.window_tokens = self.policy.window.at(float(self.total_weight))
-        return self.ranks.sum(weight) >= self.window_tokens
+        if self.boundary.tokens is None:
+            self.boundary.tokens = self.policy.window.at(float(self.total_weight))
+        return self.ranks.sum(weight) >= self.boundary.tokens
 
     @property
     def _is_proven(self) -> bool:
@@ -365,9 +364,11 @@ class Accumulation(Windows):
         # a closure that runs again (LBFGS over ranks) ends the same window again
         before = 0 if is_inside_batch else self.closed_loader_batches
         self.closed_loader_batches = self.boundary.position(seen) or before
-        super()._begin_window(seen)
+        self.boundary.close(seen)
         if is_inside_batch:
             self.boundary.begin(math.inf)
+        if self._sums is not None:
+            self._sums.clear()
         self.is_zero_grad_due = True
         self.is_step = self.closed is not None and (not self.closed.is_empty or self._is_without_loss(self.closed))
         self._has_run_without_loss = False

@@ -39,6 +39,8 @@ class Boundary:
         """A window has begun, and not ended."""
         self.ends_at: float = 0
         """The loader batch that ends the window that is under way, or ended the last one; inf where something else ends it."""
+        self.tokens: int | None = None
+        """The tokens that the window under way has to reach, where windows are measured in tokens and it was asked."""
 
     def begin(self, size: float) -> None:
         """A loader batch begins: where a window begins with it, this is its size, and it keeps it.
@@ -88,12 +90,13 @@ class Boundary:
 
     def close(self, seen: int) -> None:
         """End the window with loader batch ``seen``."""
-        self.closed_at, self.is_under_way, self.ends_at = seen, False, seen
+        self.closed_at, self.is_under_way, self.ends_at, self.tokens = seen, False, seen, None
 
-    def go_on(self, seen: int, position: int, size: float) -> None:
-        """Be inside a window of ``size`` loader batches, the last of ``position`` so far being number ``seen``."""
+    def go_on(self, seen: int, position: int, size: float, tokens: int | None) -> None:
+        """Be inside a window of ``size`` loader batches, or ``tokens``, the last of ``position`` so far being number ``seen``."""
         self.close(seen - position)
         self.begin(size)
+        self.tokens = tokens
 
 
 def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], tail: Tail) -> int:

@@ -27,7 +27,7 @@ from lightning_accum.metrics import WindowMetrics
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.session import Session
+from lightning_accum.session import Session, already_run, parameters_of
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
@@ -61,7 +61,8 @@ class Engine(Strategy):
     """:attr:`listener` sets the size of each window that is about to begin."""
     metrics: WindowMetrics | None = None
     """Shows each window that has ended; None where nothing is to be seen."""
-    _snapshotter: StateSnapshotter | None = None
+    snapshotter: StateSnapshotter
+    """Keeps what a batch may change that runs for others only, or that may have to run again; there with :attr:`accumulation`."""
     world_size: int
     global_rank: int
     ranks: Ranks | None = None
@@ -139,13 +140,7 @@ class Engine(Strategy):
     def parameters(self) -> list[nn.Parameter]:
         """Those of the module and of the optimizers."""
         assert self.lightning_module is not None
-        modules = self.lightning_module.modules()
-        # without the names that torch would give them: it is asked once a window
-        parameters = {id(own): own for module in modules for own in module._parameters.values() if own is not None}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                parameters.update((id(own), own) for own in group["params"])
-        return list(parameters.values())
+        return parameters_of(self.lightning_module, self.optimizers)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         """Clip the gradients of ``parameters`` to a norm. Returns the norm that they had."""
@@ -191,7 +186,7 @@ class Engine(Strategy):
         return self.watch.gradient_of_loss(loss, grad_output, self.loss_scale() if self._is_precision_lightnings else None)
 
     @property
-    def may_skip_steps(self) -> bool:
+    def _may_skip_steps(self) -> bool:
         """A step may be left out where a gradient has overflowed, or the precision plugin is not known."""
         return getattr(self.precision_plugin, "scaler", None) is not None or not self._is_precision_lightnings
 
@@ -208,17 +203,6 @@ class Engine(Strategy):
         """How many samples the loaders put into a batch; empty where one of them does not say so."""
         return trainer_state.samples_of_loader(self.trainer())
 
-    @property
-    def snapshotter(self) -> StateSnapshotter:
-        """Keeps what a batch may change that is run for others only, or that may have to run again."""
-        assert self.accumulation is not None
-        if self.accumulation.splitting is not None:
-            return self.accumulation.splitting.snapshotter
-        if self._snapshotter is None:
-            assert self.lightning_module is not None
-            self._snapshotter = StateSnapshotter(self.lightning_module, self.root_device)
-        return self._snapshotter
-
     # --- what a session asks for ------------------------------------------------------------------------------------
 
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
@@ -229,14 +213,6 @@ class Engine(Strategy):
         samples = samples_of(batch, trainer_state.samples_of_loader(trainer))
         rank_zero_info(start_line(accumulation, micro_batch, weighed, samples, trainer.accumulate_grad_batches))
         warn_of_windows_never_full(accumulation, micro_batch, weighed, batch, trainer.num_training_batches)
-
-    def end_window_inside_batch(self) -> None:
-        """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
-        trainer_state.end_window_inside_batch(self.trainer())
-
-    def stop(self) -> None:
-        """All ranks end after the loader batch under way."""
-        trainer_state.stop(self.trainer())
 
     # --- the optimizer step -----------------------------------------------------------------------------------------
 
@@ -251,12 +227,9 @@ class Engine(Strategy):
                 return super().optimizer_step(optimizer, self._raising_where_empty(closure), model, **kwargs)
             return None
         loss = closure()
-        closed = self.accumulation.closed
-        if closed is not None and closed.is_empty:  # nothing had any weight: optimizer and hooks see no step
+        if self.accumulation.is_closed_empty:  # nothing had any weight: optimizer and hooks see no step
             return loss
-        if self.hooks.has_step:
-            return super().optimizer_step(optimizer, _already_run(closure, loss), model, **kwargs)
-        return optimizer.step(_already_run(closure, loss))
+        return super().optimizer_step(optimizer, already_run(closure, loss), model, **kwargs)
 
     def _raising_where_empty(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that Lightning calls inside of the optimizer's step, and that ends this step if the window has no weight."""
@@ -276,15 +249,3 @@ class Engine(Strategy):
 
 class _EmptyWindowError(Exception):
     """Ends the step of an optimizer before it changes anything."""
-
-
-def _already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
-    """A closure whose first call has been made."""
-    calls = 0
-
-    def first_result_then_again() -> Any:
-        nonlocal calls
-        calls += 1
-        return result if calls == 1 else closure()
-
-    return first_result_then_again

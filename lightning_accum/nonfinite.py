@@ -33,7 +33,7 @@ class Guard:
         leaves_out: whether to leave them out, or to raise an error.
         places: gives where the gradients of a window are accumulated, in the order of the parameters.
         where: says in words which micro-batch it is.
-        snapshotter: gives what keeps the module.
+        snapshotter: keeps what a micro-batch changes in the module.
         inform: prints what was left out, after a warning about the first.
         group: ranks that run parts of the same micro-batch, and so have to find the same.
         looks_at_gradients: or at the loss alone, as where a GradScaler looks at the gradients.
@@ -45,7 +45,7 @@ class Guard:
         leaves_out: bool,
         places: Callable[[], Sequence[GradientSlot]],
         where: Callable[[MicroBatch], str],
-        snapshotter: Callable[[], StateSnapshotter],
+        snapshotter: StateSnapshotter,
         inform: Callable[[str], None],
         group: dist.ProcessGroup | None = None,
         looks_at_gradients: bool = True,
@@ -73,7 +73,7 @@ class Guard:
         """Its forward is next."""
         self._micro_batch, self.has_left_out = micro_batch, False
         if self.leaves_out:
-            self._snapshot = self._snapshotter().take(watches_parameters=False)
+            self._snapshot = self._snapshotter.take(watches_parameters=False)
 
     @contextmanager
     def watching(self, loss: Tensor, weight: Denominator | None) -> Iterator[None]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.splitting.batch_log import BatchLog
-from lightning_accum.splitting.outputs import Outputs
-from lightning_accum.splitting.plan import Plan
+from lightning_accum.splitting.outputs import Output, joined_extra, joined_loss
+from lightning_accum.splitting.plan import Mark, Plan
 from lightning_accum.splitting.snapshot import StateSnapshotter
-from lightning_accum.step import Outcome, SessionEngine, Step, ZeroGrad
+from lightning_accum.step import Backward, InsideBatch, Outcome, SessionEngine, Step, ZeroGrad
 from lightning_accum.sync import GradientSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
@@ -34,7 +37,7 @@ class Session:
         module: that is trained.
         accumulation: what the window is made of.
         sync: when gradients are reduced over the ranks.
-        snapshotter: gives what puts back what a micro-batch has changed.
+        snapshotter: keeps what a micro-batch changes, to restore it.
         guard: looks whether micro-batches are finite; None where nobody does.
         row_wise: runs submodules in micro-batches; None where nothing was asked to.
     """
@@ -45,7 +48,7 @@ class Session:
         module: nn.Module,
         accumulation: Accumulation,
         sync: GradientSync,
-        snapshotter: Callable[[], StateSnapshotter],
+        snapshotter: StateSnapshotter,
         guard: Guard | None,
         row_wise: RowWise | None,
     ) -> None:
@@ -85,7 +88,7 @@ class Session:
             if not accumulation.is_shadow_batch:
                 return run(step, batch, seen, ends_window)
             self.zero_grad(step)  # what it does to the module is to last
-            snapshot = self._snapshotter().take(watches_parameters=False)
+            snapshot = self._snapshotter.take(watches_parameters=False)
             try:
                 return run(step, batch, seen, ends_window)
             finally:
@@ -103,7 +106,7 @@ class Session:
                 loss, extra, weighed = self._run_micro_batch(step, micro_batch)
             if self.guard.has_left_out:
                 loss, extra = None, {}
-            log.weigh([weighed.weight], [1])
+            log.weigh([(weighed, 1)])
             step.show_logs(log, self.guard.has_left_out)
         if not ends_window:
             return Outcome(lambda: (loss, extra), None)
@@ -113,60 +116,63 @@ class Session:
     def _run_in_micro_batches(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation, splitting = self._accumulation, self._accumulation.splitting
         assert splitting is not None
-        begun, is_zero_grad_due = accumulation.window.micro_batches, accumulation.is_zero_grad_due
-        left_out, sums = accumulation.window.left_out, accumulation.sums if splitting.is_retried else None
-        kept = {} if sums is None else sums.copies()
-
-        def discard() -> None:
-            accumulation.window.rewind(begun)
-            accumulation.window.left_out = left_out
-            if sums is not None:
-                sums.restore(kept)
-            if is_zero_grad_due and not accumulation.is_zero_grad_due:
-                for parameter in self._engine.parameters():
-                    parameter.grad = None
-
-        def attempt(plan: Plan) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
-            return self._attempt(step, plan, seen, ends_window and not self.finishes_after_backward)
-
-        accumulated = self._engine.parameters() if splitting.is_retried and not is_zero_grad_due else None
-        outputs, order, log, window_loss = splitting.run(attempt, discard, accumulated)
+        begun = accumulation.window.micro_batches
+        has_boundary = ends_window and not self.finishes_after_backward
+        outputs, order, log, window_loss = splitting.run(partial(self._attempt, step, seen, has_boundary), self._mark)
         if log.entries:
-            step.show_logs(log, not outputs.weights)
+            step.show_logs(log, all(output.is_left_out for output in outputs))
         if ends_window and self.finishes_after_backward:
             window_loss = self.finish_window(seen)
         is_window = ends_window and begun == 0 and accumulation.world_size == 1 and not self.counts_tokens_of_parts
-        return Outcome(lambda: (outputs.loss(window_loss if is_window else None), outputs.extra(order)), window_loss)
+        of_window = window_loss if is_window else None
+        return Outcome(lambda: (joined_loss(outputs, of_window), joined_extra(outputs, order)), window_loss)
+
+    def _mark(self) -> Mark:
+        """Where the window stands, before an attempt at a loader batch that may have to be undone."""
+        accumulation, window, sums = self._accumulation, self._accumulation.window, self._accumulation.sums
+        begun, left_out, is_zero_grad_due = window.micro_batches, window.left_out, accumulation.is_zero_grad_due
+        kept = {} if sums is None else sums.copies()
+
+        def undo() -> None:
+            window.rewind(begun)
+            window.left_out = left_out
+            if sums is not None:
+                sums.restore(kept)
+            if is_zero_grad_due and not accumulation.is_zero_grad_due:
+                for parameter in self._parameters():
+                    parameter.grad = None
+
+        return Mark(undo, None if is_zero_grad_due else self._parameters())
 
     def _attempt(
-        self, step: Step, plan: Plan, seen: int, has_boundary: bool
-    ) -> tuple[Outputs, list[int] | None, BatchLog, Tensor | None]:
+        self, step: Step, seen: int, has_boundary: bool, plan: Plan
+    ) -> tuple[list[Output], list[int] | None, BatchLog, Tensor | None]:
         guard, is_shadow_batch = self.guard, self._accumulation.is_shadow_batch
         own, window_loss = len(plan.pieces), None
-        rounds, outputs = self.rounds(own), Outputs([piece.count for piece in plan.pieces])
+        rounds, kept, outputs = self.rounds(own), 0, list[Output]()
         with step.collecting_logs() as log:
             for index, batch in enumerate(plan):
                 is_boundary = has_boundary and index == rounds - 1
-                log.micro_batch = len(outputs.weights)
-                rows = plan.pieces[index].count if plan.is_read else None
-                micro_batch = MicroBatch(batch, rows, index, own, is_boundary, is_shadow_batch)
+                log.micro_batch, count = kept, plan.pieces[index].count
+                micro_batch = MicroBatch(batch, count if plan.is_read else None, index, own, is_boundary, is_shadow_batch)
                 loss, extra, weighed = self._run_micro_batch(step, micro_batch)
                 if log.may_be_loss:
                     log.note_loss(loss)
                 if is_boundary:
                     window_loss = self.end_window(seen)
                 if guard is not None and guard.has_left_out:
-                    outputs.leave_out()
-                    if not (index == own - 1 and self._has_ranks and not outputs.weights):  # others may wait for what it logs
+                    outputs.append(Output(None, None, {}, EMPTY, count, is_left_out=True))
+                    if not (index == own - 1 and self._has_ranks and not kept):  # others may wait for what it logs
                         log.forget_micro_batch()
                 else:
-                    outputs.add(loss, weighed.weight, extra, weighed.of_mean)
+                    outputs.append(_output_of(loss, extra, weighed, count))
+                    kept += 1
                 del loss, extra, batch, micro_batch  # before the next forward
                 if self.counts_tokens_of_parts and index < rounds - 1:
-                    self._engine.end_window_inside_batch()
+                    step.end_window_inside_batch()
         if rounds > own:
-            window_loss = self._run_shadow_batches(own, rounds, seen, has_boundary)
-        log.weigh(outputs.weights or [0.0], outputs.rows or [1], outputs.of_means)
+            window_loss = self._run_shadow_batches(step, own, rounds, seen, has_boundary)
+        log.weigh([(output.weighed, output.rows) for output in outputs if not output.is_left_out] or [(EMPTY, 1)])
         return outputs, plan.order, log, window_loss
 
     # --- one micro-batch ------------------------------------------------------------------------------------------
@@ -184,7 +190,7 @@ class Session:
             self.guard.begin_micro_batch(micro_batch)
         return self.sync.blocked(micro_batch) if self._has_sync and not micro_batch.is_boundary else _NOTHING_AROUND
 
-    def add(self, step: Step, loss: Tensor | None, micro_batch: MicroBatch) -> Weighed:
+    def add(self, step: Backward, loss: Tensor | None, micro_batch: MicroBatch) -> Weighed:
         """Add a micro-batch that has run forward to the window, with its backward. Returns what it brought in."""
         if self._accumulation.is_zero_grad_due:
             self.zero_grad(step)
@@ -248,10 +254,11 @@ class Session:
 
     # --- a rank without a batch -----------------------------------------------------------------------------------
 
-    def run_without_batch(self, seen: int, ends_window: bool) -> Tensor | None:
+    def run_without_batch(self, inside: InsideBatch, seen: int, ends_window: bool) -> Tensor | None:
         """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0.
 
         Args:
+            inside: what may happen between its micro-batches.
             seen: its number, counted from 1 over all epochs.
             ends_window: its window ends with it.
 
@@ -259,13 +266,14 @@ class Session:
             The loss of the window, if it ends one.
         """
         has_boundary = ends_window and not self.finishes_after_backward
-        window_loss = self._run_shadow_batches(0, max(1, self.rounds(0)), seen, has_boundary)
+        window_loss = self._run_shadow_batches(inside, 0, max(1, self.rounds(0)), seen, has_boundary)
         return self.finish_window(seen) if ends_window and self.finishes_after_backward else window_loss
 
-    def _run_shadow_batches(self, done: int, rounds: int, seen: int, has_boundary: bool) -> Tensor | None:
+    def _run_shadow_batches(self, inside: InsideBatch, done: int, rounds: int, seen: int, has_boundary: bool) -> Tensor | None:
         """Other ranks have more micro-batches in a loader batch: this one takes part in them, with weight 0.
 
         Args:
+            inside: what may happen between them.
             done: micro-batches that this rank has run.
             rounds: those of the rank with the most.
             seen: the number of the loader batch.
@@ -280,7 +288,7 @@ class Session:
                 self.sync.backward_without_loss()
                 self.sync.complete_reduction(micro_batch)
             if self.counts_tokens_of_parts and not is_last:
-                self._engine.end_window_inside_batch()
+                inside.end_window_inside_batch()
         return self.end_window(seen) if has_boundary else None
 
     def rounds(self, own: int) -> int:
@@ -305,7 +313,7 @@ class Session:
 
     def end_window(self, seen: int, is_inside_batch: bool = False) -> Tensor | None:
         """As :meth:`finish_window`, where the last backward has reduced the gradients."""
-        accumulation, engine = self._accumulation, self._engine
+        accumulation = self._accumulation
         if self._has_sync:
             self.sync.end_window()
         if self.guard is not None:
@@ -313,12 +321,43 @@ class Session:
         if accumulation.is_passthrough():
             accumulation.close_passthrough(seen)
             return None
-        closed = accumulation.close(seen, engine.parameters(), is_inside_batch)
-        if closed.is_last and accumulation.ranks.size == accumulation.ranks.world_size:
-            engine.stop()
+        closed = accumulation.close(seen, self._parameters(), is_inside_batch)
         if closed.is_empty:
             return None
         return torch.as_tensor(closed.loss, dtype=accumulation.window.dtype, device=accumulation.ranks.device)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return parameters_of(self._module, self._engine.optimizers)
+
+
+def _output_of(loss: Tensor | None, extra: dict[str, Any], weighed: Weighed, rows: int) -> Output:
+    """What is kept of a micro-batch: a part of the graph would keep what it saved for a backward that never comes."""
+    extra = apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra
+    if loss is None:
+        return Output(None, None, extra, weighed, rows)
+    return Output(loss.item() if loss.device.type == "cpu" else loss.detach(), loss.dtype, extra, weighed, rows)
+
+
+def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """All that may get a gradient: each once, those of a module first."""
+    # without the names that torch would give them: it is asked once a window
+    parameters = {id(own): own for part in module.modules() for own in part._parameters.values() if own is not None}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters.update((id(own), own) for own in group["params"])
+    return list(parameters.values())
+
+
+def already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
+    """A closure that ends a window, and has: its first call returns the ``result`` of that, others run it again, as LBFGS does."""
+    is_first = True
+
+    def run() -> Any:
+        nonlocal is_first
+        was_first, is_first = is_first, False
+        return result if was_first else closure()
+
+    return run
 
 
 def finishes_after_backward(policy: Policy) -> bool:

@@ -1,4 +1,4 @@
-"""How a session's micro-batches are run, what it asks of the strategy that it belongs to, and what comes of a loader batch."""
+"""How a session's micro-batches are run, what it asks of the training that it belongs to, and what comes of a loader batch."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.splitting.batch_log import BatchLog
 
 
 class SessionEngine(Protocol):
-    """What a session asks of the strategy that it belongs to."""
+    """What a session asks of the training that it belongs to."""
 
-    def parameters(self) -> list[nn.Parameter]:
-        """All that may get a gradient."""
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that step."""
 
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
-        """The first loss was weighed: say what was understood."""
-
-    def end_window_inside_batch(self) -> None:
-        """A micro-batch has ended that is not the last of its loader batch: so does the window, if it has come to its tokens."""
-
-    def stop(self) -> None:
-        """A rank was told to end: all end after the loader batch under way."""
+        """Say what was understood: the first loss was weighed."""
 
 
 class ZeroGrad(Protocol):
@@ -39,14 +35,25 @@ class ZeroGrad(Protocol):
         """Clear the gradients of an earlier window."""
 
 
-class Step(ZeroGrad, Protocol):
+class Backward(ZeroGrad, Protocol):
+    """How gradients are made: all that is asked of a hand-written loop, which runs its forward itself."""
+
+    def backward(self, loss: Tensor, grad_output: Tensor | None, /) -> None:
+        """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
+
+
+class InsideBatch(Protocol):
+    """What may happen between the micro-batches of a loader batch."""
+
+    def end_window_inside_batch(self) -> None:
+        """End the window if it has come to its tokens, after a micro-batch that is not the last of its loader batch."""
+
+
+class Step(Backward, InsideBatch, Protocol):
     """How the micro-batches of one loader batch are run."""
 
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """``training_step``: the loss of a micro-batch, and what else it returned."""
-
-    def backward(self, loss: Tensor, grad_output: Tensor | None, /) -> None:
-        """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
 
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:
         """Collect what is logged in here, and log nothing yet."""

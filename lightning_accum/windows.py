@@ -45,11 +45,8 @@ class Windows(ABC):
         self.ranks = ranks
         self.boundary = Boundary(policy.tail)
         self.clock = StepClock(policy.scheduler_counts)
-        self.position = 0
-        """Loader batches of the unfinished window that are done."""
-        self._micro_batches_done = 0
-        self.window_tokens: int | None = None
-        """What the window under way has to reach, where windows are measured in tokens."""
+        self._done = (0, 0)
+        """The loader batch, counted from 1, that was done last, and the micro-batches that its window had by then."""
         self.total_weight: Tensor | float = 0.0
         """The weight of all windows so far."""
         self.total_left_out = 0
@@ -84,14 +81,19 @@ class Windows(ABC):
         """An epoch begins, or goes on after a checkpoint."""
         self.epoch = epoch
 
+    @abstractmethod
     def end_loader_batch(self, seen: int) -> None:
         """Loader batch number ``seen`` is done."""
-        self.position, self._micro_batches_done = seen - self.boundary.closed_at, self._micro_batches()
+
+    @property
+    def position(self) -> int:
+        """Loader batches of the unfinished window that are done."""
+        return max(0, self.boundary.position(self._done[0]))
 
     @property
     def is_between_loader_batches(self) -> bool:
         """The gradients are those of whole loader batches: none is under way, and none has failed on its way."""
-        return self._micro_batches() == self._micro_batches_done
+        return self._micro_batches() == (self._done[1] if self.position else 0)
 
     def _micro_batches(self) -> int:
         return sum(loss.window.micro_batches for loss in self.losses)
@@ -104,13 +106,9 @@ class Windows(ABC):
         self._begin_window(seen)
         return lost
 
+    @abstractmethod
     def _begin_window(self, seen: int) -> None:
-        """The last has ended with loader batch number ``seen``."""
-        self.boundary.close(seen)
-        for loss in self.losses:
-            if loss.sums is not None:
-                loss.sums.clear()
-        self.window_tokens, self.position, self._micro_batches_done = None, 0, 0
+        """The last has ended with loader batch number ``seen``: nothing is accumulated."""
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -176,8 +174,8 @@ class Windows(ABC):
                 f" {self.in_words(size)}: the gradients in the checkpoint are dropped, and a new window begins."
             )
             return None
-        self.boundary.go_on(seen, partial.position, math.inf if partial.size is None else partial.size)
-        self.position, self.window_tokens = partial.position, partial.tokens
+        self.boundary.go_on(seen, partial.position, math.inf if partial.size is None else partial.size, partial.tokens)
+        self._done = (seen, 0)
         return partial
 
     def partial_window(
@@ -197,7 +195,7 @@ class Windows(ABC):
             self.in_words(size),
             self.position,
             None if self.boundary.size == math.inf else self.boundary.size,
-            self.window_tokens,
+            self.boundary.tokens,
             self.ranks.size,
             is_reduced,
             [gather_loss(loss, named, self.ranks, is_reduced, is_kept) for loss in self.losses],

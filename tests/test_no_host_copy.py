@@ -10,8 +10,9 @@ import torch
 from test_graph import LOSSES, Net, make
 
 from lightning_accum import TokenCount
+from lightning_accum.micro_batch import Weighed
 from lightning_accum.splitting.batch_log import BatchLog
-from lightning_accum.splitting.outputs import Outputs
+from lightning_accum.splitting.outputs import Output, joined_extra, joined_loss
 from lightning_accum.splitting.plan import Planner
 from lightning_accum.weighing.weight import Weigher
 from lightning_accum.window import Window
@@ -87,17 +88,18 @@ def test_splitting_a_batch_whose_lengths_were_read_on_the_host(reads_its_lengths
 
 
 def test_putting_logs_and_outputs_of_a_batch_together() -> None:
-    log, outputs = BatchLog(), Outputs([2, 2])
+    log, outputs = BatchLog(), []
     for index in range(2):
         log.micro_batch = index
         loss = meta_loss("cross entropy")
         log.collect("training_step", "loss", loss, {})
-        outputs.add(loss, torch.ones((), device=META), {"logits": loss.new_zeros(2, 3), "scale": 2.0})
-    log.weigh(outputs.weights, outputs.rows)
+        weighed, extra = Weighed(torch.ones((), device=META)), {"logits": loss.new_zeros(2, 3), "scale": 2.0}
+        outputs.append(Output(loss.detach(), loss.dtype, extra, weighed, rows=2))
+    log.weigh([(output.weighed, output.rows) for output in outputs])
     (logged,) = log.merged(lambda is_metric, arguments: False)
     assert (logged.name, logged.value.device) == ("loss", META)
-    assert outputs.loss().device == META
-    assert outputs.extra([3, 1, 0, 2])["logits"].shape == (4, 3)
+    assert joined_loss(outputs).device == META
+    assert joined_extra(outputs, [3, 1, 0, 2])["logits"].shape == (4, 3)
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "masked mean", "two of the same count", "sum", "question answering"])

@@ -131,7 +131,7 @@ class Accumulator:
         training.sync = training.make_sync(finishes_after_backward(policy), sums, loss)
         guard = setup.guard(training, accumulation, words)
         training.session = self._session = Session(
-            training, training.module, accumulation, training.sync, lambda: training.snapshotter, guard, accumulation.row_wise
+            training, training.module, accumulation, training.sync, training.snapshotter, guard, accumulation.row_wise
         )
         is_window_long = policy.may_be_longer_than_one(1)
         if policy.check and (is_window_long or training.ranks.size > 1 or micro_batch is not None):

@@ -23,7 +23,7 @@ from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.splitting import trimming
-from lightning_accum.splitting.attempts import Splitting
+from lightning_accum.splitting.plan import Splitting
 from lightning_accum.splitting.proofs import Proof
 from lightning_accum.sync import slots_of
 from lightning_accum.weighing.verdict import Verdict
@@ -115,9 +115,8 @@ def splitting(
             " pass loss_of=; and a model that is not sharded."
         )
     trim = policy.trim_padding if may_trim else False
-    device, has_ranks = training.ranks.device, training.ranks.world_size > 1
-    size, split = policy.micro_batch, policy.split
-    return Splitting(size, trim, split, training.module, device, has_ranks, words.rank_zero_warn, lambda text: None, samples)
+    has_ranks, size, split = training.ranks.world_size > 1, policy.micro_batch, policy.split
+    return Splitting(size, trim, split, has_ranks, words.rank_zero_warn, samples)
 
 
 def difference_by_padding(policy: Policy, training: Training, loss_of: Callable[[Any], Tensor] | None) -> Proof:
@@ -163,7 +162,7 @@ def guard(training: Training, accumulation: Accumulation, words: Words) -> Guard
         policy.on_nonfinite == "skip",
         lambda: slots_of(training.sync, training.parameters_by_name(), accumulation.sums),
         in_words,
-        lambda: training.snapshotter,
+        training.snapshotter,
         _log.info,
         looks_at_gradients=training.scaler is None,  # which looks at them by itself
         warn=words.warn,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,8 +21,7 @@ from lightning_accum.at_exit import let_gloo_rest_at_exit
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
-from lightning_accum.session import Session
-from lightning_accum.splitting.batch_log import BatchLog
+from lightning_accum.session import Session, parameters_of
 from lightning_accum.splitting.snapshot import Snapshot, StateSnapshotter
 from lightning_accum.sync import DDPSync, FSDP2Sync, GradientSync, WideDDPSync
 
@@ -97,8 +95,7 @@ class Training:
         self.scaler: Any = getattr(precision, "scaler", None)
         self.ranks = self._ranks()
         self.snapshotter = StateSnapshotter(self.module, self.ranks.device)
-        self._of_module = list(self.module.parameters())  # finding them takes as long as a small micro-batch
-        self.trained = [parameter for parameter in self._of_module if parameter.requires_grad]
+        self.trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         stepped = {id(parameter) for group in self.raw_optimizer.param_groups for parameter in group["params"]}
         if self.trained and not any(id(parameter) in stepped for parameter in self.trained):
             raise ValueError(
@@ -163,12 +160,14 @@ class Training:
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The one, without Fabric's wrapper."""
+        return [self.raw_optimizer]
+
     def parameters(self) -> list[nn.Parameter]:
         """Those of the model and of the optimizer."""
-        parameters = dict.fromkeys(self._of_module)
-        for group in self.raw_optimizer.param_groups:
-            parameters.update(dict.fromkeys(group["params"]))
-        return list(parameters)
+        return parameters_of(self.module, self.optimizers)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """The same, by names that do not depend on what wraps the model."""
@@ -241,23 +240,6 @@ class Training:
     def rank_in_group(self) -> int:
         """Of this rank."""
         return self.ranks.rank
-
-    def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
-        """The loop runs it."""
-        raise NotImplementedError
-
-    def collecting_logs(self) -> AbstractContextManager[BatchLog]:
-        """The loop logs what it likes."""
-        raise NotImplementedError
-
-    def show_logs(self, log: BatchLog, is_left_out: bool) -> None:
-        """The loop logs what it likes."""
-
-    def end_window_inside_batch(self) -> None:
-        """The loop ends it."""
-
-    def stop(self) -> None:
-        """Nobody tells a hand-written loop to end."""
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

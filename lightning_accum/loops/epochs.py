@@ -342,7 +342,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             check_first_batch(self.trainer, strategy, OrderedDict())
         ends_window = self.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
         strategy.session.zero_grad(optimization, is_after_forward=False)
-        run = partial(strategy.session.run_without_batch, seen, ends_window)
+        run = partial(strategy.session.run_without_batch, optimization, seen, ends_window)
         if accumulation.is_passthrough():
             accumulation.discard(seen)
             accumulation.after_optimizer_step(has_stepped=False)

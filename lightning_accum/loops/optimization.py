@@ -21,8 +21,10 @@ from typing_extensions import override
 from lightning_accum.boundary import Boundary
 from lightning_accum.engine import Engine
 from lightning_accum.gradient_norm import noting_gradient_norm
+from lightning_accum.loops import trainer_state
 from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
 from lightning_accum.loops.results import collecting_logs, show_logs
+from lightning_accum.session import already_run
 from lightning_accum.splitting.batch_log import BatchLog
 from lightning_accum.splitting.proofs import Verdict
 from lightning_accum.splitting.trimming import difference_by_padding
@@ -48,6 +50,9 @@ class EpochLoop(Protocol):
 
     def end_full_window(self) -> None:
         """A loader batch has ended: so does the window, if it has come to its tokens."""
+
+    def end_window_inside_batch(self) -> None:
+        """A micro-batch has ended, but not its loader batch: so does the window, if it has come to its tokens."""
 
 
 class WindowOptimization(_AutomaticOptimization):
@@ -103,7 +108,7 @@ class WindowOptimization(_AutomaticOptimization):
             padded,
             *trimmed,
             module=trainer.lightning_module,
-            snapshotter=accumulation.splitting.snapshotter,
+            snapshotter=self.strategy.snapshotter,
             training_step=unlogged_step(trainer, kwargs),
             weigh=weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
         )
@@ -127,6 +132,10 @@ class WindowOptimization(_AutomaticOptimization):
         optimizer.zero_grad()
         progress.increment_completed()
 
+    def end_window_inside_batch(self) -> None:
+        """End the window if it has come to its tokens, after a micro-batch that is not the last of its loader batch."""
+        self.epoch_loop.end_window_inside_batch()
+
     def step(self, closure: Callable[[], Tensor | None]) -> None:
         """Make the optimizer step of a window that ``closure`` ends, and count it if it really happened."""
         strategy, trainer, accumulation = self.strategy, self.trainer, self.strategy.accumulation
@@ -142,11 +151,15 @@ class WindowOptimization(_AutomaticOptimization):
             with noting_gradient_norm(trainer, strategy):
                 call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
         else:
-            strategy.optimizer_step(optimizer._optimizer, closure)
+            window_loss = closure()  # as `Engine.optimizer_step`, and then Lightning, which has hooks to call
+            if not accumulation.is_closed_empty:
+                optimizer._optimizer.step(already_run(closure, window_loss))
         progress.increment_completed()
-        closed = accumulation.closed
-        is_empty = closed is not None and closed.is_empty
-        has_stepped = watch.end_step(is_empty or strategy.may_skip_steps) or is_empty
+        is_empty = accumulation.is_closed_empty
+        has_stepped = watch.end_step(is_empty) or is_empty
+        closed, ranks = accumulation.closed, accumulation.ranks
+        if closed is not None and closed.is_last and ranks.size == ranks.world_size:
+            trainer_state.stop(trainer)  # a rank was told to end: all do, after the loader batch under way
         accumulation.after_optimizer_step(has_stepped and accumulation.is_step)
         if not accumulation.is_step:  # none is counted
             for tracker in (progress.total, progress.current):
@@ -260,6 +273,10 @@ class WindowClosure(AbstractClosure[ClosureResult]):
             kwargs["gradient"] = grad_output
         with strategy.watching_gradient(loss, grad_output) if strategy.watch.is_close else _NOTHING_AROUND:
             call._call_strategy_hook(self._optimization.trainer, "backward", loss, strategy.optimizers[0], **kwargs)
+
+    def end_window_inside_batch(self) -> None:
+        """End the window if it has come to its tokens, after a micro-batch that is not the last of its loader batch."""
+        self._optimization.end_window_inside_batch()
 
     def collecting_logs(self) -> AbstractContextManager[BatchLog]:
         """Collect what is logged in here, and log nothing yet."""

@@ -43,11 +43,6 @@ def _batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def end_window_inside_batch(trainer: pl.Trainer) -> None:
-    """A micro-batch has ended, but not its loader batch. Called on all ranks together."""
-    _specialised(trainer.fit_loop.epoch_loop).end_window_inside_batch()
-
-
 def is_logging_due(trainer: pl.Trainer) -> bool:
     """Whether the Trainer's loggers get metrics at this optimizer step."""
     return trainer._logger_connector.should_update_logs

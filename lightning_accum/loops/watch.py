@@ -37,6 +37,7 @@ class Watch:
         has_data: the loaders are set up.
         is_unfinished: the last window has not ended.
         is_in_epoch: an epoch runs.
+        may_skip_steps: nothing is wrong where the optimizer has not stepped.
     """
 
     def __init__(self, module: pl.LightningModule, progress: Any) -> None:
@@ -44,7 +45,7 @@ class Watch:
         self._close_windows = CLOSE_WINDOWS if self._is_read else math.inf
         self._progress = progress
         self.is_close = True
-        self.is_set_up = self.has_data = self._has_begun = self.is_unfinished = self.is_in_epoch = False
+        self.is_set_up = self.has_data = self._has_begun = self.is_unfinished = self.is_in_epoch = self.may_skip_steps = False
         self._epoch: int | None = None
         self._accumulation: Accumulation | None = None
         self._optimizer: Optimizer | None = None
@@ -199,19 +200,19 @@ class Watch:
         found_inf = getattr(optimizer, "found_inf", None)  # of an optimizer that unscales by itself (`fused=True`)
         self._has_stepped |= not (isinstance(found_inf, Tensor) and bool(found_inf))
 
-    def end_step(self, may_be_skipped: bool) -> bool:
+    def end_step(self, is_empty: bool) -> bool:
         """The step of a window is over. Returns whether the optimizer has stepped: a GradScaler that found an inf calls none.
 
         Args:
-            may_be_skipped: nothing is wrong where it has not.
+            is_empty: the window had no weight, so that there is no step.
         """
         closed = None if self._accumulation is None else self._accumulation.closed
         self._close_windows -= closed is not None
         self.is_close = self._close_windows > 0
         versions, self._versions = [pair for pair in self._versions if pair[0].grad is not None], []
         has_changed = not versions or any(parameter._version != version for parameter, version in versions)
-        may_be_skipped |= self._has_stepped or bool(self._steps) or has_changed
-        if closed is not None and not (closed.is_empty or may_be_skipped) and self._is_lightnings["optimizer_step"]:
+        may_be_skipped = is_empty or self.may_skip_steps or self._has_stepped or bool(self._steps) or has_changed
+        if closed is not None and not may_be_skipped and self._is_lightnings["optimizer_step"]:
             raise seams.SeamError(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
         self._is_stepping, self._steps = False, 0
         return self._has_stepped

@@ -224,6 +224,10 @@ class ManualWindows(Windows):
             self.clock.tick(self.position)
             self.discard(seen)
 
+    @override
+    def end_loader_batch(self, seen: int) -> None:
+        self._done = (seen, self._micro_batches())
+
     def leave_loader_batch(self) -> None:
         """Hooks after training_step have run: ``.grad`` is what it was before, unless a window has ended."""
         current, self.current = self.current, ManualMicroBatch()
@@ -233,9 +237,10 @@ class ManualWindows(Windows):
 
     @override
     def _begin_window(self, seen: int) -> None:
-        super()._begin_window(seen)
+        self.boundary.close(seen)
         self._micro_batches_begun, self._steps_of_first = 0, None
         for call in self.calls:
+            call.sums.clear()
             call.micro_batches = 0
 
     def _call(self, index: int) -> Call:

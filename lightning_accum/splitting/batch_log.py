@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.wrappers import MinMaxMetric, Running
 
+from lightning_accum.micro_batch import Weighed
 from lightning_accum.splitting.means import loss_of_parts
 from lightning_accum.splitting.metric_of_batch import MetricOfBatch, ValueOfMetric, can_merge, metric_behind
 from lightning_accum.user_warnings import warn
@@ -92,9 +93,7 @@ class BatchLog:
         self._metrics = metrics
         self.entries: dict[tuple[str, str, int], _Entry] = {}
         """What was logged: by the hook, the name, and how often that was logged before in the micro-batch."""
-        self._weights: Sequence[Denominator | None] = ()
-        self._rows: Sequence[int] = ()
-        self._of_means: Sequence[OfMean | None] = ()
+        self._micro_batches: Sequence[tuple[Weighed, int]] = ()
         self.may_be_loss: list[tuple[Tensor, _Entry]] = []
         """Values without a graph. They are kept until the loss is known: no other tensor can have their memory."""
         self._caches_before = [vars(metric).get("_forward_cache") for metric in metrics]
@@ -159,18 +158,9 @@ class BatchLog:
 
     # --- at the end of the batch ------------------------------------------------------------------------------------
 
-    def weigh(
-        self, weights: Sequence[Denominator | None], rows: Sequence[int], of_means: Sequence[OfMean | None] | None = None
-    ) -> None:
-        """All micro-batches have ended.
-
-        Args:
-            weights: what the loss of each was divided by; None for a sum, 0 without a loss.
-            rows: the samples of each.
-            of_means: what makes each loss of the mean that was weighed; None where they are that.
-        """
-        self._weights, self._rows = weights, rows
-        self._of_means = of_means or [None] * len(weights)
+    def weigh(self, micro_batches: Sequence[tuple[Weighed, int]]) -> None:
+        """Note what each micro-batch has brought into its window, and its samples: all have ended."""
+        self._micro_batches = micro_batches
 
     def merged(self, is_synced: Callable[[bool, Arguments], bool]) -> Iterable[Logged]:
         """What the whole batch logs.
@@ -230,14 +220,15 @@ class BatchLog:
         values = torch.stack([logged.value.to(entry.values[0].value.device) for logged in entry.values])
         if entry.metric is None and (fold := _FOLDS.get(name_of_reduction(entry.arguments))) is not None:
             return fold(values)
-        of_loss = [self._weights[logged.micro_batch] for logged in entry.values]
-        of_means = [self._of_means[logged.micro_batch] if entry.is_of_loss else logged.of_mean for logged in entry.values]
-        if entry.is_sum or (entry.is_of_loss and any(weight is None for weight in of_loss)):
+        of_losses = [self._micro_batches[logged.micro_batch] for logged in entry.values]
+        pairs = list(zip(entry.values, of_losses, strict=True))
+        of_means = [weighed.of_mean if entry.is_of_loss else logged.of_mean for logged, (weighed, _) in pairs]
+        if entry.is_sum or (entry.is_of_loss and any(weighed.weight is None for weighed, _ in of_losses)):
             return loss_of_parts(values, [None] * len(values), of_means)
         weights: list[Denominator] = []
-        for logged, weight in zip(entry.values, of_loss, strict=True):
-            own = weight if logged.weight is None else logged.weight
-            weights.append(self._rows[logged.micro_batch] if own is None else own)
+        for logged, (weighed, rows) in pairs:
+            own = weighed.weight if logged.weight is None else logged.weight
+            weights.append(rows if own is None else own)
         return loss_of_parts(values, weights, of_means)
 
 

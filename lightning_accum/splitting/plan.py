@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.memory import MicroBatchSizes
@@ -19,6 +19,21 @@ from lightning_accum.weighing.counts import count_samples
 
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
 """Cuts a batch into micro-batches of so many samples (or tokens, for a size in :class:`Tokens`)."""
+
+
+T = TypeVar("T")
+
+
+class Mark(NamedTuple):
+    """Where a window stands before an attempt at a loader batch.
+
+    Attributes:
+        undo: undoes what the attempt did to the window and to the gradients.
+        accumulated: parameters whose gradients hold earlier batches of the window; None where there are none.
+    """
+
+    undo: Callable[[], None]
+    accumulated: Iterable[nn.Parameter] | None
 
 
 @dataclass
@@ -214,6 +229,85 @@ class Planner:
             shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
             parts.append(f"all of them share {shared}")
         return ", ".join(parts)
+
+
+class Splitting:
+    """How the loader batches of a training are split, and the one that is under way.
+
+    Args:
+        size: of a micro-batch.
+        trim: whether to trim padding, or the key that tells lengths.
+        split: cuts batches that cannot be read.
+        has_ranks: there are other ranks. What is logged in a split batch is reduced over them at its end, so for batches that are
+            not split it has to be at their end too.
+        warn: takes a warning that should be seen once.
+        samples: returns how many samples the loader puts into a batch; empty where it does not say so.
+        sizes: with ``"auto"``, what was found to fit.
+    """
+
+    def __init__(
+        self,
+        size: MicroBatchSize,
+        trim: bool | str,
+        split: Split | None,
+        has_ranks: bool,
+        warn: Callable[[str], None],
+        samples: Callable[[], Collection[int]] = frozenset,
+        sizes: MicroBatchSizes | None = None,
+    ) -> None:
+        self.size = size
+        self.sizes = sizes
+        """What was found to fit into memory; None where a batch runs once, whatever comes of it."""
+        self.planner = Planner(size, sizes, trim, split, warn, samples)
+        self.plan: Plan | None = None
+        """That of the loader batch under way; None where it runs as it is."""
+        self.largest: int | None = None
+        """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
+        self._rows_of_whole: int | None = None
+        self._may_be_whole = not (has_ranks or sizes is not None)
+
+    def begin(self, batch: Any, proof: Proof) -> None:
+        """Plan a loader batch.
+
+        Args:
+            batch: as ``training_step`` would get it.
+            proof: see :meth:`Planner.plan`.
+        """
+        plan = self._planned(batch, proof)
+        self.plan = None if plan.is_whole and self._may_be_whole else plan
+        self._rows_of_whole = plan.rows
+
+    def _planned(self, batch: Any, proof: Proof) -> Plan:
+        return self.planner.plan(batch, proof)
+
+    @property
+    def rows(self) -> int | None:
+        """The samples of the micro-batch under way, where it is known to be made of them."""
+        return self._rows_of_whole if self.plan is None else self.plan.rows
+
+    def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
+        """Run the loader batch under way.
+
+        Args:
+            attempt: runs a plan.
+            mark: called before an attempt that may be undone: none is, here.
+        """
+        assert self.plan is not None
+        try:
+            return attempt(self.plan)
+        except Exception as error:
+            self.plan.note(error)
+            raise
+
+    def describe(self) -> str:
+        """What is done to a loader batch, in words."""
+        if isinstance(self.size, Tokens):
+            size = f"in micro-batches of up to {self.size.count} tokens, padding included"
+        elif self.size == "auto":
+            size = "in micro-batches as large as memory allows"
+        else:
+            size = f"in micro-batches of {self.size}"
+        return ", ".join(part for part in (size, self.planner.description) if part)
 
 
 def _cut(split: Split, batch: Any, size: int) -> Sequence[Any]:

@@ -37,8 +37,10 @@ from lightning_accum.main_gradients import MainGradients
 from lightning_accum.manual.optimization import begin_manual
 from lightning_accum.policy import Policy
 from lightning_accum.session import Session
-from lightning_accum.splitting.attempts import Splitting
+from lightning_accum.splitting.attempts import RetriedSplitting
 from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.plan import Splitting
+from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.strategies.preparation import guard, main_gradients
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
@@ -156,7 +158,8 @@ class AccumulationMixin(Engine):
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         warn_of_batch_norm(module, self.policy.micro_batch is not None, is_long, rank_zero_warn)
         sums = None if self.policy.accumulate_dtype is None else self._main_gradients(self.policy.accumulate_dtype)
-        self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(module), sums)
+        self.snapshotter = StateSnapshotter(module, self.root_device)
+        self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(), sums)
         self.accumulation.row_wise = self.row_wise
         assert self._fit is not None
         if sums is not None:
@@ -168,11 +171,11 @@ class AccumulationMixin(Engine):
                 self.accumulation.verdict = Verdict(None, seen=reason)
         self.listener = callback
         self.has_varying_windows = callback is not None and self.policy.has_varying_windows
-        self._snapshotter = None
         self.sync = self._make_sync()
         looks = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
-        self.session = Session(self, module, self.accumulation, self.sync, lambda: self.snapshotter, looks, self.row_wise)
+        self.session = Session(self, module, self.accumulation, self.sync, self.snapshotter, looks, self.row_wise)
         self.watch.attend(self.optimizers[0], self.accumulation)
+        self.watch.may_skip_steps = self._may_skip_steps
         self._fit.callback(self.watch.forget_optimizer)
         # an overridden backward may not hand its keyword arguments on: it gets the product instead
         self.takes_gradient = not is_overridden("backward", module)
@@ -236,18 +239,18 @@ class AccumulationMixin(Engine):
         if size is not None:
             self.trainer().accumulate_grad_batches = size
 
-    def _splitting(self, module: pl.LightningModule) -> Splitting | None:
-        policy = self.policy
+    def _splitting(self) -> Splitting | None:
+        policy, device = self.policy, self.root_device
         if self.row_wise is not None and policy.row_wise_size == "auto":
-            return StepAttempts(self.row_wise, module, self.root_device, _log.info)
+            return StepAttempts(self.row_wise, self.snapshotter, device, _log.info)
         if policy.micro_batch is None:
             return None
         # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
         trim = False if self.reduces_every_backward_by_itself else policy.trim_padding
-        device, has_ranks = self.root_device, self.world_size > 1
-        return Splitting(
-            policy.micro_batch, trim, policy.split, module, device, has_ranks, rank_zero_warn, _log.info, self.samples_of_loader
-        )
+        if policy.micro_batch == "auto":
+            snapshotter, samples = self.snapshotter, self.samples_of_loader
+            return RetriedSplitting(trim, policy.split, snapshotter, device, rank_zero_warn, _log.info, samples)
+        return Splitting(policy.micro_batch, trim, policy.split, self.world_size > 1, rank_zero_warn, self.samples_of_loader)
 
     @override
     def on_train_start(self) -> None:

@@ -47,7 +47,7 @@ def guard(strategy: Engine, accumulation: Accumulation) -> Guard:
         accumulation.policy.on_nonfinite == "skip",
         lambda: slots_of(strategy.sync, strategy.parameters_by_name(), accumulation.sums),
         in_words,
-        lambda: strategy.snapshotter,
+        strategy.snapshotter,
         _log.info,
         strategy.ranks_of_micro_batch(),
         looks_at_gradients=getattr(strategy.precision_plugin, "scaler", None) is None,  # which looks at them by itself

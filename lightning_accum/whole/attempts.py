@@ -3,45 +3,49 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_accum.splitting.attempts import Splitting
+from lightning_accum.splitting.attempts import RetriedSplitting
 from lightning_accum.splitting.packing import Piece
-from lightning_accum.splitting.plan import Plan
+from lightning_accum.splitting.plan import Mark, Plan
+from lightning_accum.splitting.proofs import Proof
+from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.whole.row_wise import RowWise
 
 T = TypeVar("T")
 
 
-class StepAttempts(Splitting):
+class StepAttempts(RetriedSplitting):
     """Runs each loader batch whole. Out of memory in a call of a submodule, it is as if the step had not begun.
 
     Args:
         row_wise: runs the submodules, with ``"auto"``.
-        module: whose steps they are.
+        snapshotter: of the module whose steps they are.
         device: where it runs.
         say: takes a line for the log of this rank.
     """
 
-    def __init__(self, row_wise: RowWise, module: nn.Module, device: torch.device, say: Callable[[str], None]) -> None:
-        super().__init__("auto", False, None, module, device, has_ranks=False, warn=say, say=say)
-        assert row_wise.sizes is not None
-        self.sizes = row_wise.sizes
+    def __init__(self, row_wise: RowWise, snapshotter: StateSnapshotter, device: torch.device, say: Callable[[str], None]) -> None:
+        super().__init__(False, None, snapshotter, device, warn=say, say=say, sizes=row_wise.sizes)
         self._row_wise = row_wise
 
     @override
-    def run(self, attempt: Callable[[Plan], T], discard: Callable[[], None], accumulated: Iterable[nn.Parameter] | None) -> T:
-        def discard_all() -> None:
-            self._row_wise.forget()
-            discard()
+    def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
+        def mark_with_calls() -> Mark:
+            undo, accumulated = mark()
 
-        return super().run(attempt, discard_all, accumulated)
+            def undo_all() -> None:
+                self._row_wise.forget()
+                undo()
+
+            return Mark(undo_all, accumulated)
+
+        return super().run(attempt, mark_with_calls)
 
     @property
     @override
@@ -54,7 +58,7 @@ class StepAttempts(Splitting):
         return self._row_wise.pieces
 
     @override
-    def _planned(self, batch: Any) -> Plan:
+    def _planned(self, batch: Any, proof: Proof) -> Plan:
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         return _Whole(batch, [Piece(slice(None), 1, 1)], copy.copy, tensors=tensors, is_read=False)
 
