@@ -646,7 +646,7 @@ def guard_of(module: nn.Module) -> nonfinite.Guard:
         True,
         lambda: GradientSync().gradient_slots(dict(module.named_parameters())),
         lambda micro_batch: "This one",
-        lambda: StateSnapshotter(module, torch.device("cpu")),
+        StateSnapshotter(module, torch.device("cpu")),
         lambda told: None,
     )
 
