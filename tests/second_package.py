@@ -1,7 +1,7 @@
 """The same tests with ``import pytorch_lightning as pl``: pytest on a copy of them with the other package's names.
 
 python tests/second_package.py                             # all of them
-python tests/second_package.py tests/test_ddp.py -k spawn  # with pytest's arguments
+python tests/second_package.py tests/engines/test_ddp.py -k spawn  # with pytest's arguments
 """
 
 from __future__ import annotations

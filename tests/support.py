@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +23,13 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
 }
+
+
+def python_path() -> str:
+    """For a process that imports from the tests: their folders, and what there was before."""
+    tests = Path(__file__).parent
+    folders = [tests, *sorted({file.parent for file in tests.glob("*/test_*.py")})]
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
 
 
 def fp16_on_cpu(init_scale: float = 256.0) -> MixedPrecision:

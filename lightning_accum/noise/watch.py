@@ -16,7 +16,7 @@ class GradientWatch:
     """Takes the norm of every gradient that a backward is about to add to a parameter.
 
     A hook on a leaf gets the sum over all uses of the parameter in the graph, before it is added to ``.grad`` and before
-    DistributedDataParallel reduces it (read in torch 2.13; tests/test_noise_scale.py fails where a release changes it).
+    DistributedDataParallel reduces it (read in torch 2.13; tests/promises/test_noise_scale.py fails where a release changes it).
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "promises"))
 
 import torch
 from support import loader, relative_error, train_by_hand, trainer

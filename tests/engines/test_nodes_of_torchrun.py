@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from sharded import needs_sharding_on_cpu
+from support import python_path
 
 DEADLINE = 90
 SCRIPT = """
@@ -59,7 +60,7 @@ def free_port() -> int:
 def start_node(node: int, port: int, strategy: str) -> subprocess.Popen:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(node)]
     torchrun += ["--rdzv_backend", "static", "--master_addr", "127.0.0.1", "--master_port", str(port)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     with open(f"node{node}.log", "wb") as log:
         return subprocess.Popen([*torchrun, "script.py", strategy], env=environment, stdout=log, stderr=subprocess.STDOUT)
 

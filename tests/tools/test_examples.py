@@ -18,7 +18,7 @@ from test_nodes_of_torchrun import free_port
 
 from lightning_accum import SameOrderSampler
 
-EXAMPLES = Path(__file__).parents[1] / "notebooks" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "notebooks" / "examples"
 DEADLINE = 90
 OF_CLUSTERS = ("SLURM_", "KUBERNETES_", "PBS_", "LSB_", "OMPI_", "TORCHELASTIC_", "MASTER_", "WORLD_SIZE", "RANK", "LOCAL_")
 

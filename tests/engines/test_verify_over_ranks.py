@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from sharded import needs_sharding_on_cpu, shard
-from support import Language, pad, sentences
+from support import Language, pad, python_path, sentences
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -443,8 +443,8 @@ def test_sharding_over_other_dimensions_than_data_is_refused() -> None:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     folder = Path(__file__).parent
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(folder.parent), str(folder)])}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from lightning_accum import GradientAccumulation, SampleCount, Tokens
 from lightning_accum.exclusions import EXCLUSIONS, Exclusion
 
-GUIDE = Path(__file__).parent.parent / "notebooks" / "site" / "docs" / "reference" / "exclusions.md"
+GUIDE = Path(__file__).parents[2] / "notebooks" / "site" / "docs" / "reference" / "exclusions.md"
 EACH = [SampleCount(), SampleCount()]
 MANUAL = {"automatic_optimization": False}
 

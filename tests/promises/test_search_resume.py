@@ -28,7 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from support import OPTIMIZERS, pad, trainer
+from support import OPTIMIZERS, pad, python_path, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -344,7 +344,7 @@ class Pair:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-        here |= {"TORCHELASTIC_RUN_ID": "search", "OMP_NUM_THREADS": "1"}
+        here |= {"TORCHELASTIC_RUN_ID": "search", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
         command = [sys.executable, str(Path(__file__).resolve())]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
         self.processes = [

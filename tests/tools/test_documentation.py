@@ -14,7 +14,7 @@ import pytest
 import lightning_accum
 from lightning_accum.fabric import Accumulator
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SITE = ROOT / "notebooks" / "site" / "docs"
 PAGES = [
     ROOT / "README.md",

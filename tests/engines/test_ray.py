@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ ray = pytest.importorskip("ray")
 train = pytest.importorskip("ray.train")
 from ray.train.lightning import RayLightningEnvironment, prepare_trainer  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
+from support import python_path  # noqa: E402
 from test_examples import EXAMPLES, environment, one_epoch_of_ddp_by_hand  # noqa: E402
 from test_resume import StatefulLoader  # noqa: E402
 
@@ -90,8 +90,7 @@ def on_each_worker(config: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}}
+    environment = {"env_vars": {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}}
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry, XLAStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import Scalar, ddp, end_profile, trainer, x
+from support import Scalar, ddp, end_profile, python_path, trainer, x
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_accum
@@ -99,8 +99,7 @@ if __name__ == "__main__":
 
 def run_script(*command: str, script: str = SCRIPT) -> str:
     Path("script.py").write_text(script)
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from sharded import DoublePrecision, ShardedScalar, fsdp2, needs_sharding_on_cpu, whole_parameters
-from support import Scalar, ddp, loader, trainer, x
+from support import Scalar, ddp, loader, python_path, trainer, x
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -364,7 +364,7 @@ if __name__ == "__main__":
 def script(*launcher: str, strategy: str, fault: Fault, meanwhile: Callable[[int], None] = lambda pid: None) -> End:
     """A new interpreter, in which Lightning starts the second rank, or with torchrun in front both are started."""
     Path("script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, "script.py", strategy, fault.what, json.dumps(fault.at)]
     with open("0.said", "w") as said:
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)

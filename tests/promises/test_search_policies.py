@@ -1,7 +1,7 @@
 """A search over combinations of policy arguments: each point trains as a hand-written loop does on full batches.
 
 A point is drawn from its seed, and a failure shows it. To run one again:
-``pytest -m slow -k "one_rank and seed017" tests/test_search_policies.py``.
+``pytest -m slow -k "one_rank and seed017" tests/promises/test_search_policies.py``.
 """
 
 from __future__ import annotations
