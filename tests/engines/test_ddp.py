@@ -108,7 +108,7 @@ def run_script(*command: str, script: str = SCRIPT) -> str:
 TOTAL = (1 + 1 + 2 + 3 + 5 + 7) / 6
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["accum_ddp", "accum_ddp_spawn"])
 def test_script_with_lightnings_launchers(strategy: str) -> None:
     output = run_script(sys.executable, "script.py", strategy)

@@ -397,6 +397,7 @@ def assert_failed(end: End, rank: int) -> None:
             assert note["ended_with"].startswith(TOLD.format(rank)), end
 
 
+@pytest.mark.some_cases(3)
 @strategies("ddp", "fsdp1", "fsdp2")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_raises_in_the_middle_of_a_window_ends_all_and_is_named(strategy: str, rank: int) -> None:
@@ -405,6 +406,7 @@ def test_rank_that_raises_in_the_middle_of_a_window_ends_all_and_is_named(strate
     assert end.all("step") == 1
 
 
+@pytest.mark.some_cases(3)
 @strategies("ddp", "fsdp2")
 @pytest.mark.parametrize(("where", "rank"), [("setup", 1), ("configure_optimizers", 0), ("configure_optimizers", 1)])
 def test_rank_that_raises_before_training_ends_all_and_is_named(strategy: str, where: str, rank: int) -> None:
@@ -432,6 +434,7 @@ def test_script_whose_rank_raises_ends_and_names_it(launcher: tuple[str, ...]) -
     assert re.search(r"^\[rank1\]: ValueError: boom on rank 1$", end.said[0], re.MULTILINE)
 
 
+@pytest.mark.some_cases(3)
 @strategies("ddp, forked", "fsdp2, forked")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_forked_rank_that_raises_ends_all_and_is_named(strategy: str, rank: int) -> None:
@@ -482,6 +485,7 @@ def test_time_out_of_a_rank_that_waited_is_not_taken_for_the_first_failure(messa
 # --- a loader raises ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(2)
 @strategies("ddp", "fsdp2")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_loader_that_raises_on_one_rank_ends_all_and_is_named(strategy: str, rank: int) -> None:
@@ -490,6 +494,7 @@ def test_loader_that_raises_on_one_rank_ends_all_and_is_named(strategy: str, ran
     assert end.all("step") == 1
 
 
+@pytest.mark.some_cases(3)
 @strategies("ddp", "fsdp1", "fsdp2")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_loader_of_unknown_length_that_raises_is_named_by_all_ranks(strategy: str, rank: int) -> None:
@@ -601,6 +606,7 @@ def test_sigterm_to_a_forked_rank_ends_the_process_that_forked_it_too(strategy: 
     assert "exit code 143" in end.said[0]
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize(
     ("told", "windows"),
     [({0: 1, 1: 3}, 1), ({0: 3, 1: 2}, 1), ({0: 6, 1: 1}, 1), ({0: 7, 1: 4}, 2), ({1: 11}, 3)],
@@ -610,6 +616,7 @@ def test_first_sigterm_counts_whatever_batch_the_ranks_are_at(told: dict[int, in
     assert_ended_together(ranks(partial(train, "ddp", Fault("SIGTERM", told))), windows)
 
 
+@pytest.mark.some_cases(2)
 @strategies("ddp", "fsdp2")
 @pytest.mark.parametrize("told", [(0,), (0, 1)], ids=["rank 0", "both ranks"])
 def test_sigterm_after_the_weights_were_sent_ends_all_ranks_after_the_next_window(strategy: str, told: tuple[int, ...]) -> None:
@@ -630,6 +637,7 @@ def test_sigterm_to_a_rank_that_ran_out_of_batches_ends_all_ranks_after_the_wind
     assert_ended_together(ranks(partial(train, strategy, Fault("SIGTERM", {1: 6}), by_rank)), 2, by_rank)
 
 
+@pytest.mark.some_cases(2)
 @strategies("ddp", "fsdp2")
 @pytest.mark.parametrize("told", [0, 1])
 def test_sigterm_between_micro_batches_ends_all_ranks_after_the_window(strategy: str, told: int) -> None:
@@ -665,6 +673,7 @@ def test_sigterm_in_validation_ends_all_ranks_after_the_next_window(strategy: st
     assert_ended_together(ranks(partial(train, strategy, fault, **VALIDATING, val_check_interval=interval)), windows=2)
 
 
+@pytest.mark.some_cases(2)
 @strategies("ddp", "fsdp2")
 @pytest.mark.parametrize("interval", [2, 4])
 def test_sigterm_before_a_validation_ends_all_ranks_after_the_window(strategy: str, interval: int) -> None:
@@ -752,7 +761,7 @@ def save_with(fault: Fault) -> None:
     [
         ("raises", "save", 0),
         ("raises", "saved", 1),
-        ("SIGKILL", "saved", 0),
+        pytest.param("SIGKILL", "saved", 0, marks=pytest.mark.exhaustive),
         pytest.param("SIGKILL", "save", 1, marks=pytest.mark.slow),
     ],
 )

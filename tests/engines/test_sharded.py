@@ -158,7 +158,7 @@ class LeftWhole(Dealt):
 BY_LAYER = {"auto_wrap_policy": {nn.TransformerEncoderLayer}}
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @SYNCS
 def test_fsdp1_that_the_strategy_wraps_equals_the_full_batch(sync: str) -> None:
     by_rank = dealt(5)
@@ -179,7 +179,7 @@ class OfKind(Dealt):
         self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), **self.kind)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -230,6 +230,7 @@ def test_clipped_update_of_fsdp2_equals_that_of_the_full_batch(tensor: int, devi
     assert error(run, by_hand(windows_of(by_rank))) > 1e-3
 
 
+@pytest.mark.exhaustive
 def test_update_clipped_by_value_beside_tensor_parallelism_equals_that_of_the_full_batch() -> None:
     by_rank = dealt(3)
     options = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
@@ -261,7 +262,7 @@ def test_nothing_on_one_of_two_ranks(engine: str, kind: str) -> None:
     assert error(run, by_hand(windows_of(by_rank), "adamw")) < EXACT
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @ENGINES
 def test_nothing_on_one_of_two_ranks_with_a_reduction_at_every_micro_batch(engine: str) -> None:
     by_rank = dealt(9)
@@ -328,7 +329,7 @@ class StopsInside(pl.Callback):
             trainer.should_stop = True
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @ENGINES
 def test_early_stop_inside_a_window_steps_on_what_is_there(engine: str) -> None:
     by_rank = dealt(8)
@@ -338,7 +339,7 @@ def test_early_stop_inside_a_window_steps_on_what_is_there(engine: str) -> None:
     assert torch.load("rank1.pt")["global_step"] == 2
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @SYNCS
 @ENGINES
 def test_dropped_tail_leaves_nothing_in_the_next_window(engine: str, sync: str) -> None:
@@ -348,6 +349,7 @@ def test_dropped_tail_leaves_nothing_in_the_next_window(engine: str, sync: str) 
     assert error(run, by_hand(windows_of([rank[:4] for rank in by_rank]))) < EXACT
 
 
+@pytest.mark.exhaustive
 def test_dropped_tail_leaves_nothing_where_parameters_stay_gathered() -> None:
     by_rank = dealt(5)
     policy = GradientAccumulation(3, tail="drop")
@@ -355,7 +357,7 @@ def test_dropped_tail_leaves_nothing_where_parameters_stay_gathered() -> None:
     assert error(run, by_hand(windows_of([rank[:3] for rank in by_rank], 3), "adamw")) < EXACT
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("engine", "reshard"), [("fsdp2", None), ("fsdp2", False), ("fsdp1", None)])
 def test_carried_tail_goes_on_in_the_next_epoch(engine: str, reshard: bool | None) -> None:
     by_rank = dealt(5)
@@ -399,7 +401,7 @@ def test_validation_inside_a_window_sees_the_last_step_and_changes_nothing(engin
         assert torch.load(f"losses{rank}.pt") == pytest.approx([expected[0], expected[2], expected[3], expected[5]], rel=1e-12)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @ENGINES
 def test_max_steps_counts_optimizer_steps(engine: str) -> None:
     by_rank = dealt(6)
@@ -468,7 +470,7 @@ def test_checkpoint_inside_a_window_changes_nothing(reshard: bool | None) -> Non
 # --- weights and precision --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @ENGINES
 def test_equal_weights_are_the_mean_of_the_means(engine: str) -> None:
     by_rank = dealt(3)
@@ -484,7 +486,7 @@ def test_equal_weights_are_the_mean_of_the_means(engine: str) -> None:
     assert error(run, by_hand(windows_of(by_rank))) > 1e-3
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @ENGINES
 def test_counted_tokens_equal_the_full_batch(engine: str) -> None:
     by_rank = dealt(3)
@@ -533,7 +535,7 @@ def test_low_precision_is_as_near_to_the_full_batch_in_double_as_the_full_batch_
 # --- split batches ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @SYNCS
 @ENGINES
 def test_ranks_with_different_numbers_of_micro_batches(engine: str, sync: str) -> None:
@@ -545,7 +547,7 @@ def test_ranks_with_different_numbers_of_micro_batches(engine: str, sync: str) -
     assert error(run, by_hand(windows_of(by_rank))) < EXACT
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @SYNCS
 @ENGINES
 def test_nothing_on_one_of_two_ranks_where_batches_are_split(engine: str, sync: str) -> None:
@@ -675,7 +677,7 @@ class Sizes(list):
         monkeypatch.setattr(torch.distributed, "all_reduce", noting)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @ENGINES
 def test_weights_of_a_window_are_64_bytes(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Sizes(monkeypatch)

@@ -159,7 +159,7 @@ WAYS = {
 }
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(0, 1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_process_that_imports_only_lightning_accumulates_by_its_yaml(way: str) -> None:
     Path("project.py").write_text(A_MODULE)

@@ -185,7 +185,7 @@ def test_an_attempt_that_runs_out_of_memory_leaves_nothing_in_the_sums(where: st
 
     def fitted(module: pl.LightningModule, **policy: Any) -> pl.LightningModule:
         callback = GradientAccumulation(trim_padding=False, accumulate_dtype=torch.float64, **policy)
-        trainer(callbacks=[callback], max_epochs=2).fit(module, loader(AUTO_BATCHES))
+        trainer(callbacks=[callback], max_epochs=2).fit(module, loader(AUTO_BATCHES[:3]))
         return module
 
     found = fitted(LaterLimited("adamw", where=where).float(), window=3, micro_batch="auto")
@@ -208,7 +208,7 @@ def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: dict[str, Any],
 
     policy = {"accumulate_dtype": torch.float64, **policy}
     expected = train(make, ranks, **policy)
-    for after in (1, 2, 5):
+    for after in (2, 4):
         train(make, ranks, after, ends=True, **policy)
         state = torch.load("inside.ckpt", weights_only=True)["callbacks"]["GradientAccumulation"]
         if "window" in state:

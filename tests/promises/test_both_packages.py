@@ -326,7 +326,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.exhaustive
 @both
 def test_names_work_where_lightning_is_imported_afterwards_and_the_other_is_not(family: str) -> None:
     script = f"import lightning_accum\nimport {family} as pl\n" + TRAINS.format(family=family)

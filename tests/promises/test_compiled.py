@@ -94,6 +94,7 @@ def fit(module: Any, callback: GradientAccumulation, batches: list[Any], **kwarg
 WEIGHTS: list[Any] = [(with_compiled_network, "auto"), (with_compiled_network, TokenCount()), (compiled_whole, TokenCount())]
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("compiled", "weight"), WEIGHTS)
 def test_windows_of_batches_of_many_lengths(compiled: Any, weight: Any) -> None:
     module = compiled()
@@ -144,6 +145,7 @@ class LogsAndReturnsMore(Small):
         return {"loss": loss, "tokens": (batch["labels"] != -100).sum(1)}
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_step_that_returns_more() -> None:
     module: Any = torch.compile(LogsAndReturnsMore("sgd"), backend="aot_eager")
     fit(module, GradientAccumulation(micro_batch=5, weight=TokenCount()), WHOLE)
@@ -161,7 +163,7 @@ class Logs(Small):
         return loss
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_a_compiled_step_that_logs(micro_batch: int | None) -> None:
     """Logging breaks the graph in two; still nothing is compiled anew for every batch."""

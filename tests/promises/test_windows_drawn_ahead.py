@@ -344,7 +344,7 @@ def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: dict[str, Any])
     """What was drawn ahead and not trained on comes again."""
     policy = {**policy, "weight": EACH, "module": Scored}
     expected = train_in_processes(lambda: "accum", 1, **policy)
-    for after in (1, 3, 5):
+    for after in (1, 5):
         train_in_processes(lambda: "accum", 1, after, ends=True, **policy)
         assert_goes_on(expected, train_in_processes(lambda: "accum", 1, resumes=True, **policy), f"checkpoint after {after}")
 
@@ -352,6 +352,6 @@ def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: dict[str, Any])
 def test_on_two_ranks_too() -> None:
     policy = {"window": 3, "weight": EACH, "module": Scored}
     expected = train_in_processes(ddp, 2, **policy)
-    for after in (2, 4):
+    for after in (4,):
         train_in_processes(ddp, 2, after, ends=True, **policy)
         assert_goes_on(expected, train_in_processes(ddp, 2, resumes=True, **policy), f"checkpoint after {after}")

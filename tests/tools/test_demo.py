@@ -180,6 +180,7 @@ def test_mixes_that_this_torch_cannot_run_are_left_out_and_named(
     assert "Left out, since torch shards on a CPU from 2.9 on: 2 x 4 x 4 FSDP2, 4 x 2 x 4 FSDP2." in message
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_fails_ends_the_others_and_shows_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
