@@ -134,9 +134,10 @@ class Accumulator:
             training, training.module, accumulation, training.sync, training.snapshotter, guard, accumulation.row_wise
         )
         is_window_long = policy.may_be_longer_than_one(1)
-        if policy.check and (is_window_long or training.ranks.size > 1 or micro_batch is not None):
+        is_split = policy.micro_batch is not None  # not row-wise, where the loss sees the loader's batch
+        if policy.check and (is_window_long or training.ranks.size > 1 or is_split):
             setup.begin_check(accumulation, has_loss=loss is not None)
-        warn_of_batch_norm(training.module, micro_batch is not None, is_window_long, words.rank_zero_warn)
+        warn_of_batch_norm(training.module, is_split, is_window_long, words.rank_zero_warn)
         self._passes = Passes(training, accumulation, loss, words, is_window_long, self.discard)
         training.announce = self._passes.announce
         self._running = Running(training, accumulation.row_wise)
@@ -248,7 +249,6 @@ class Accumulator:
             self._passes.end_loader_batch()
         if not has_ended:
             return False
-        self._untouched.forget()
         has_stepped, self.gradient_norm = False, None
         if not self._accumulation.is_closed_empty:
             if is_clipped:
@@ -256,6 +256,7 @@ class Accumulator:
             has_stepped = self._training.step()
         self._accumulation.after_optimizer_step(has_stepped)
         self._training.zero_grad()
+        self._untouched.keep_cleared()
         return has_stepped
 
     def _end_window(self, micro_batch: MicroBatch) -> bool:

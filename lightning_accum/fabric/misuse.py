@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from lightning_accum.user_warnings import rank_zero_warn
 
 
 class UntouchedGradients:
-    """Keeps one gradient of a window, to see whether others change it before the next backward.
+    """Keeps the gradients of a window, to see whether others change one before the next backward.
 
     Args:
         parameters: that are trained; none where their gradients are not kept by them.
@@ -18,42 +19,61 @@ class UntouchedGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._kept: tuple[nn.Parameter, Tensor, int] | None = None
+        self._kept: list[tuple[nn.Parameter, Tensor | None, int]] = []
+        self._is_between_windows = self._has_warned = False
 
     def keep(self) -> None:
         """A backward is over."""
-        self._kept = None
-        for parameter in self._parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                self._kept = (parameter, gradient, gradient._version)
-                return
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._kept = [(p, g, 0 if g is None else g._version) for p, g in zip(self._parameters, gradients, strict=True)]
+        self._is_between_windows = False
+
+    def keep_cleared(self) -> None:
+        """A window has ended, and its gradients were cleared."""
+        self.keep()
+        self._is_between_windows = True
 
     def forget(self) -> None:
-        """The window has ended, or was dropped."""
-        self._kept = None
+        """The window was dropped."""
+        self._kept = []
 
     def refuse_changes(self) -> None:
-        """Look at it again.
+        """Look at them again.
 
         Raises:
-            RuntimeError: it was cleared or changed.
+            RuntimeError: one was cleared or changed inside of a window.
         """
-        if self._kept is None:
-            return
-        parameter, gradient, version = self._kept
-        if parameter.grad is not gradient or gradient._version != version:
+        for parameter, gradient, version in self._kept:
+            now = parameter.grad
+            if now is gradient and (now is None or now._version == version):
+                continue
+            if self._is_between_windows:
+                self._warn_of_foreign(now)
+                continue
             raise RuntimeError(
-                "The gradients were cleared or changed inside of a window. Leave optimizer.zero_grad(), and clipping, out of the"
-                " loop: accumulator.step(clip_norm=...) does both where a window ends."
+                "The gradients were cleared or changed inside of a window. Leave optimizer.zero_grad(), clipping, and backward"
+                " calls of other losses out of the loop: accumulator.step(clip_norm=...) clears and clips where a window ends,"
+                " and accumulator.backward(loss_a + loss_b) takes all losses of a micro-batch."
             )
+
+    def _warn_of_foreign(self, gradient: Tensor | None) -> None:
+        """A gradient that a window is about to begin with, and that none of its own backwards has made."""
+        if gradient is None or self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            "There are gradients that accumulator.backward did not make, and the first accumulator.backward of a window clears them."
+            " If a loss of the loop is to be trained on, add it to that of its micro-batch: accumulator.backward(loss_a + loss_b)."
+        )
 
 
 def warn_of_division(loss: Tensor, size: float) -> None:
     """A loop that was written for accumulation divides its loss by the size of the window."""
     node = loss.grad_fn
-    divisor = getattr(node, "_saved_other", None) if type(node).__name__ == "DivBackward0" else None
-    if isinstance(divisor, Tensor) and divisor.numel() == 1 and 1 < size == float(divisor):
+    saved = getattr(node, "_saved_other", None)
+    number = float(saved) if isinstance(saved, Tensor) and saved.numel() == 1 else 0.0
+    divisors = {"DivBackward0": number, "MulBackward0": 1 / number if number else 0.0}
+    if size > 1 and math.isclose(size, divisors.get(type(node).__name__, 0.0), rel_tol=1e-6):
         rank_zero_warn(
             f"The loss is divided by {size:g}, which is the size of the window. accumulator.backward(loss) divides by what the"
             " window comes to; with this, gradients are that much smaller than the full batch's. Leave the division out."

@@ -520,13 +520,65 @@ def test_a_loop_that_still_clips_or_steps_by_itself_is_an_error() -> None:
         misused(stepping)
 
 
-def test_a_loop_that_still_divides_its_loss_is_warned() -> None:
+@pytest.mark.parametrize("divide", [lambda loss: loss / 2, lambda loss: loss * (1 / 2)], ids=["/ 2", "* (1 / 2)"])
+def test_a_loop_that_still_divides_its_loss_is_warned(divide: Callable[[Tensor], Tensor]) -> None:
     def dividing(accumulator: Accumulator, model: nn.Module, optimizer: Any, batch: Tensor, number: int) -> None:
-        accumulator.backward(model(batch).mean() / 2)
+        accumulator.backward(divide(model(batch).mean()))
         accumulator.step()
 
     with pytest.warns(UserWarning, match="divided by 2, which is the size of the window"):
         misused(dividing)
+
+
+def test_a_backward_of_another_loss_inside_of_a_window_is_an_error_whatever_parameter_it_reaches() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    accumulator = Accumulator(None, model, torch.optim.SGD(model.parameters(), lr=0.1), 2, log=False)
+    with pytest.raises(RuntimeError, match="backward calls of other losses"):
+        for batch in accumulator([torch.ones(3, 2)] * 2):
+            model[1].weight.square().sum().backward()
+            accumulator.backward(model(batch).mean())
+            accumulator.step()
+
+
+def test_a_backward_of_another_loss_before_that_of_a_window_of_one_is_warned_of() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    accumulator = Accumulator(None, model, torch.optim.SGD(model.parameters(), lr=0.1), log=False)
+    with pytest.warns(UserWarning, match="gradients that accumulator.backward did not make"):
+        for batch in accumulator([torch.ones(3, 2)] * 2):
+            model[1].weight.square().sum().backward()
+            accumulator.backward(model(batch).mean())
+            accumulator.step()
+
+
+def test_a_loss_that_sees_the_whole_batch_needs_no_check_and_no_warning_of_layers_that_do() -> None:
+    class Contrastive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.norm = nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.norm(self.encoder(rows))
+
+    def contrastive(model: Any, rows: Tensor) -> Tensor:
+        embeddings = F.normalize(model(rows))
+        return F.cross_entropy(embeddings @ embeddings.T, torch.arange(len(rows)))
+
+    torch.manual_seed(3)
+    batches, models = [torch.randn(n, 3, dtype=torch.float64) for n in (7, 4, 9)], [Contrastive().double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arguments = {"micro_batch": 2, "row_wise": "encoder", "loss_of": contrastive, "log": False}
+        accumulator = Accumulator(None, models[0], optimizers[0], **arguments)
+        for batch in accumulator(batches):
+            accumulator.backward(contrastive(models[0], batch))
+            accumulator.step()
+    for batch in batches:
+        optimizers[1].zero_grad()
+        contrastive(models[1], batch).backward()
+        optimizers[1].step()
+    assert relative_error(models[0].parameters(), models[1].parameters()) < 1e-12
 
 
 def test_a_backward_that_failed_leaves_no_gradient_that_is_trained_on() -> None:
