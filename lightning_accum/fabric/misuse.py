@@ -62,8 +62,9 @@ class UntouchedGradients:
             return
         self._has_warned = True
         rank_zero_warn(
-            "There are gradients that accumulator.backward did not make, and the first accumulator.backward of a window clears them."
-            " If a loss of the loop is to be trained on, add it to that of its micro-batch: accumulator.backward(loss_a + loss_b)."
+            "There are gradients that accumulator.backward did not make, and the first accumulator.backward of a window clears"
+            " them. If a loss of the loop is to be trained on, add it to that of its micro-batch:"
+            " accumulator.backward(loss_a + loss_b)."
         )
 
 
