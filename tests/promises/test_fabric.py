@@ -530,24 +530,24 @@ def test_a_loop_that_still_divides_its_loss_is_warned(divide: Callable[[Tensor],
         misused(dividing)
 
 
-def test_a_backward_of_another_loss_inside_of_a_window_is_an_error_whatever_parameter_it_reaches() -> None:
+def with_a_penalty_apart(window: int) -> None:
+    """A loop with a backward of its own for a loss of one parameter, the last."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    accumulator = Accumulator(None, model, torch.optim.SGD(model.parameters(), lr=0.1), 2, log=False)
+    accumulator = Accumulator(None, model, torch.optim.SGD(model.parameters(), lr=0.1), window, log=False)
+    for batch in accumulator([torch.ones(3, 2)] * 2):
+        model[1].weight.square().sum().backward()
+        accumulator.backward(model(batch).mean())
+        accumulator.step()
+
+
+def test_a_backward_of_another_loss_inside_of_a_window_is_an_error_whatever_parameter_it_reaches() -> None:
     with pytest.raises(RuntimeError, match="backward calls of other losses"):
-        for batch in accumulator([torch.ones(3, 2)] * 2):
-            model[1].weight.square().sum().backward()
-            accumulator.backward(model(batch).mean())
-            accumulator.step()
+        with_a_penalty_apart(window=2)
 
 
 def test_a_backward_of_another_loss_before_that_of_a_window_of_one_is_warned_of() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    accumulator = Accumulator(None, model, torch.optim.SGD(model.parameters(), lr=0.1), log=False)
     with pytest.warns(UserWarning, match="gradients that accumulator.backward did not make"):
-        for batch in accumulator([torch.ones(3, 2)] * 2):
-            model[1].weight.square().sum().backward()
-            accumulator.backward(model(batch).mean())
-            accumulator.step()
+        with_a_penalty_apart(window=1)
 
 
 def test_a_loss_that_sees_the_whole_batch_needs_no_check_and_no_warning_of_layers_that_do() -> None:
