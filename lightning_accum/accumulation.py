@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
-from lightning_accum.parameter_changes import ParameterChanges
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
@@ -103,8 +102,6 @@ class Accumulation(Windows):
         """The loader batches that it has looked at, each with few rows; None for others. Until it ends."""
         self._was_checked = False
         """It was made before the checkpoint that training goes on from, with the same weight."""
-        self.changes = ParameterChanges(warn if policy.check else None)
-        """Finds parameters that change inside a window."""
 
     @property
     def sums(self) -> MainGradients | None:
@@ -119,7 +116,6 @@ class Accumulation(Windows):
     @override
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)
-        self.changes.begin_epoch()
         if self.splitting is not None:
             self.splitting.planner.prove_again()
 

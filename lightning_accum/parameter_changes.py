@@ -16,6 +16,13 @@ _SAMPLED = 256
 """Elements of a parameter that are compared."""
 
 
+IN_OPTIMIZER_STEP = (
+    "in the module's optimizer_step, after super().optimizer_step(...); or in the same hook of batches, where a window is one"
+    " loader batch that is split (micro_batch=)"
+)
+"""Where a module whose optimizer the Trainer steps does what is to run once a window."""
+
+
 class _Sample(NamedTuple):
     name: str
     tensor: Tensor
@@ -31,6 +38,7 @@ class ParameterChanges:
 
     Args:
         warn: takes a warning; None to compare nothing.
+        once_a_window: where a module does what is to run once a window, in words.
 
     Example:
         >>> module, changes = nn.Linear(1, 1, bias=False), ParameterChanges(print)
@@ -40,8 +48,9 @@ class ParameterChanges:
         The parameter 'weight' changes between the micro-batches of a window (by 0.5 of its size in ...
     """
 
-    def __init__(self, warn: Callable[[str], None] | None) -> None:
+    def __init__(self, warn: Callable[[str], None] | None, once_a_window: str = IN_OPTIMIZER_STEP) -> None:
         self._warn = warn
+        self._once_a_window = once_a_window
         self._windows_left = _WINDOWS
         self._before: list[_Sample] = []
         self.is_due = warn is not None
@@ -76,19 +85,22 @@ class ParameterChanges:
             if difference > 16 * torch.finfo(sample.tensor.dtype).eps * size:
                 changed[sample.name] = difference / size
         if changed:
-            self._warn(_message(changed))
-            self._warn, self.is_due = None, False
+            self._warn(_message(changed, self._once_a_window))
+            self.stop()
+
+    def stop(self) -> None:
+        """Compare nothing more: there was a warning."""
+        self._warn, self._before, self.is_due, self.is_under_way = None, [], False, False
 
 
-def _message(changed: dict[str, float]) -> str:
+def _message(changed: dict[str, float], once_a_window: str) -> str:
     first, *others = changed
     more = f" and {len(others)} more change" if others else " changes"
     size = f"by {'up to ' * bool(others)}{max(changed.values()):.1g} of {'their' if others else 'its'} size in this one"
     return (
         f"The parameter{'s' * bool(others)} '{first}'{more} between the micro-batches of a window ({size}): all but the first see"
         " others than the full batch would. What changes them (a moving average, a copy, a normalisation) is to run once a window:"
-        " in the module's optimizer_step, after super().optimizer_step(...); or in the same hook of batches, where a window is one"
-        " loader batch that is split (micro_batch=)."
+        f" {once_a_window}."
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_accum.boundary import Boundary, StepClock
 from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
 from lightning_accum.checkpointing.resume import PartialWindow, gather_loss, restore_loss
+from lightning_accum.parameter_changes import IN_OPTIMIZER_STEP, ParameterChanges
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.window_loss import WindowLoss
@@ -38,11 +39,14 @@ class Windows(ABC):
         policy: what was asked for.
         ranks: those whose gradients are averaged by their reduction, and the device of this one.
         warn: takes a warning to be seen once, on rank zero.
+        once_a_window: where a module does what is to run once a window, in words.
     """
 
-    def __init__(self, policy: Policy, ranks: Ranks, warn: Callable[[str], None]) -> None:
+    def __init__(self, policy: Policy, ranks: Ranks, warn: Callable[[str], None], once_a_window: str = IN_OPTIMIZER_STEP) -> None:
         self.policy = policy
         self.ranks = ranks
+        self.changes = ParameterChanges(warn if policy.check else None, once_a_window)
+        """Finds parameters that change inside a window."""
         self.boundary = Boundary(policy.tail)
         self.clock = StepClock(policy.scheduler_counts)
         self._done = (0, 0)
@@ -80,6 +84,7 @@ class Windows(ABC):
     def begin_epoch(self, epoch: int) -> None:
         """An epoch begins, or goes on after a checkpoint."""
         self.epoch = epoch
+        self.changes.begin_epoch()
 
     @abstractmethod
     def end_loader_batch(self, seen: int) -> None:

@@ -63,8 +63,15 @@ class ManualOptimization:
     """
 
     def __init__(self, strategy: ManualEngine, policy: Policy, ranks: Ranks, warn: Callable[[str], None]) -> None:
+        assert strategy.lightning_module is not None
         self.windows = ManualWindows(
-            policy, ranks, strategy.parameters, warn, strategy.loss_scale, strategy.reduces_every_backward_by_itself
+            policy,
+            ranks,
+            strategy.lightning_module,
+            strategy.parameters,
+            warn,
+            strategy.loss_scale,
+            strategy.reduces_every_backward_by_itself,
         )
         self._strategy = strategy
         self._is_stepping = self._is_announced = False

@@ -9,7 +9,7 @@ on with that: clipping, ``step``, ``zero_grad``, in its order. Before the bounda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +74,7 @@ class ManualWindows(Windows):
     Args:
         policy: what was asked for.
         ranks: those whose gradients are averaged, and the device of this one.
+        module: that is trained.
         parameters: gives all that may get a gradient.
         warn: takes a warning to be seen once, on rank zero.
         loss_scale: what a GradScaler multiplies losses by at the moment.
@@ -84,17 +85,19 @@ class ManualWindows(Windows):
         self,
         policy: Policy,
         ranks: Ranks,
+        module: nn.Module,
         parameters: Callable[[], list[nn.Parameter]],
         warn: Callable[[str], None],
         loss_scale: Callable[[], float] = lambda: 1.0,
         reduces_by_itself: bool = False,
     ) -> None:
-        super().__init__(policy, ranks, warn)
+        super().__init__(policy, ranks, warn, "where trainer.global_step has grown")
         self.calls: list[Call] = []
         self.current = ManualMicroBatch()
         """None of the data, between loader batches."""
         self.closed: list[ClosedWindow] = []
         """The window of each call, at the last boundary."""
+        self._module = module
         self._parameters = parameters
         self._loss_scale = loss_scale
         self._reduces_by_itself = reduces_by_itself
@@ -102,6 +105,8 @@ class ManualWindows(Windows):
         """Those of the window."""
         self._steps_of_first: list[str] | None = None
         """What the first micro-batch of the window stepped."""
+        self._calls_of_first = 0
+        """How many backward calls it made."""
 
     @property
     @override
@@ -142,6 +147,8 @@ class ManualWindows(Windows):
                 " window differs from its full batch. To be exact, call step after the last backward, or have the loader yield"
                 ' batches as large as the window: GradientAccumulation(micro_batch="offload") runs one whole.'
             )
+        if not current.next_call:
+            self._look_for_changes()
         call = self._call(current.next_call)
         current.next_call += 1
         call.micro_batches += 1
@@ -162,6 +169,16 @@ class ManualWindows(Windows):
             result = run(loss)
         self._take_gradients(call, factor, before)
         return result
+
+    def _look_for_changes(self) -> None:
+        """Compare the parameters that the last micro-batch of a window has run forward with to those of its first."""
+        if self._reduces_by_itself:  # they are others between forward and backward
+            return
+        if self.changes.is_under_way and not self.current.defers_steps:
+            if not self.current.stepped:
+                self.changes.end(self._micro_batches_begun)
+        elif self.changes.is_due and self._micro_batches_begun == 1 and self.current.defers_steps:
+            self.changes.begin(self._module)
 
     def _take_gradients(self, call: Call, factor: float | Tensor, before: dict[nn.Parameter, Tensor]) -> None:
         """Add up what a call gave to the gradients, times ``factor``; and add it to what was there ``before``."""
@@ -198,24 +215,25 @@ class ManualWindows(Windows):
         current = self.current
         current.is_running, is_boundary = False, not current.defers_steps
         if not is_boundary and current.versions != [p._version for p in self._parameters()]:
+            self.changes.stop()
             self.warn_once(
                 "training_step changes parameters by itself in a micro-batch whose steps wait (a moving average, a target network,"
                 " an optimizer with steps of other names): that happens in every micro-batch, where it would happen once for the"
                 " full batch. Do it where trainer.global_step has grown."
             )
         if self._steps_of_first is None:
-            self._steps_of_first = current.stepped
+            self._steps_of_first, self._calls_of_first = list(current.stepped), current.next_call
         if current.stepped != self._steps_of_first and current.next_call:
             self.warn_once(
-                f"training_step stepped {current.stepped or 'nothing'} in the last micro-batch of a window, and"
-                f" {self._steps_of_first or 'nothing'} in its first. Only what the last one steps is stepped; does it depend on"
+                f"training_step stepped {_listed(current.stepped)} in a micro-batch of a window, and"
+                f" {_listed(self._steps_of_first)} in the first. Only what the last one steps is stepped; does it depend on"
                 " batch_idx, on what the loss is, or does the module accumulate by itself?"
             )
-        if any(call.micro_batches != self._micro_batches_begun for call in self.calls):
+        if current.next_call != self._calls_of_first:
             self.warn_once(
-                f"training_step called manual_backward {len(self.calls)} times in some of the {self._micro_batches_begun}"
-                f" micro-batches of a window, and {current.next_call} times in another. A window equals its full batch only where"
-                " all do the same; does it depend on batch_idx?"
+                f"training_step called manual_backward {self._calls_of_first} times in the first micro-batch of a window, and"
+                f" {current.next_call} times in another: the first calls of all belong together, then the second ones. A window"
+                " equals its full batch only where all make the same; does it depend on batch_idx, or return early?"
             )
         self.end_loader_batch(seen)
         if is_boundary:
@@ -299,3 +317,7 @@ class ManualWindows(Windows):
                 " and optimizer state stay as they are."
             )
         return not is_empty
+
+
+def _listed(stepped: Sequence[str]) -> str:
+    return ", ".join(stepped) or "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import warnings
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_accum import GradientAccumulation
+from lightning_accum.user_warnings import AccumulationWarning
 
 F64 = torch.float64
 
@@ -451,7 +453,7 @@ def test_a_loader_batch_without_a_backward_has_no_weight() -> None:
     by_rank = draw(GAN, 1)
     empty = [torch.zeros(0, 2, dtype=F64), torch.zeros(0, 3, dtype=F64)]
     module = Skips([[by_rank[0][0], empty, by_rank[0][1], None, by_rank[0][2]]])
-    with pytest.warns(UserWarning, match="called manual_backward 3 times in some"):
+    with pytest.warns(UserWarning, match="called manual_backward 3 times in the first micro-batch of a window, and 0 times"):
         fitted(module, size=5)
     expected = own_run(GAN, [by_rank[0][:3]])
     assert relative_error(module.parameters(), expected.parameters()) < 1e-12
@@ -753,9 +755,41 @@ class AfterTheBatch(GAN):
         self.optimizers()[0].step()
 
 
+class Follows(GAN):
+    """A moving average in a hook, written through ``.data``, which counts no changes."""
+
+    def build(self) -> None:
+        super().build()
+        self.average = copy.deepcopy(self.generator).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for mine, its in zip(self.average.parameters(), self.generator.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(its.data, alpha=0.1)
+
+
+class StepsInHook(GAN):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.generator(batch[1]).square().mean())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer = self.optimizers()[0]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_step_in_a_hook_after_the_batch_is_that_of_the_window_and_not_warned_of() -> None:
+    by_rank = draw(GAN, 1)
+    module = StepsInHook(by_rank)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=AccumulationWarning)
+        fitted(module, size=3)
+    assert relative_error(module.parameters(), own_run(StepsInHook, by_rank, 3).parameters()) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (Follows, "'average.0.weight' and 3 more change between the micro-batches .* once a window: where trainer.global_step"),
         (Averages, "changes parameters by itself in a micro-batch whose steps wait"),
         (Alternates, "Only what the last one steps is stepped"),
         (Direct, "no micro-batch of the window has called self.manual_backward"),
