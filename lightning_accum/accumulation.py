@@ -25,8 +25,9 @@ from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, Terms
 from lightning_accum.weighing.verdict import Verdict
 from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.whole.row_wise import RowWise
-from lightning_accum.window import ClosedWindow, Window
+from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss
+from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
 

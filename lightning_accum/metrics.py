@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.loops import trainer_state
-from lightning_accum.window import ClosedWindow
+from lightning_accum.window_totals import ClosedWindow
 
 _NOTHING: Mapping[str, Tensor | float] = MappingProxyType({})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,56 +20,25 @@ from torch.distributed.tensor import DTensor
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
-from lightning_accum.weighing.weight import Contribution, Kind, are_mixed
+from lightning_accum.weighing.weight import Contribution, Kind
+from lightning_accum.window_agreement import function_of_window, kinds_of_ranks
 from lightning_accum.window_totals import (
+    FLAG,
+    HAS_FUNCTION,
+    HAS_NEW_KIND,
+    IS_LAST,
     NUMBERS,
+    ClosedWindow,
+    Totals,
+    are_some_zeroed,
+    as_one_number,
     has_weight,
     kinds_of,
     number_with_weight,
-    sum_of_constants,
     sum_on_device,
     sum_on_host,
     tensor_of,
 )
-
-_MOST_RANKS = 2.0**13
-"""Four flags are in one number, and those of so many ranks do not run into each other."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedWindow:
-    """A window that has ended, over all ranks.
-
-    Attributes:
-        loss: the loss that the full batch would have had: the weighted mean, or the sum for a loss that is a sum.
-        weight: the sum of the weights; 1 for a loss that is a sum, however many micro-batches it was added up from.
-        micro_batches: micro-batches with a loss.
-        is_empty: nothing had any weight, so there is no gradient to step on.
-        do_terms_disagree: the terms of the loss have denominators that are not proportional.
-        do_factors_differ: a constant that the loss is multiplied or divided by is not the same in all micro-batches.
-        is_miscounted: what was counted ahead for the terms of the loss is not what its micro-batches had.
-        is_flagged: a rank had raised its :attr:`Window.flag`.
-        is_last: a rank had raised its :attr:`Window.is_last`.
-        left_out: micro-batches that were not finite, and are in none of the above.
-        slope: what the gradient of a mean was multiplied by, where the loss is a function of it.
-    """
-
-    loss: Tensor | float
-    weight: Tensor | float
-    micro_batches: int
-    is_empty: bool = False
-    do_terms_disagree: bool = False
-    do_factors_differ: bool = False
-    is_miscounted: bool = False
-    is_flagged: bool = False
-    is_last: bool = False
-    left_out: int = 0
-    slope: float = 1.0
-
-    @property
-    def is_doubtful(self) -> bool:
-        """What was weighed says that its gradient may not be the full batch's."""
-        return self.do_terms_disagree or self.do_factors_differ or self.is_miscounted
 
 
 class Window:
@@ -320,121 +289,57 @@ class Window:
         if self._reduction is not None:
             self._reduction.wait()
         # the one copy to the host
-        totals = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
-        weight, loss, negative, terms, spread, micro_batches, sums, flags = totals[:NUMBERS]
-        left_out = totals[NUMBERS] if self._counts_left_out else 0.0
-        are_exact = self.terms is not None and self.terms.are_exact(totals[self._numbers :], weight)
+        numbers = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
+        totals = Totals(*numbers[:NUMBERS])
+        left_out = int(numbers[NUMBERS]) if self._counts_left_out else 0
+        are_exact = self.terms is not None and self.terms.are_exact(numbers[self._numbers :], totals.weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
         kinds, contributions = kinds_of(self._contributions), self._contributions
-        zeroed = [one for one in contributions if one.is_zeroed and not has_weight(one)]
-        is_some_zeroed = bool(zeroed) and not {(c.kind, c.form) for c in contributions if has_weight(c)}.isdisjoint(
-            (one.kind, one.form) for one in zeroed
-        )
-        if self._world_size > 1 and flags % _MOST_RANKS**3 >= _MOST_RANKS**2:
-            kinds = self._agree_on_kinds(kinds)
-        is_function = self._function is not None if self._world_size == 1 else flags >= _MOST_RANKS**3
-        own_function = None
-        if is_function:
-            own_function = (any(map(has_weight, self._contributions)), self._function, sum_of_constants(self._contributions))
-        flags %= _MOST_RANKS**2
-        total = self._total(totals)
+        if self._world_size > 1 and totals.has_flag(HAS_NEW_KIND):
+            kinds = self._agreed = kinds_of_ranks(kinds, self._world_size, self._group)
+        is_function = self._function is not None if self._world_size == 1 else totals.has_flag(HAS_FUNCTION)
+        function, weight, is_sum = self._function, self._total(numbers), bool(totals.sums)
         self.discard()
-        told: dict[str, Any] = {
-            "is_flagged": flags % _MOST_RANKS > 0,
-            "is_last": flags >= _MOST_RANKS,
-            "left_out": int(left_out),
-        }
-        if negative or not math.isfinite(weight):
-            raise ValueError(
-                f"Of the weights of the window's {micro_batches:.0f} micro-batches some are negative, infinite or NaN (their sum is"
-                f" {weight:g}). A weight is the denominator of a mean loss; see the `weight` argument of GradientAccumulation."
-            )
-        if are_mixed(kinds):
-            found = " and ".join(f"by {kind}" for kind in dict.fromkeys(map(str, kinds)))
-            raise ValueError(
-                f"The losses of one window are divided {found}. What is counted has to be the same in all of its micro-batches."
-                " Say what to weigh them by: GradientAccumulation(weight=SampleCount()), or any function of the batch."
-            )
-        if sums and weight:
-            raise ValueError(
-                f"In {sums:.0f} of the window's {micro_batches:.0f} micro-batches the loss is a sum, in the others it is a mean:"
-                " they cannot be added up. Return one kind of loss from training_step."
-            )
-        # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n (of a sum, n is 1)
-        excess = spread * (sums or weight) / terms**2 - 1 if terms else 0.0
-        disagree = not are_exact and excess > (1e-10 if self.dtype == torch.float64 else 1e-6)
-        if sums and disagree:
-            raise ValueError(
-                "The loss is a sum that is multiplied by another factor in each micro-batch of the window, as by one over a count:"
-                " sums are added up as they are. Divide the sum by its count, so that the count is seen, or pass the weight."
-            )
-        if weight == 0 and not sums:
-            return ClosedWindow(math.nan, 0.0, int(micro_batches), is_empty=True, **told)
-        weight = total
-        loss, slope = loss if sums else loss / weight, 1.0
-        if own_function is not None:
-            loss, slope = self._apply_function(*own_function, loss, micro_batches if sums else weight)
-            told["slope"] = slope
-        if sums:
-            if (factor := self._world_size * slope) != 1.0:
-                _scale(gradients, factor)
-            return ClosedWindow(loss, 1.0, int(micro_batches), **told)
+        totals.check(kinds)
+        disagree = not are_exact and totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
+        closed = ClosedWindow(
+            math.nan,
+            0.0,
+            int(totals.micro_batches),
+            is_flagged=totals.has_flag(FLAG),
+            is_last=totals.has_flag(IS_LAST),
+            left_out=left_out,
+        )
+        if totals.weight == 0 and not is_sum:
+            return replace(closed, is_empty=True)
+        loss, slope = totals.loss if is_sum else totals.loss / weight, 1.0
+        if is_function:
+            size = totals.micro_batches if is_sum else weight
+            loss, slope = function_of_window(function, contributions, loss, size, self._tensor_of, self._world_size, self._group)
+        if is_sum:
+            _scale(gradients, self._world_size * slope)
+            return replace(closed, loss=loss, weight=1.0, slope=slope)
         assert self._weight_scale is not None
-        if (factor := self._world_size * self._weight_scale / weight * slope) != 1.0:
-            _scale(gradients, factor)
+        _scale(gradients, self._world_size * self._weight_scale / weight * slope)
         of_a_rank = weight / self._world_size
         is_next = self._is_on_host and _is_power_of_two(of_a_rank)
-        self._weight_scale = of_a_rank if is_next else _power_of_two_near(weight / micro_batches)
+        self._weight_scale = of_a_rank if is_next else _power_of_two_near(weight / totals.micro_batches)
         disagree = disagree and not is_miscounted
         has_others = disagree and any(contribution.others for contribution in contributions)
-        told = {
-            **told,
-            "do_terms_disagree": disagree and has_others,
-            "do_factors_differ": is_some_zeroed or (disagree and not has_others),
-        }
-        told["is_miscounted"] = is_miscounted
-        return ClosedWindow(loss, weight, int(micro_batches), **told)
-
-    def _apply_function(
-        self, is_known: bool, function: FunctionOfMean | None, constants: Denominator, mean: float, size: float
-    ) -> tuple[float, float]:
-        """The loss of a window that is a function of its mean, and the slope of that. Called on all ranks.
-
-        Args:
-            is_known: this rank has a micro-batch with a weight, and so
-            function: what the loss is.
-            constants: the sum of what was added to it.
-            mean: of the window.
-            size: its weight, or its micro-batches where the loss is a function of a sum.
-        """
-        value, slope = (mean, 1.0) if function is None else function.at(mean)
-        if self._world_size == 1:
-            return value + float(constants) / size, slope
-        own = self._tensor_of([float(is_known), value, slope, constants])
-        of_ranks = [torch.empty_like(own) for _ in range(self._world_size)]
-        dist.all_gather(of_ranks, own, group=self._group)
-        numbers = torch.stack(of_ranks).tolist()
-        (value, slope), *others = [(value, slope) for is_known, value, slope, _ in numbers if is_known]
-        if any(other != slope and not (math.isnan(other) and math.isnan(slope)) for _, other in others):
-            raise ValueError(
-                "The loss is another function of its mean on one rank than on another, so that together they are no function of a"
-                " mean over all of the window. Have training_step compute the same on all ranks."
-            )
-        return value + sum(constant for *_, constant in numbers) / size, slope
-
-    def _agree_on_kinds(self, own: dict[Kind, None]) -> dict[Kind, None]:
-        """Those of all ranks, of which one has another than in the windows before. Called on all."""
-        of_ranks: list[Any] = [None] * self._world_size
-        dist.all_gather_object(of_ranks, list(own), group=self._group)
-        self._agreed = {kind: None for kinds in of_ranks for kind in kinds}
-        return self._agreed
+        return replace(
+            closed,
+            loss=loss,
+            weight=weight,
+            do_terms_disagree=disagree and has_others,
+            do_factors_differ=are_some_zeroed(contributions) or (disagree and not has_others),
+            is_miscounted=is_miscounted,
+            slope=slope,
+        )
 
     def _flags(self) -> list[float]:
-        flags = float(self.flag) + _MOST_RANKS * self.is_last
-        if self._world_size > 1 and not kinds_of(self._contributions).keys() <= self._agreed.keys():
-            flags += _MOST_RANKS**2
-        if self._world_size > 1 and self._function is not None:
-            flags += _MOST_RANKS**3
+        has_ranks = self._world_size > 1
+        has_new_kind = has_ranks and not kinds_of(self._contributions).keys() <= self._agreed.keys()
+        flags = as_one_number(self.flag, self.is_last, has_new_kind, has_ranks and self._function is not None)
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
@@ -455,12 +360,14 @@ def _is_power_of_two(number: float) -> bool:
     return math.frexp(number)[0] == 0.5
 
 
-@torch.no_grad()
 def _scale(gradients: Sequence[Tensor], factor: float) -> None:
+    if factor == 1.0:
+        return
     gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
-    if dense:
-        torch._foreach_mul_(dense, factor)
-    for gradient in gradients:
-        if gradient.layout != torch.strided:
-            gradient.mul_(factor)
+    with torch.no_grad():
+        if dense:
+            torch._foreach_mul_(dense, factor)
+        for gradient in gradients:
+            if gradient.layout != torch.strided:
+                gradient.mul_(factor)

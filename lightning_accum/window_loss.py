@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from lightning_accum.main_gradients import GradientSums
 from lightning_accum.weighing.weight import Weigher
-from lightning_accum.window import ClosedWindow, Window
+from lightning_accum.window import Window
+from lightning_accum.window_totals import ClosedWindow
 
 
 @dataclass

@@ -1,22 +1,143 @@
-"""The numbers of a rank's micro-batches that are summed over the ranks at the end of a window, in 64 bytes of float64.
+"""The numbers of a rank's micro-batches that are summed over the ranks at the end of a window, in 64 bytes of float64, and what
+they say of it.
 
-There are eight: the sums of n, of l*n (of l, for losses that are sums), of n < 0, of d and d^2/n, where d are the denominators of
-other terms and n times a number that stands for constant factors; micro-batches; those with a sum; the flags. And, where some may
-be, the micro-batches that were left out.
+There are the eight of :class:`Totals`; and, where some may be, the micro-batches that were left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_accum.weighing.denominator import Denominator
-from lightning_accum.weighing.weight import Contribution, Kind
+from lightning_accum.weighing.weight import Contribution, Kind, are_mixed
 
-NUMBERS = 8
+
+@dataclass(frozen=True, slots=True)
+class ClosedWindow:
+    """A window that has ended, over all ranks.
+
+    Attributes:
+        loss: the loss that the full batch would have had: the weighted mean, or the sum for a loss that is a sum.
+        weight: the sum of the weights; 1 for a loss that is a sum, however many micro-batches it was added up from.
+        micro_batches: micro-batches with a loss.
+        is_empty: nothing had any weight, so there is no gradient to step on.
+        do_terms_disagree: the terms of the loss have denominators that are not proportional.
+        do_factors_differ: a constant that the loss is multiplied or divided by is not the same in all micro-batches.
+        is_miscounted: what was counted ahead for the terms of the loss is not what its micro-batches had.
+        is_flagged: a rank had raised its :attr:`Window.flag`.
+        is_last: a rank had raised its :attr:`Window.is_last`.
+        left_out: micro-batches that were not finite, and are in none of the above.
+        slope: what the gradient of a mean was multiplied by, where the loss is a function of it.
+    """
+
+    loss: Tensor | float
+    weight: Tensor | float
+    micro_batches: int
+    is_empty: bool = False
+    do_terms_disagree: bool = False
+    do_factors_differ: bool = False
+    is_miscounted: bool = False
+    is_flagged: bool = False
+    is_last: bool = False
+    left_out: int = 0
+    slope: float = 1.0
+
+    @property
+    def is_doubtful(self) -> bool:
+        """What was weighed says that its gradient may not be the full batch's."""
+        return self.do_terms_disagree or self.do_factors_differ or self.is_miscounted
+
+
+class Totals(NamedTuple):
+    """The numbers of a window, summed over its micro-batches and ranks.
+
+    Attributes:
+        weight: of n.
+        loss: of l * n, or of l for losses that are sums.
+        negative: weights below 0.
+        terms: of d, the denominators of other terms and n times a number that stands for constant factors.
+        spread: of d^2 / n, where n is 1 for a sum.
+        micro_batches: those with a loss.
+        sums: those whose loss is a sum.
+        flags: see :func:`as_one_number`.
+    """
+
+    weight: float
+    loss: float
+    negative: float
+    terms: float
+    spread: float
+    micro_batches: float
+    sums: float
+    flags: float
+
+    def has_flag(self, place: int) -> bool:
+        """Whether any rank has raised the flag with this place among those of :func:`as_one_number`."""
+        return self.flags // _MOST_RANKS**place % _MOST_RANKS > 0
+
+    def check(self, kinds: Collection[Kind]) -> None:
+        """Refuse what does not add up to a full batch.
+
+        Args:
+            kinds: what the losses of all ranks were divided by.
+
+        Raises:
+            ValueError: a weight is negative or NaN, or of another kind than others, or there are means and sums.
+        """
+        if self.negative or not math.isfinite(self.weight):
+            raise ValueError(
+                f"Of the weights of the window's {self.micro_batches:.0f} micro-batches some are negative, infinite or NaN (their"
+                f" sum is {self.weight:g}). A weight is the denominator of a mean loss; see the `weight` argument of"
+                " GradientAccumulation."
+            )
+        if are_mixed(kinds):
+            found = " and ".join(f"by {kind}" for kind in dict.fromkeys(map(str, kinds)))
+            raise ValueError(
+                f"The losses of one window are divided {found}. What is counted has to be the same in all of its micro-batches."
+                " Say what to weigh them by: GradientAccumulation(weight=SampleCount()), or any function of the batch."
+            )
+        if self.sums and self.weight:
+            raise ValueError(
+                f"In {self.sums:.0f} of the window's {self.micro_batches:.0f} micro-batches the loss is a sum, in the others it is"
+                " a mean: they cannot be added up. Return one kind of loss from training_step."
+            )
+
+    def do_terms_disagree(self, rounding: float) -> bool:
+        """Whether d is not proportional to n, by more than ``rounding``, relative to what it would be.
+
+        Raises:
+            ValueError: and the loss is a sum, whose factor it is that differs.
+        """
+        if not self.terms:
+            return False
+        # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n
+        disagree = self.spread * (self.sums or self.weight) / self.terms**2 - 1 > rounding
+        if self.sums and disagree:
+            raise ValueError(
+                "The loss is a sum that is multiplied by another factor in each micro-batch of the window, as by one over a count:"
+                " sums are added up as they are. Divide the sum by its count, so that the count is seen, or pass the weight."
+            )
+        return disagree
+
+
+_MOST_RANKS = 2.0**13
+"""Four flags are in one number, and those of so many ranks do not run into each other."""
+FLAG, IS_LAST, HAS_NEW_KIND, HAS_FUNCTION = range(4)
+"""Their places."""
+
+
+def as_one_number(flag: bool, is_last: bool, has_new_kind: bool, has_function: bool) -> float:
+    """Flags of a rank, as a number that can be summed over ranks."""
+    return flag + _MOST_RANKS * is_last + _MOST_RANKS**2 * has_new_kind + _MOST_RANKS**3 * has_function
+
+
+NUMBERS = len(Totals._fields)
 
 
 def has_weight(contribution: Contribution) -> bool:
@@ -27,6 +148,14 @@ def has_weight(contribution: Contribution) -> bool:
 def kinds_of(contributions: Sequence[Contribution]) -> dict[Kind, None]:
     """What the losses with a weight were divided by."""
     return {c.kind: None for c in contributions if c.kind is not None and has_weight(c)}
+
+
+def are_some_zeroed(contributions: Sequence[Contribution]) -> bool:
+    """Whether a factor of 0 has made losses weightless that are of the kind and form of others with a weight."""
+    zeroed = [one for one in contributions if one.is_zeroed and not has_weight(one)]
+    return bool(zeroed) and not {(c.kind, c.form) for c in contributions if has_weight(c)}.isdisjoint(
+        (one.kind, one.form) for one in zeroed
+    )
 
 
 def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribution], flags: Sequence[float]) -> list[float]:
@@ -96,20 +225,6 @@ def number_with_weight(
     if is_on_host:
         return float(sum(float(weight) != 0 for weight in weights))
     return tensor_of(weights).count_nonzero() if weights else 0.0
-
-
-def sum_of_constants(contributions: Sequence[Contribution]) -> Denominator:
-    """Of what was added to functions of means, each with the weight of its micro-batch."""
-    total: Denominator = 0.0
-    for c in contributions:
-        if c.of_mean is None:
-            continue
-        n = 1.0 if c.weight is None else c.weight
-        if isinstance(n, Tensor):
-            total = total + torch.where(n == 0, torch.zeros_like(n), n * c.of_mean.constant)
-        elif n != 0:
-            total = total + n * c.of_mean.constant
-    return total
 
 
 def tensor_of(values: Sequence[Denominator], device: torch.device, dtype: torch.dtype) -> Tensor:

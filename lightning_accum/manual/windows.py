@@ -25,8 +25,9 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.user_warnings import users_line
 from lightning_accum.weighing.safeguards import gradients_of_zero
 from lightning_accum.weighing.weight import Weigher
-from lightning_accum.window import ClosedWindow, Window
+from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss
+from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
 
