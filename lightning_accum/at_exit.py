@@ -17,7 +17,7 @@ _LONGEST_REST = 5.0  # seconds
 
 
 @cache
-def let_gloo_rest_at_exit() -> None:
+def wait_for_gloo_threads() -> None:
     """Have the interpreter end only when nothing is left to do for gloo's threads in this process."""
     atexit.register(_let_gloo_rest)
 

@@ -66,7 +66,7 @@ def first_failure() -> Failure | None:
 
 
 @contextmanager
-def telling_the_first_failure(rank: int | None = None, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+def reraise_first_rank_error(rank: int | None = None, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
     """Note an error of the body, or raise what another rank failed with before.
 
     An error passes unchanged if it is the first, if the first was the same, or if none was noted. All ranks enter equally often.

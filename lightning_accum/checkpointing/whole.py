@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @contextmanager
-def written_whole(path: Path, is_rank_zero: bool, barrier: Callable[[], None]) -> Iterator[Path]:
+def atomic_checkpoint(path: Path, is_rank_zero: bool, barrier: Callable[[], None]) -> Iterator[Path]:
     """Yield a hidden path beside ``path`` for all ranks to write to, and give it its name when all have written.
 
     What was at ``path`` stays whole until then, and is there still when a rank raises. When rank 0 dies between moving it aside and
@@ -27,7 +27,7 @@ def written_whole(path: Path, is_rank_zero: bool, barrier: Callable[[], None]) -
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "last.ckpt"
-        >>> with written_whole(path, is_rank_zero=True, barrier=lambda: None) as partial:
+        >>> with atomic_checkpoint(path, is_rank_zero=True, barrier=lambda: None) as partial:
         ...     _ = partial.write_text("weights")
         ...     partial.name, path.exists()
         ('.last.ckpt.partial', False)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_accum.at_exit import let_gloo_rest_at_exit
+from lightning_accum.at_exit import wait_for_gloo_threads
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
@@ -123,7 +123,7 @@ class Training:
             device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
             size, rank = (1, 0) if ddp is None else (dist.get_world_size(ddp.process_group), dist.get_rank(ddp.process_group))
         if size > 1:
-            let_gloo_rest_at_exit()
+            wait_for_gloo_threads()
         return Ranks(device, size, None, size, rank)
 
     def _refuse_others(self) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_accum.failures import telling_the_first_failure
+from lightning_accum.failures import reraise_first_rank_error
 
 
 def naming_launcher(strategy: Strategy) -> _Launcher | None:
@@ -50,7 +50,7 @@ def _launch(
 
 def _fit_on_rank(is_forked: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        with telling_the_first_failure(passing=(SIGTERMException,)):
+        with reraise_first_rank_error(passing=(SIGTERMException,)):
             return function(*args, **kwargs)
     except SIGTERMException as told:
         if is_forked:

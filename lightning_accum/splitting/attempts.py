@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from lightning_accum.splitting.memory import MicroBatchSizes, free, has_room_to_double, is_out_of_memory
-from lightning_accum.splitting.packing import Piece
+from lightning_accum.splitting.packing import RowSlice
 from lightning_accum.splitting.plan import Mark, Plan, Split, Splitting
 from lightning_accum.splitting.proofs import Proof
 from lightning_accum.splitting.snapshot import StateSnapshotter
@@ -58,13 +58,13 @@ class RetriedSplitting(Splitting):
         super().begin(batch, proof)
 
     @property
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[RowSlice]:
         """The micro-batches of the loader batch under way."""
         assert self.plan is not None
         return self.plan.pieces
 
     @property
-    def failed(self) -> Piece | None:
+    def failed(self) -> RowSlice | None:
         """The micro-batch that raised an error; None where smaller ones would not have helped."""
         assert self.plan is not None
         return self.plan.pieces[self.plan.current]

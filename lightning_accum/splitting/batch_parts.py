@@ -35,7 +35,7 @@ class UnsplittableBatchError(ValueError):
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class BatchNode:
     """A part of a batch. Strings, numbers and the like are none: all micro-batches share them.
 
     Attributes:
@@ -57,8 +57,8 @@ class Part:
     is_of_records: bool = False
     problem: str = ""
     kind: str = "shared"
-    parts: list[Part] = field(default_factory=list)
-    leaves: list[Part] = field(default_factory=list)
+    parts: list[BatchNode] = field(default_factory=list)
+    leaves: list[BatchNode] = field(default_factory=list)
 
     def __str__(self) -> str:
         name = f"{self.path} is a {type(self.value).__name__}"
@@ -68,7 +68,7 @@ class Part:
         return f"{name} of shape {tuple(self.value.shape)}" if has_shape else name
 
 
-def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = ()) -> tuple[Part, int, list[Part]]:
+def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = ()) -> tuple[BatchNode, int, list[BatchNode]]:
     """Find out what a batch is made of.
 
     Args:
@@ -104,8 +104,8 @@ def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = 
     return root, size, [part for part, _ in reached]
 
 
-def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = False) -> Part:
-    part = Part(path or "batch", value, key, is_attribute)
+def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = False) -> BatchNode:
+    part = BatchNode(path or "batch", value, key, is_attribute)
     if isinstance(value, Tensor):
         if value.is_nested or value.layout is not torch.strided:
             part.problem = "nested" if value.is_nested else f"of the layout {value.layout}"
@@ -143,7 +143,7 @@ def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = Fal
     return part
 
 
-def _parse_all(entries: Iterable[tuple[Any, Any]], path: str, are_attributes: bool = False) -> list[Part]:
+def _parse_all(entries: Iterable[tuple[Any, Any]], path: str, are_attributes: bool = False) -> list[BatchNode]:
     parts = []
     for key, value in entries:
         if type(value) not in _PLAIN:
@@ -221,9 +221,9 @@ def holds_tensors(value: Any, depth: int) -> bool:
 # --- how many rows it has, and what each part is ----------------------------------------------------------------------
 
 
-def _find_size(root: Part, known: Mapping[str, str], samples: Collection[int]) -> int:
+def _find_size(root: BatchNode, known: Mapping[str, str], samples: Collection[int]) -> int:
     """The size that leaves the fewest tensors unsplit; of several that leave none, the one that the loader says."""
-    witnesses: dict[int, Part] = {}
+    witnesses: dict[int, BatchNode] = {}
     is_shown = False
     for part in _walk(root, known):
         earlier = known.get(part.path)
@@ -249,14 +249,14 @@ def _find_size(root: Part, known: Mapping[str, str], samples: Collection[int]) -
     return next(iter(witnesses))
 
 
-def _walk(part: Part, known: Mapping[str, str]) -> Iterator[Part]:
+def _walk(part: BatchNode, known: Mapping[str, str]) -> Iterator[BatchNode]:
     yield part
     if known.get(part.path) != "rows":
         for inner in part.parts:
             yield from _walk(inner, known)
 
 
-def _is_uncollated(root: Part, samples: Collection[int]) -> bool:
+def _is_uncollated(root: BatchNode, samples: Collection[int]) -> bool:
     """Whether a list has as many entries as the loader puts samples into a batch, and no tensor in it has as many rows."""
     if root.is_list or hasattr(root.value, "_fields") or len(root.value) not in samples or not root.leaves:
         return False
@@ -315,23 +315,23 @@ def first_tensor_or_list(batch: Any) -> Tensor | Sequence[Any] | None:
     return next((found for child in children if (found := first_tensor_or_list(child)) is not None), None)
 
 
-def _may_be_batches(root: Part) -> bool:
+def _may_be_batches(root: BatchNode) -> bool:
     """Whether a list of tuples may be of two loaders, ``[(x, y, 0.5), (x, y, 0.5)]``, rather than of samples."""
     are_tuples = all(isinstance(entry, (tuple, list)) for entry in root.value)
     return are_tuples and len(root.leaves) > len(root.parts) and len({leaf.size for leaf in root.leaves}) == 1
 
 
-def _tensor_lists(root: Part, size: int) -> dict[str, str]:
+def _tensor_lists(root: BatchNode, size: int) -> dict[str, str]:
     """The lists of ``size`` tensors, as rows: three images of three channels each, next to three records."""
     lists = [part for part in _walk(root, {}) if part.is_list and part.size == size]
     return {part.path: "rows" for part in lists if all(isinstance(inner.value, Tensor) for inner in part.parts)}
 
 
-def _listed(parts: Iterable[Part]) -> str:
+def _listed(parts: Iterable[BatchNode]) -> str:
     return ", ".join(str(part) for part in islice(parts, 8))
 
 
-def _count_unsplit(root: Part, size: int, known: Mapping[str, str]) -> tuple[int, int]:
+def _count_unsplit(root: BatchNode, size: int, known: Mapping[str, str]) -> tuple[int, int]:
     """How many tensors would be shared if there were ``size`` rows; then how many numbers that each belong to one record."""
     tensors = numbers = 0
     for part, kind in _reach(root, size, known):
@@ -343,7 +343,7 @@ def _count_unsplit(root: Part, size: int, known: Mapping[str, str]) -> tuple[int
     return tensors, numbers
 
 
-def _count_numbers(part: Part) -> int:
+def _count_numbers(part: BatchNode) -> int:
     """The numbers in a list of records: a label of ``{"image": ..., "label": 3}`` shows that a record is one sample."""
     return sum(_is_number(value) for entry in part.value if entry is not None for value in _values(entry))
 
@@ -354,7 +354,7 @@ def _values(entry: Any) -> Iterable[Any]:
     return entry.values() if isinstance(entry, Mapping) else dict(_attributes(entry)).values()
 
 
-def _reach(part: Part, size: int, known: Mapping[str, str]) -> Iterator[tuple[Part, str]]:
+def _reach(part: BatchNode, size: int, known: Mapping[str, str]) -> Iterator[tuple[BatchNode, str]]:
     """All parts outside rows, each with its kind if there are ``size`` rows."""
     kind = _kind(part, size, known.get(part.path))
     yield part, kind
@@ -363,7 +363,7 @@ def _reach(part: Part, size: int, known: Mapping[str, str]) -> Iterator[tuple[Pa
             yield from _reach(inner, size, known)
 
 
-def _kind(part: Part, size: int, earlier: str | None) -> str:
+def _kind(part: BatchNode, size: int, earlier: str | None) -> str:
     if part.is_list:
         if earlier == "rows" or (part.size == size and earlier not in ("container", "shared") and _is_rows(part, size)):
             return "rows" if part.size == size else "shared"
@@ -372,7 +372,7 @@ def _kind(part: Part, size: int, earlier: str | None) -> str:
     return "container" if part.parts else "shared"
 
 
-def _is_rows(part: Part, size: int) -> bool:
+def _is_rows(part: BatchNode, size: int) -> bool:
     """Whether a list of ``size`` entries has one a sample, rather than parts that have ``size`` rows each."""
     fitting = sum(leaf.size == size for leaf in part.leaves)
     if part.is_of_records:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_accum.splitting.batch_parts import Part, UnsplittableBatchError, read_parts
-from lightning_accum.splitting.micro_batch import Cut, Layout
+from lightning_accum.splitting.batch_parts import BatchNode, UnsplittableBatchError, read_parts
+from lightning_accum.splitting.micro_batch import Layout, RowSelector
 from lightning_accum.splitting.padding import IGNORE_INDEX
 
 _SHOWS_PADDING = ("mask", "label")
@@ -52,7 +52,7 @@ def join(batches: Sequence[Any]) -> tuple[Any, str]:
     if len(batches) == 1:
         return batches[0], ""
     known: dict[str, str] = {}
-    by_path: list[dict[str, Part]] = []
+    by_path: list[dict[str, BatchNode]] = []
     try:
         for batch in batches:
             parts = read_parts(batch, known)[2]
@@ -79,7 +79,7 @@ def join(batches: Sequence[Any]) -> tuple[Any, str]:
     return Layout.read(batches[0], known).make(joined), columns.description
 
 
-class _Joined(Cut):
+class _Joined(RowSelector):
     """In place of some rows of a part: the rows of that part in all batches."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class _Joined(Cut):
         self._values: dict[int, tuple[str, Any]] = {}
         self.entries = self.tensor = self.array = lambda value: self._values[id(value)][1]
 
-    def put(self, part: Part, value: Any) -> None:
+    def put(self, part: BatchNode, value: Any) -> None:
         path, other = self._values.setdefault(id(part.value), (part.path, value))
         if other is not value and not (isinstance(value, Tensor) and torch.equal(other, value)):
             raise JoiningError(f"{path} and {part.path} are one object in the first batch, and two in others")
@@ -105,11 +105,11 @@ class _Columns:
         self._tensors = tensors
         uneven = {path: [v.shape[1] for v in values] for path, values in tensors.items() if _is_uneven(values)}
         self._longest = {path: max(lengths) for path, lengths in uneven.items()}
-        self._told_by = [path for path in uneven if any(word in path.lower() for word in _SHOWS_PADDING)]
-        self._masks = [path for path in self._told_by if "mask" in path.lower()]
+        self._read_from = [path for path in uneven if any(word in path.lower() for word in _SHOWS_PADDING)]
+        self._masks = [path for path in self._read_from if "mask" in path.lower()]
         self.description = ""
         if uneven:
-            if not self._told_by:
+            if not self._read_from:
                 shown = ", ".join(f"{path} has {' and '.join(map(str, dict.fromkeys(u)))} columns" for path, u in uneven.items())
                 raise JoiningError(f"{shown}, and there is no mask and no labels to say what padding is")
             self._side: Literal["left", "right"] = "left" if self._is_padded_left() else "right"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.splitting.batch_parts import Part, UnsplittableBatchError, is_array_like, read_parts
+from lightning_accum.splitting.batch_parts import BatchNode, UnsplittableBatchError, is_array_like, read_parts
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _check_tokens(count: Any, what: str) -> None:
         raise ValueError(f"{what} must be an int of at least 1, but count={count!r}")
 
 
-Take: TypeAlias = "Callable[[Any, Cut], Any]"
+TakeRows: TypeAlias = "Callable[[Any, RowSelector], Any]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,11 +127,11 @@ class Layout:
                 are the dimensions after 0; where a floating tensor has size ``L`` in dimension 1 the others stay, for they are
                 features. In shared tensors they are all dimensions.
         """
-        return self.make(Cut(rows, columns))
+        return self.make(RowSelector(rows, columns))
 
-    def make(self, cut: Cut) -> Any:
+    def make(self, selector: RowSelector) -> Any:
         """As :meth:`take`, for what was cut out before of a batch of the same shapes."""
-        return self.pattern.take(self._batch, cut)
+        return self.pattern.take(self._batch, selector)
 
 
 class Pattern(NamedTuple):
@@ -142,7 +142,7 @@ class Pattern(NamedTuple):
     shared_tensors: tuple[str, ...]
     kinds: dict[str, str]
     signature: tuple[Any, ...] | None
-    take: Take
+    take: TakeRows
 
     def fits(self, batch: Any) -> bool:
         """Whether another batch has this layout, where it can be told at a glance."""
@@ -171,7 +171,7 @@ def _signature(batch: Any) -> tuple[Any, ...] | None:
     return type(batch), keys, tuple(value.shape for value in values), tuple(value.dtype for value in values)
 
 
-class Cut:
+class RowSelector:
     """What is kept for one micro-batch, applied to one leaf at a time."""
 
     def __init__(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None) -> None:
@@ -236,7 +236,7 @@ class Cut:
 # --- what a micro-batch takes of each part ----------------------------------------------------------------------------
 
 
-def _compile(part: Part) -> Take | None:
+def _compile(part: BatchNode) -> TakeRows | None:
     """What a micro-batch takes of one part; None if it takes the part as it is."""
     value = part.value
     if part.problem and (part.size is None or part.kind != "shared"):
@@ -244,17 +244,17 @@ def _compile(part: Part) -> Take | None:
     if part.kind != "shared" and not isinstance(value, (list, tuple)) and (part.is_list or is_array_like(value)):
         return _of_unknown_class(part)
     if part.kind == "rows":
-        return lambda value, cut: _maker_of(value)(cut.entries(value))
+        return lambda value, selector: _maker_of(value)(selector.entries(value))
     if part.kind == "tensor":
-        return lambda value, cut: cut.tensor(value)
+        return lambda value, selector: selector.tensor(value)
     if isinstance(value, Tensor):  # shared
-        return (lambda value, cut: cut.shared(value)) if value.dim() else None
+        return (lambda value, selector: selector.shared(value)) if value.dim() else None
     can_be_taken_apart = type(value) in (dict, list)
     if part.kind == "shared" and not can_be_taken_apart:
         return None
     takes = [(inner, take) for inner in part.parts if (take := _compile(inner))]
     if can_be_taken_apart and not takes:
-        return lambda value, cut: copy.copy(value)  # so that a micro-batch does it to its own
+        return lambda value, selector: copy.copy(value)  # so that a micro-batch does it to its own
     if part.kind == "shared":
         return None
     try:
@@ -263,18 +263,18 @@ def _compile(part: Part) -> Take | None:
         raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
 
 
-def _of_unknown_class(part: Part) -> Take:
+def _of_unknown_class(part: BatchNode) -> TakeRows:
     """What takes the rows of a sequence or an array that is no list, tensor or NumPy array, found out by trying."""
 
-    def of_array(value: Any, cut: Cut) -> Any:
-        return cut.array(value)
+    def of_array(value: Any, selector: RowSelector) -> Any:
+        return selector.array(value)
 
-    def of_sequence(value: Any, cut: Cut) -> Any:
-        return _maker_of(value)(cut.entries(value))
+    def of_sequence(value: Any, selector: RowSelector) -> Any:
+        return _maker_of(value)(selector.entries(value))
 
-    take: Take = of_sequence if part.is_list else of_array
+    take: TakeRows = of_sequence if part.is_list else of_array
     try:
-        tried = [take(part.value, Cut(rows, None)) for rows in (slice(0, 0), [0] if part.size else [])]
+        tried = [take(part.value, RowSelector(rows, None)) for rows in (slice(0, 0), [0] if part.size else [])]
         if [len(taken) for taken in tried] == [0, min(1, part.size or 0)] and all(type(t) is type(part.value) for t in tried):
             return take
         found = f"its rows are of the class {type(tried[1]).__name__}"
@@ -283,21 +283,21 @@ def _of_unknown_class(part: Part) -> Take:
     raise UnsplittableBatchError.because(f"{part}, and {found}")
 
 
-def _rebuild(value: Any, takes: list[tuple[Part, Take]]) -> Take:
+def _rebuild(value: Any, takes: list[tuple[BatchNode, TakeRows]]) -> TakeRows:
     """Make a container anew, and put what is taken of its parts into the new one."""
     items = [(part.key, take) for part, take in takes if not part.is_attribute]
     attributes = [(part.key, take) for part, take in takes if part.is_attribute]
     if type(value) in (list, tuple) and all(part.kind == "tensor" for part, _ in takes) and len(items) == len(value):
-        return lambda value, cut: type(value)(map(cut.tensor, value))  # the usual batch, the quick way
+        return lambda value, selector: type(value)(map(selector.tensor, value))  # the usual batch, the quick way
     if type(value) in (list, tuple) and len(items) == len(value):
         all_takes = [take for _, take in items]
-        return lambda value, cut: type(value)([take(entry, cut) for take, entry in zip(all_takes, value, strict=True)])
+        return lambda value, selector: type(value)([take(entry, selector) for take, entry in zip(all_takes, value, strict=True)])
     if isinstance(value, (list, tuple)):
 
-        def rebuilt(value: Any, cut: Cut) -> Any:
+        def rebuilt(value: Any, selector: RowSelector) -> Any:
             entries = list(value)
             for index, take in items:
-                entries[index] = take(entries[index], cut)
+                entries[index] = take(entries[index], selector)
             return _maker_of(value)(entries)
 
         _maker_of(value)(value)  # now, rather than in the middle of a window
@@ -305,17 +305,17 @@ def _rebuild(value: Any, takes: list[tuple[Part, Take]]) -> Take:
     if isinstance(value, Mapping) and not isinstance(value, (dict, UserDict)):
         new = type(value)
         new(dict(value))  # type: ignore[call-arg]
-        return lambda value, cut: new({**value, **{key: take(value[key], cut) for key, take in items}})  # type: ignore[call-arg]
+        return lambda value, selector: new({**value, **{key: take(value[key], selector) for key, take in items}})  # type: ignore[call-arg]
     second_names = [name for name in getattr(value, "__dict__", {}) if items and name in value]
 
-    def copied(value: Any, cut: Cut) -> Any:
+    def copied(value: Any, selector: RowSelector) -> Any:
         made = copy.copy(value)
         for key, take in items:
-            made[key] = take(value[key], cut)
+            made[key] = take(value[key], selector)
         for name in second_names:  # `batch.labels` for `batch["labels"]`
             made.__dict__[name] = made[name]
         for name, take in attributes:
-            object.__setattr__(made, name, take(getattr(value, name), cut))  # also where the class is frozen
+            object.__setattr__(made, name, take(getattr(value, name), selector))  # also where the class is frozen
         return made
 
     copy.copy(value)

@@ -123,13 +123,13 @@ def _columns(layout: Layout) -> set[int]:
 
 def _packing(layout: Layout, is_confirmed: bool) -> str | None:
     """Which tensor says that samples lie end to end, and of which other; None where none does. Reads values."""
-    for told_by, others in ((layout.tensors, layout.shared_tensors), (layout.shared_tensors, layout.tensors)):
+    for tensors, others in ((layout.tensors, layout.shared_tensors), (layout.shared_tensors, layout.tensors)):
         ends = dict(_ends(others))
-        for path, numbers in told_by.items():
+        for path, numbers in tensors.items():
             if numbers.dim() != 1 or numbers.is_floating_point() or numbers.is_complex() or len(numbers) < 2:
                 continue
             for length, other in ends.items():
-                says = _says(numbers, length, may_be_labels=is_confirmed and told_by is layout.tensors)
+                says = _says(numbers, length, may_be_labels=is_confirmed and tensors is layout.tensors)
                 if says:
                     return f"{path} {says} in {other}, so that its samples lie end to end"
     return None

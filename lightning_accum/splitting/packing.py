@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.memory import MicroBatchSizes
-from lightning_accum.splitting.micro_batch import Cut, Layout, Tokens
+from lightning_accum.splitting.micro_batch import Layout, RowSelector, Tokens
 from lightning_accum.splitting.padding import Spans
 from lightning_accum.splitting.proofs import kept_columns
 
@@ -17,7 +17,7 @@ MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowSlice:
     """One micro-batch of a plan.
 
     Attributes:
@@ -33,9 +33,9 @@ class Piece:
     columns: Mapping[int, slice] = field(default_factory=dict)
 
     @cached_property
-    def cut(self) -> Cut:
+    def selector(self) -> RowSelector:
         """What is taken of a batch."""
-        return Cut(self.rows, self.columns)
+        return RowSelector(self.rows, self.columns)
 
 
 class Packer:
@@ -52,7 +52,7 @@ class Packer:
         self._sizes = sizes
         self._warn = warn
         self._warned_of_long_rows = False
-        self._even_pieces: tuple[tuple[int, int, int], list[Piece]] | None = None
+        self._even_pieces: tuple[tuple[int, int, int], list[RowSlice]] | None = None
 
     def fits(self, layout: Layout) -> bool:
         """The whole batch is no larger than a micro-batch may be, padding included."""
@@ -60,7 +60,7 @@ class Packer:
             return layout.size * _columns(layout) <= self._size.at(0)
         return isinstance(self._size, int) and layout.size <= self._size
 
-    def pack(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[Piece], list[int] | None]:
+    def pack(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[RowSlice], list[int] | None]:
         """The micro-batches of a batch, and the order of its rows in them; None where they keep theirs.
 
         Args:
@@ -68,14 +68,14 @@ class Packer:
             spans: by which its rows are sorted and trimmed.
         """
         if layout.size == 0:
-            return [Piece(slice(None), 0, 1)], None
+            return [RowSlice(slice(None), 0, 1)], None
         elements = max(1, sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size)
         if not spans:
             size = self._rows_allowed(layout.size, _columns(layout) if isinstance(self._size, Tokens) else 0, elements)
             key = (layout.size, size, elements)
             if self._even_pieces is None or self._even_pieces[0] != key:
                 starts = range(0, layout.size, size)
-                even = [Piece(slice(s, s + size), min(size, layout.size - s), elements) for s in starts]
+                even = [RowSlice(slice(s, s + size), min(size, layout.size - s), elements) for s in starts]
                 self._even_pieces = (key, even)
             return self._even_pieces[1], None
         untrimmed = max((size for size in _all_columns(layout) if size not in spans), default=0)  # a source with a padded target
@@ -95,7 +95,7 @@ class Packer:
             rest = rest[len(groups[-1]) :]
         if isinstance(self._size, int):
             groups = _cut_where_lengths_fall(groups, widths)
-        pieces = [Piece(rows, len(rows), cost_of(widths[rows[0]]), kept_columns(rows, spans.values())) for rows in groups]
+        pieces = [RowSlice(rows, len(rows), cost_of(widths[rows[0]]), kept_columns(rows, spans.values())) for rows in groups]
         if len(pieces) == 1:  # nothing to sort
             return [replace(pieces[0], rows=slice(None))], None
         return pieces, longest_first

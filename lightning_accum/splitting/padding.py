@@ -27,13 +27,13 @@ class Spans:
         length: columns with padding: the size of the dimension that can be trimmed.
         starts: the first column of every row that is no padding.
         stops: the column after its last.
-        told_by: the tensors that tell it, by path.
+        read_from: the tensors that show it, by path.
     """
 
     length: int
     starts: tuple[int, ...]
     stops: tuple[int, ...]
-    told_by: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    read_from: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def is_padded_left(self) -> bool:
@@ -102,7 +102,7 @@ def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[in
     return {length: span for length, span in spans.items() if span.is_padded}
 
 
-class Coincidences:
+class AmbiguousDims:
     """Remembers which dimensions are no padded columns but may have as many by chance: batches where their sizes differ show it.
 
     Twenty classes next to texts of up to twenty tokens; a source and a target that are padded to the same length.
@@ -112,9 +112,7 @@ class Coincidences:
         self._others: dict[str, set[tuple[str, int]]] = {}
         """Dimensions, as (path, number), that once had another size than the columns that a tensor tells of, by its path."""
 
-    def leave_out(
-        self, spans: Mapping[int, Spans], tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor]
-    ) -> dict[int, Spans]:
+    def without(self, spans: Mapping[int, Spans], tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[int, Spans]:
         """Take in one batch. Returns its spans without those of a size that another dimension has by chance.
 
         Args:
@@ -125,9 +123,9 @@ class Coincidences:
         sizes = {(path, number): size for path, tensor in tensors.items() for number, size in enumerate(tensor.shape) if number}
         sizes.update(((path, number), size) for path, tensor in shared.items() for number, size in enumerate(tensor.shape))
         for span in spans.values():
-            for path in span.told_by:
+            for path in span.read_from:
                 self._others.setdefault(path, set()).update(at for at, size in sizes.items() if size != span.length)
-        strange = {length: set.intersection(*(self._others[path] for path in span.told_by)) for length, span in spans.items()}
+        strange = {length: set.intersection(*(self._others[path] for path in span.read_from)) for length, span in spans.items()}
         return {length: span for length, span in spans.items() if not any(sizes.get(at) == length for at in strange[length])}
 
 
@@ -167,21 +165,21 @@ def _join(evidence: Iterable[tuple[str, Tensor]]) -> dict[int, Spans]:
     for path, is_token in evidence:
         length = is_token.shape[1]
         if length in joined:
-            others, told_by = joined[length]
-            joined[length] = (others | is_token, (*told_by, path))
+            others, read_from = joined[length]
+            joined[length] = (others | is_token, (*read_from, path))
         elif length:
             joined[length] = (is_token, (path,))
-    return {length: _spans(is_token, told_by) for length, (is_token, told_by) in joined.items()}
+    return {length: _spans(is_token, read_from) for length, (is_token, read_from) in joined.items()}
 
 
-def _spans(is_token: Tensor, told_by: tuple[str, ...]) -> Spans:
+def _spans(is_token: Tensor, read_from: tuple[str, ...]) -> Spans:
     length = is_token.shape[1]
     from_one = torch.arange(1, length + 1, dtype=torch.int32, device=is_token.device)
     last = (is_token * from_one).amax(1)
     first = length - (is_token * from_one.flip(0)).amax(1)
     first = torch.minimum(first, (last - 1).clamp(min=0))  # a row of padding alone keeps one column
     starts, stops = torch.stack((first, last.clamp(min=1))).tolist()
-    return Spans(length, tuple(starts), tuple(stops), told_by)
+    return Spans(length, tuple(starts), tuple(stops), read_from)
 
 
 # --- what else has to look like padding -------------------------------------------------------------------------------
@@ -196,7 +194,7 @@ def _agrees(span: Spans, tensors: Mapping[str, Tensor], lengths: Collection[int]
     if not span.is_padded:
         return True
     shape, inside, padded = (len(span.starts), span.length), None, _one_padded(span)
-    of_shape = {path: tensor for path, tensor in tensors.items() if tensor.shape[:2] == shape and path not in span.told_by}
+    of_shape = {path: tensor for path, tensor in tensors.items() if tensor.shape[:2] == shape and path not in span.read_from}
     for tensor in of_shape.values():
         if not _is_whole(tensor) or not set(lengths).isdisjoint(tensor.shape[2:]):
             continue

@@ -12,9 +12,9 @@ from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.memory import MicroBatchSizes
 from lightning_accum.splitting.micro_batch import Layout, Pattern, Tokens
 from lightning_accum.splitting.packed import PackedBatches
-from lightning_accum.splitting.packing import MicroBatchSize, Packer, Piece
-from lightning_accum.splitting.padding import Coincidences, Spans, read_spans
-from lightning_accum.splitting.proofs import Proof, Proofs
+from lightning_accum.splitting.packing import MicroBatchSize, Packer, RowSlice
+from lightning_accum.splitting.padding import AmbiguousDims, Spans, read_spans
+from lightning_accum.splitting.proofs import Proof, TrimmingCheck
 from lightning_accum.weighing.counts import count_samples
 
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
@@ -52,8 +52,8 @@ class Plan:
     """
 
     batch: Any
-    pieces: Sequence[Piece]
-    make: Callable[[Piece], Any]
+    pieces: Sequence[RowSlice]
+    make: Callable[[RowSlice], Any]
     order: list[int] | None = None
     is_whole: bool = False
     tensors: Sequence[Tensor] = ()
@@ -118,15 +118,15 @@ class Planner:
         self._trim = trim
         self._split = split
         self._warn = warn
-        self._coincidences = Coincidences()
-        self.proofs = Proofs(warn)
+        self._ambiguous = AmbiguousDims()
+        self.proofs = TrimmingCheck(warn)
         """What was found out about padding."""
         self._pattern: Pattern | None = None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._samples = samples
         self._packed = PackedBatches(samples, warn)
         self.packer = Packer(size, sizes, warn)
-        self._unpadded: tuple[Pattern, Sequence[Piece]] | None = None
+        self._unpadded: tuple[Pattern, Sequence[RowSlice]] | None = None
         """What shows by its types alone that no row is padded, and how batches of it are cut."""
         self.description = ""
         """What was understood of the first batch, in words."""
@@ -158,7 +158,7 @@ class Planner:
             return self._plan_by_function(batch, self._split)
         if self._unpadded is not None and self._unpadded[0].fits(batch):
             take, pieces = self._unpadded[0].take, self._unpadded[1]
-            return Plan(batch, pieces, lambda piece: take(batch, piece.cut), is_whole=len(pieces) == 1)
+            return Plan(batch, pieces, lambda piece: take(batch, piece.selector), is_whole=len(pieces) == 1)
         layout = self._layout_of(batch)
         take = layout.pattern.take
         spans = self.trimmable(layout, proof, seen[1] if seen is not None and seen[0] == _shapes(layout) else None)
@@ -169,7 +169,7 @@ class Planner:
         if self._sizes is None and not (self._trim and self._may_be_padded(layout)):
             self._unpadded = (layout.pattern, pieces)
         tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
-        return Plan(batch, pieces, lambda piece: take(batch, piece.cut), order, is_whole, tensors)
+        return Plan(batch, pieces, lambda piece: take(batch, piece.selector), order, is_whole, tensors)
 
     def trimmable(self, layout: Layout, proof: Proof, seen: dict[int, Spans] | None = None) -> dict[int, Spans]:
         """Where rows begin and end, as far as the padding around them may be trimmed; empty where nothing is to be.
@@ -202,7 +202,7 @@ class Planner:
         if not self._may_be_padded(layout):
             return {}
         spans = read_spans(layout.tensors, self._trim if isinstance(self._trim, str) else None)
-        return self._coincidences.leave_out(spans, layout.tensors, layout.shared_tensors)
+        return self._ambiguous.without(spans, layout.tensors, layout.shared_tensors)
 
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
         if isinstance(self._size, int):
@@ -215,9 +215,9 @@ class Planner:
         micro_batches = _cut(split, batch, size)
         self.description = self.description or f"cut by {getattr(split, '__name__', split)}"
         counts = [min(size, count_samples(micro_batch) or size) for micro_batch in micro_batches]
-        pieces = [Piece([index], count, 1) for index, count in enumerate(counts)]
+        pieces = [RowSlice([index], count, 1) for index, count in enumerate(counts)]
 
-        def make(piece: Piece) -> Any:
+        def make(piece: RowSlice) -> Any:
             assert isinstance(piece.rows, list)
             return micro_batches[piece.rows[0]]
 

@@ -44,7 +44,7 @@ class _Wait:
     patience: int = 0
 
 
-class Proofs:
+class TrimmingCheck:
     """Answers for either side of rows, and for each tensor that tells where they end.
 
     A proof that could not be made is tried again with the next batch that has such padding, then after one more, two, four.
@@ -66,8 +66,8 @@ class Proofs:
     def state_dict(self) -> dict[str, Any]:
         """What was found out, as plain values."""
         return {
-            "answers": [[side, list(told_by), may] for (side, told_by), may in self.answers.items()],
-            "waits": [[side, list(told_by), wait.batches, wait.patience] for (side, told_by), wait in self._waits.items()],
+            "answers": [[side, list(tensors), may] for (side, tensors), may in self.answers.items()],
+            "waits": [[side, list(tensors), wait.batches, wait.patience] for (side, tensors), wait in self._waits.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], is_own: bool = True) -> None:
@@ -77,8 +77,8 @@ class Proofs:
             state: what was found out.
             is_own: by this rank. What another one found right is proven again with the rows of this one.
         """
-        self.answers = {(side, tuple(told_by)): may for side, told_by, may in state["answers"] if is_own or not may}
-        self._waits = {(side, tuple(told_by)): _Wait(*wait) for side, told_by, *wait in state["waits"]}
+        self.answers = {(side, tuple(tensors)): may for side, tensors, may in state["answers"] if is_own or not may}
+        self._waits = {(side, tuple(tensors)): _Wait(*wait) for side, tensors, *wait in state["waits"]}
 
     def trimmable(self, layout: Layout, spans: dict[int, Spans], proof: Proof) -> dict[int, Spans]:
         """The spans without the padding that the loss was found to depend on."""
@@ -87,7 +87,7 @@ class Proofs:
         for span in spans.values():
             may = {}
             for side in _padded_sides(span):
-                known: _Known = (side, span.told_by)
+                known: _Known = (side, span.read_from)
                 if known not in self.answers and not self._is_waiting(known):
                     verdict = self._prove(side, span, layout, proof)
                     if isinstance(verdict, Inconclusive) and verdict.needs_trimming:

@@ -21,7 +21,7 @@ from lightning_accum import families, seams
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import refuse
 from lightning_accum.asked import Asked
-from lightning_accum.at_exit import let_gloo_rest_at_exit
+from lightning_accum.at_exit import wait_for_gloo_threads
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
@@ -124,7 +124,7 @@ class AccumulationMixin(Engine):
         if self._fit is not None and self.ranks.world_size > 1:
             handle_sigterm_before_training(self.trainer())
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            let_gloo_rest_at_exit()
+            wait_for_gloo_threads()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

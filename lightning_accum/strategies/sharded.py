@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accum.checkpointing.whole import written_whole
+from lightning_accum.checkpointing.whole import atomic_checkpoint
 from lightning_accum.loops.optimization import loss_unlogged
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.strategies.mixin import AccumulationMixin
@@ -46,7 +46,7 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
         path = Path(self.broadcast(filepath))
         if path.is_dir() and any(path.iterdir()) and not (path / "meta.pt").is_file():  # which Lightning writes last
             raise IsADirectoryError(f"The checkpoint path exists, and is a folder that holds no checkpoint: {path}")
-        with written_whole(path, self.is_global_zero, self.barrier) as partial:
+        with atomic_checkpoint(path, self.is_global_zero, self.barrier) as partial:
             super().save_checkpoint(checkpoint, partial, storage_options)
 
     # --- one micro-batch ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum.splitting.attempts import RetriedSplitting
-from lightning_accum.splitting.packing import Piece
+from lightning_accum.splitting.packing import RowSlice
 from lightning_accum.splitting.plan import Mark, Plan
 from lightning_accum.splitting.proofs import Proof
 from lightning_accum.splitting.snapshot import StateSnapshotter
@@ -49,18 +49,18 @@ class StepAttempts(RetriedSplitting):
 
     @property
     @override
-    def failed(self) -> Piece | None:
+    def failed(self) -> RowSlice | None:
         return self._row_wise.running
 
     @property
     @override
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[RowSlice]:
         return self._row_wise.pieces
 
     @override
     def _planned(self, batch: Any, proof: Proof) -> Plan:
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-        return _Whole(batch, [Piece(slice(None), 1, 1)], copy.copy, tensors=tensors, is_read=False)
+        return _Whole(batch, [RowSlice(slice(None), 1, 1)], copy.copy, tensors=tensors, is_read=False)
 
 
 class _Whole(Plan):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_accum.randomness import state_outside_torch
-from lightning_accum.splitting.micro_batch import Cut
-from lightning_accum.splitting.packing import Piece
+from lightning_accum.splitting.micro_batch import RowSelector
+from lightning_accum.splitting.packing import RowSlice
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.whole.call_state import CallState, saving_nothing, without_fast_path
 from lightning_accum.whole.layers import (
@@ -43,22 +43,22 @@ class Form(NamedTuple):
     may_be_sorted: bool = False
 
 
-def taken(arguments: Any, are_rows: Sequence[bool], cut: Cut) -> Any:
+def taken(arguments: Any, are_rows: Sequence[bool], selector: RowSelector) -> Any:
     """The arguments with some rows.
 
     Args:
         arguments: positional and keyword arguments.
         are_rows: which of their leaves have one entry a row.
-        cut: what is kept of them.
+        selector: what is kept of them.
     """
     kinds = iter(are_rows)
-    return replaced(arguments, lambda leaf: _taken(leaf, next(kinds), cut))
+    return replaced(arguments, lambda leaf: _taken(leaf, next(kinds), selector))
 
 
-def _taken(leaf: Any, is_row: bool, cut: Cut) -> Any:
+def _taken(leaf: Any, is_row: bool, selector: RowSelector) -> Any:
     if isinstance(leaf, Tensor):
-        return cut.tensor(leaf) if is_row else cut.shared(leaf)
-    return type(leaf)(cut.entries(leaf)) if is_row else leaf
+        return selector.tensor(leaf) if is_row else selector.shared(leaf)
+    return type(leaf)(selector.entries(leaf)) if is_row else leaf
 
 
 class _Outputs(torch.autograd.Function):
@@ -119,7 +119,7 @@ class Call:
     layer: Layer
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     form: Form
-    pieces: list[Piece]
+    pieces: list[RowSlice]
     order: list[int] | None = None
     is_recomputed: bool = False
     shadows: int = 0
@@ -186,7 +186,7 @@ class Call:
                 random_state = Snapshot(self.layer.module)
                 random_state.keep_random_state(device, bool(parts) and not self.layer.draws_outside_torch)
                 self._random_states.append(random_state)
-                args, kwargs = taken(self.arguments, self.form.inputs, piece.cut)
+                args, kwargs = taken(self.arguments, self.form.inputs, piece.selector)
                 with torch.set_grad_enabled(not is_known):
                     output = self.layer.run(*args, **kwargs)
                 found = leaves(output)
@@ -209,7 +209,7 @@ class Call:
         now.keep_random_state(self._device)
         for _ in range(self.shadows):
             with torch.set_grad_enabled(backward is not None):
-                _, (args, kwargs) = self._detached(self.pieces[-1].cut)
+                _, (args, kwargs) = self._detached(self.pieces[-1].selector)
                 found = leaves(self.layer.run(*args, **kwargs))
             if backward is not None:
                 roots = [found[place] for place in self._trained if found[place].requires_grad]
@@ -284,7 +284,7 @@ class Call:
             for index, piece in enumerate(self.pieces):
                 self.current = index
                 self._random_states[index].restore()
-                detached, arguments = self._detached(piece.cut)
+                detached, arguments = self._detached(piece.selector)
                 args, kwargs = arguments
                 with self._state.autocast_again(), torch.enable_grad():
                     output = self.layer.run(*args, **kwargs)
@@ -304,9 +304,9 @@ class Call:
                     backward(roots, seeds, False)
                 for total, is_row, leaf in zip(of_inputs, self._have_rows, detached, strict=True):
                     if leaf.grad is not None and is_row:
-                        piece.cut.write_back(total, leaf.grad)
+                        piece.selector.write_back(total, leaf.grad)
                     elif leaf.grad is not None:
-                        piece.cut.shared(total).add_(leaf.grad)
+                        piece.selector.shared(total).add_(leaf.grad)
                 del roots, seeds, detached
             with self._state.autocast_again():
                 self._run_shadows(backward)
@@ -343,7 +343,7 @@ class Call:
         order = torch.tensor(_inverse(self.order) if is_back else self.order)
         return tensor.index_select(dim, order.to(tensor.device))
 
-    def _detached(self, cut: Cut) -> tuple[list[Tensor], Any]:
+    def _detached(self, selector: RowSelector) -> tuple[list[Tensor], Any]:
         """The inputs that need gradients, and all arguments, for one micro-batch: cut off from the graph that made them."""
         found: list[Tensor] = []
         kinds = iter(self.form.inputs)
@@ -351,10 +351,10 @@ class Call:
         def detached(leaf: Any) -> Any:
             is_row = next(kinds)
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf = _taken(leaf.detach(), is_row, cut).requires_grad_()
+                leaf = _taken(leaf.detach(), is_row, selector).requires_grad_()
                 found.append(leaf)
                 return leaf.view_as(leaf)  # the submodule may write into it
-            return _taken(leaf, is_row, cut)
+            return _taken(leaf, is_row, selector)
 
         return found, replaced(self.arguments, detached)
 

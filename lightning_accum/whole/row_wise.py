@@ -20,7 +20,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.memory import MicroBatchSizes, has_room_to_double
 from lightning_accum.splitting.micro_batch import Layout, Pattern, Tokens
-from lightning_accum.splitting.packing import MicroBatchSize, Piece
+from lightning_accum.splitting.packing import MicroBatchSize, RowSlice
 from lightning_accum.splitting.plan import Planner
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.weighing.nodes import inputs_of
@@ -79,7 +79,7 @@ class RowWise:
         self._trim = trim and largest is None  # what is tried out on two rows would be on one rank alone
         self.sizes = MicroBatchSizes(may_grow=lambda _: has_room_to_double(device)) if micro_batch == "auto" else None
         """With ``"auto"``, what was found to fit."""
-        self.pieces: list[Piece] = []
+        self.pieces: list[RowSlice] = []
         """The micro-batches of all calls in the step so far."""
         self._planners: dict[str, Planner] = {}
         self._running: Call | None = None
@@ -144,7 +144,7 @@ class RowWise:
         self._running = None
 
     @property
-    def running(self) -> Piece | None:
+    def running(self) -> RowSlice | None:
         """The micro-batch of a call that was running when an error was raised; None where it was another part of the step."""
         return None if self._running is None else self._running.pieces[self._running.current]
 
@@ -179,7 +179,7 @@ class RowWise:
         self.pieces += pieces
         return output
 
-    def _pieces(self, layer: Layer, arguments: Any, form: Form, number: int) -> tuple[list[Piece], list[int] | None]:
+    def _pieces(self, layer: Layer, arguments: Any, form: Form, number: int) -> tuple[list[RowSlice], list[int] | None]:
         planner = self._planners.get(layer.name)
         if planner is None:  # that nothing is trimmed needs no warning: outputs may be sequences
             planner = Planner(self._micro_batch, self.sizes, self._trim, warn=lambda text: None)
@@ -260,8 +260,8 @@ def _layout(layer: Layer, arguments: Any, form: Form, number: int) -> Layout:
     for name, leaf, is_row in named:
         if isinstance(leaf, Tensor):
             tensors[is_row][name] = leaf
-    take = partial(taken, are_rows=form.inputs)
-    pattern = Pattern(number, tuple(tensors[True]), tuple(tensors[False]), {}, None, lambda value, cut: take(value, cut=cut))
+    rows, shared = tuple(tensors[True]), tuple(tensors[False])
+    pattern = Pattern(number, rows, shared, {}, None, lambda value, selector: taken(value, form.inputs, selector))
     return Layout(number, tensors[True], tensors[False], {}, arguments, pattern)
 
 

@@ -13,14 +13,14 @@ SCRIPT = """
 import gc, os, sys
 import torch
 import torch.distributed as dist
-from lightning_accum.at_exit import let_gloo_rest_at_exit
+from lightning_accum.at_exit import wait_for_gloo_threads
 
 statuses = []
 gc.freeze()
 for _ in range(12):
     pid = os.fork()
     if pid == 0:
-        let_gloo_rest_at_exit()
+        wait_for_gloo_threads()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         for _ in range(100):
             dist.all_reduce(torch.ones(10), async_op=True)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_accum.failures import Failure, RankFailedError, first_failure, note_failure, telling_the_first_failure
+from lightning_accum.failures import Failure, RankFailedError, first_failure, note_failure, reraise_first_rank_error
 
 DEADLINE = 60
 
@@ -70,7 +70,7 @@ def all_reduce() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_wait_name_the_one_that_failed_and_its_error(world_size: int) -> None:
     def work(rank: int) -> None:
-        with telling_the_first_failure(rank):
+        with reraise_first_rank_error(rank):
             all_reduce()
             if rank == 1:
                 time.sleep(0.3)  # the others wait in the next one
@@ -87,7 +87,7 @@ def test_ranks_that_wait_name_the_one_that_failed_and_its_error(world_size: int)
 
 def test_others_end_in_time_when_the_store_is_gone_with_rank_0() -> None:
     def work(rank: int) -> None:
-        with telling_the_first_failure(rank):
+        with reraise_first_rank_error(rank):
             if rank == 0:
                 raise ValueError("boom")
             all_reduce()
@@ -101,7 +101,7 @@ def test_others_end_in_time_when_the_store_is_gone_with_rank_0() -> None:
 
 def test_of_two_failures_at_once_one_is_first_on_all_ranks() -> None:
     def work(rank: int) -> None:
-        with telling_the_first_failure(rank):
+        with reraise_first_rank_error(rank):
             dist.barrier()
             raise ValueError(f"boom {rank}")
 
@@ -115,7 +115,7 @@ def test_of_two_failures_at_once_one_is_first_on_all_ranks() -> None:
 
 def test_note_that_comes_after_the_end_of_the_connection_is_waited_for() -> None:
     def work(rank: int) -> None:
-        with telling_the_first_failure(rank):
+        with reraise_first_rank_error(rank):
             if rank == 0:
                 time.sleep(0.7)
                 raise KeyError("late")
@@ -132,7 +132,7 @@ def test_error_of_communication_is_not_noted() -> None:
         note_failure(error, rank)
         begin = time.monotonic()
         try:
-            with telling_the_first_failure(rank):
+            with reraise_first_rank_error(rank):
                 raise error
         finally:
             assert first_failure() is None
@@ -144,11 +144,11 @@ def test_error_of_communication_is_not_noted() -> None:
 def test_failure_that_was_caught_on_all_ranks_is_not_told_in_the_next_run() -> None:
     def work(rank: int) -> None:
         try:
-            with telling_the_first_failure(rank):
+            with reraise_first_rank_error(rank):
                 raise ValueError("refused on all ranks")
         except ValueError:
             dist.barrier()
-        with telling_the_first_failure(rank):
+        with reraise_first_rank_error(rank):
             if rank == 1:
                 raise KeyError("boom")
             all_reduce()
@@ -169,7 +169,7 @@ def test_store_whose_host_hangs_holds_nobody_up() -> None:
         time.sleep(1)
         begin = time.monotonic()
         try:
-            with telling_the_first_failure(rank):
+            with reraise_first_rank_error(rank):
                 raise ValueError("boom")
         finally:
             assert time.monotonic() - begin < 10
@@ -181,7 +181,7 @@ def test_store_whose_host_hangs_holds_nobody_up() -> None:
 def test_without_a_process_group_errors_pass_unchanged_and_at_once_where_they_are_not_of_communication() -> None:
     error = ValueError("boom")
     begin = time.monotonic()
-    with pytest.raises(ValueError, match="boom") as raised, telling_the_first_failure(0):
+    with pytest.raises(ValueError, match="boom") as raised, reraise_first_rank_error(0):
         raise error
     assert raised.value is error
     assert error.__cause__ is None
@@ -204,7 +204,7 @@ def stores(kind: str, directory: Path) -> list[dist.Store]:
 def test_first_to_note_wins_in_every_store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = stores(kind, tmp_path)
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: ours[0])
-    with pytest.raises(KeyboardInterrupt), telling_the_first_failure(0):  # a run of its own
+    with pytest.raises(KeyboardInterrupt), reraise_first_rank_error(0):  # a run of its own
         raise KeyboardInterrupt
     assert first_failure() is None
     note_failure(ValueError("é\n" + "long" * 1000), 0)
@@ -221,7 +221,7 @@ class Stop(Exception):
 def test_what_is_no_error_of_this_rank_passes_and_is_not_noted(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
-    with pytest.raises(type(error)) as raised, telling_the_first_failure(0, passing=(Stop,)):
+    with pytest.raises(type(error)) as raised, reraise_first_rank_error(0, passing=(Stop,)):
         raise error
     assert raised.value is error
     assert first_failure() is None
@@ -232,7 +232,7 @@ def test_error_that_is_no_exception_is_noted(monkeypatch: pytest.MonkeyPatch) ->
 
     store = dist.HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
-    with pytest.raises(CheckpointException), telling_the_first_failure(2):
+    with pytest.raises(CheckpointException), reraise_first_rank_error(2):
         raise CheckpointException("write", {})
     assert first_failure() is not None
     assert first_failure().rank == 2
@@ -244,7 +244,7 @@ def test_error_of_this_rank_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> Non
     own = ValueError("own\nwith details")
 
     def fail_second() -> None:
-        with telling_the_first_failure(0):
+        with reraise_first_rank_error(0):
             note_failure(OSError("disk full."), 3)
             raise own
 

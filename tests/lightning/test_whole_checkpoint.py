@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from test_failures import run_ranks
 
 from lightning_accum.checkpointing import whole as whole_checkpoint
-from lightning_accum.checkpointing.whole import written_whole
+from lightning_accum.checkpointing.whole import atomic_checkpoint
 
 
 class Barrier:
@@ -45,7 +45,7 @@ OLD_WRITERS = pytest.mark.parametrize("write_old", [write_folder, write_file])
 @WRITERS
 def test_new_checkpoint_appears_when_it_is_whole(write, tmp_path: Path) -> None:
     path, barrier = tmp_path / "not" / "there" / "a.ckpt", Barrier()
-    with written_whole(path, True, barrier) as partial:
+    with atomic_checkpoint(path, True, barrier) as partial:
         write(partial, "new")
         assert partial.parent == path.parent
         assert barrier.calls == 1
@@ -60,7 +60,7 @@ def test_new_checkpoint_appears_when_it_is_whole(write, tmp_path: Path) -> None:
 def test_old_checkpoint_is_replaced(write, write_old, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     write_old(path, "old")
-    with written_whole(path, True, Barrier()) as partial:
+    with atomic_checkpoint(path, True, Barrier()) as partial:
         write(partial, "new")
         assert read(path) == "old"
     assert read(path) == "new"
@@ -72,7 +72,7 @@ def test_link_is_replaced_and_what_it_points_to_stays(write, tmp_path: Path) -> 
     write_folder(tmp_path / "epoch=1.ckpt", "epoch 1")
     path = tmp_path / "last.ckpt"
     path.symlink_to("epoch=1.ckpt")
-    with written_whole(path, True, Barrier()) as partial:
+    with atomic_checkpoint(path, True, Barrier()) as partial:
         write(partial, "new")
     assert (read(path), path.is_symlink()) == ("new", False)
     assert read(tmp_path / "epoch=1.ckpt") == "epoch 1"
@@ -86,7 +86,7 @@ def test_old_checkpoint_stays_when_the_body_raises(write, write_old, tmp_path: P
     write_old(path, "old")
 
     def fail() -> None:
-        with written_whole(path, True, barrier) as partial:
+        with atomic_checkpoint(path, True, barrier) as partial:
             write(partial, "half")
             raise error
 
@@ -106,7 +106,7 @@ def test_no_checkpoint_when_another_rank_does_not_come_to_the_barrier(tmp_path: 
         if len(calls) == 2:
             raise RuntimeError("Connection closed by peer")
 
-    with pytest.raises(RuntimeError, match="Connection closed"), written_whole(tmp_path / "a.ckpt", True, barrier) as partial:
+    with pytest.raises(RuntimeError, match="Connection closed"), atomic_checkpoint(tmp_path / "a.ckpt", True, barrier) as partial:
         write_folder(partial, "half")
     assert os.listdir(tmp_path) == []
 
@@ -114,7 +114,7 @@ def test_no_checkpoint_when_another_rank_does_not_come_to_the_barrier(tmp_path: 
 def test_other_ranks_name_and_delete_nothing(tmp_path: Path) -> None:
     path, barrier = tmp_path / "a.ckpt", Barrier()
     write_folder(path, "old")
-    with written_whole(path, False, barrier) as partial:
+    with atomic_checkpoint(path, False, barrier) as partial:
         write_folder(partial, "new")
     assert (read(path), read(partial), barrier.calls) == ("old", "new", 3)
 
@@ -122,7 +122,7 @@ def test_other_ranks_name_and_delete_nothing(tmp_path: Path) -> None:
 def test_nothing_written_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     path, barrier = tmp_path / "a.ckpt", Barrier()
     write_folder(path, "old")
-    with written_whole(path, True, barrier):
+    with atomic_checkpoint(path, True, barrier):
         pass
     assert (read(path), os.listdir(tmp_path), barrier.calls) == ("old", ["a.ckpt"], 3)
 
@@ -131,9 +131,9 @@ def test_nothing_written_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 @OLD_WRITERS
 def test_what_an_earlier_crash_left_is_not_mixed_in(write, write_old, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    with written_whole(path, False, Barrier()) as partial:
+    with atomic_checkpoint(path, False, Barrier()) as partial:
         write_old(partial, "left over")
-    with written_whole(path, True, Barrier()) as again:
+    with atomic_checkpoint(path, True, Barrier()) as again:
         assert again == partial
         assert not partial.exists()
         write(partial, "new")
@@ -156,7 +156,7 @@ def test_at_every_move_the_old_or_the_new_checkpoint_is_whole(last: int, tmp_pat
         replace(*arguments)
 
     def write() -> None:
-        with written_whole(path, True, Barrier()) as partial:
+        with atomic_checkpoint(path, True, Barrier()) as partial:
             write_folder(partial, "new")
             monkeypatch.setattr(os, "replace", move_until_dead)
             monkeypatch.setattr(whole_checkpoint, "_delete", lambda path: None)  # nor does a dead process delete
@@ -170,7 +170,7 @@ def test_at_every_move_the_old_or_the_new_checkpoint_is_whole(last: int, tmp_pat
     monkeypatch.setattr(os, "replace", replace)
     monkeypatch.setattr(whole_checkpoint, "_delete", delete)
     assert {read(tmp_path / name) for name in os.listdir(tmp_path)} == {"old", "new"}
-    with written_whole(path, True, Barrier()):
+    with atomic_checkpoint(path, True, Barrier()):
         pass
     assert (read(path), os.listdir(tmp_path)) == ("new" if last == 2 else "old", ["a.ckpt"])
 
@@ -185,7 +185,7 @@ def test_old_checkpoint_is_put_back_when_the_new_one_cannot_be_named(tmp_path: P
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", refuse_the_new)
-    with pytest.raises(OSError, match="no permission"), written_whole(path, True, Barrier()) as partial:
+    with pytest.raises(OSError, match="no permission"), atomic_checkpoint(path, True, Barrier()) as partial:
         write_folder(partial, "new")
     assert read(path) == "old"
 
@@ -195,7 +195,7 @@ def test_lightning_takes_no_partial_for_a_checkpoint(tmp_path: Path) -> None:
     from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
     for name in ("hpc_ckpt_2.ckpt", "last.ckpt"):
-        with written_whole(tmp_path / name, False, Barrier()) as partial:
+        with atomic_checkpoint(tmp_path / name, False, Barrier()) as partial:
             write_folder(partial, "half")
         assert partial.name.startswith(".")
     assert _CheckpointConnector._CheckpointConnector__max_ckpt_version_in_folder(tmp_path, "hpc_ckpt_") is None
@@ -215,7 +215,7 @@ def test_two_ranks_load_what_they_saved() -> None:
 
     def work(rank: int) -> None:
         for _ in range(2):  # the second replaces the first
-            with written_whole(path, rank == 0, dist.barrier) as partial:
+            with atomic_checkpoint(path, rank == 0, dist.barrier) as partial:
                 dcp.save(state(rank), checkpoint_id=partial)
             assert path.is_dir()  # on no rank before it is there
             dist.barrier()
@@ -237,7 +237,7 @@ def test_rank_that_raises_inside_of_save_leaves_no_checkpoint() -> None:
     path = Path("a.ckpt").absolute()
 
     def work(rank: int) -> None:
-        with written_whole(path, rank == 0, dist.barrier) as partial:
+        with atomic_checkpoint(path, rank == 0, dist.barrier) as partial:
             dcp.save({**state(rank), **({"object": CannotBeSaved()} if rank == 1 else {})}, checkpoint_id=partial)
 
     for said in run_ranks(work, 2):
@@ -254,7 +254,7 @@ def test_rank_that_raises_in_the_middle_leaves_no_checkpoint(failing: int, has_o
         write_folder(path, "old")
 
     def work(rank: int) -> None:
-        with written_whole(path, rank == 0, dist.barrier) as partial:
+        with atomic_checkpoint(path, rank == 0, dist.barrier) as partial:
             dcp.save(state(rank), checkpoint_id=partial)
             if rank == failing:
                 raise ValueError("disk full")

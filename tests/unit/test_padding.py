@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_accum.splitting.padding import Coincidences, LengthsNotFoundError, Spans, read_spans
+from lightning_accum.splitting.padding import AmbiguousDims, LengthsNotFoundError, Spans, read_spans
 
 SIDES = ["left", "right", "both"]
 SEEDS = range(5)
@@ -327,12 +327,12 @@ def texts(length: int, **more: Tensor) -> dict[str, Tensor]:
     return {"ids": fill(spans, 0, length), "attention_mask": mask_of(spans, length), **more}
 
 
-def left_by(coincidences: Coincidences, tensors: dict[str, Tensor], **shared: Tensor) -> set[int]:
-    return set(coincidences.leave_out(read_spans(tensors), tensors, shared))
+def left_by(coincidences: AmbiguousDims, tensors: dict[str, Tensor], **shared: Tensor) -> set[int]:
+    return set(coincidences.without(read_spans(tensors), tensors, shared))
 
 
 def test_classes_that_are_as_many_as_columns_in_a_later_batch_are_no_columns() -> None:
-    seen = Coincidences()
+    seen = AmbiguousDims()
     targets = torch.rand(3, 20)
     assert left_by(seen, texts(17, targets=targets)) == {17}
     assert left_by(seen, texts(20, targets=targets)) == set()
@@ -341,33 +341,33 @@ def test_classes_that_are_as_many_as_columns_in_a_later_batch_are_no_columns() -
 
 @pytest.mark.parametrize("shape", [(20,), (20, 4), (4, 20)])
 def test_a_shared_tensor_with_as_many_classes_is_no_columns(shape: tuple[int, ...]) -> None:
-    seen = Coincidences()
+    seen = AmbiguousDims()
     assert left_by(seen, texts(17), weights=torch.rand(shape)) == {17}
     assert left_by(seen, texts(20), weights=torch.rand(shape)) == set()
 
 
 def test_a_target_that_is_padded_to_the_length_of_its_source_once_is_no_part_of_it() -> None:
-    seen = Coincidences()
+    seen = AmbiguousDims()
     assert left_by(seen, texts(17, target=torch.rand(3, 11, 2))) == {17}
     assert left_by(seen, texts(14, target=torch.rand(3, 14, 2))) == set()
 
 
 def test_a_target_with_a_mask_of_its_own_is_trimmed_with_the_source_where_both_are_as_long() -> None:
-    seen = Coincidences()
+    seen = AmbiguousDims()
     target = {name: texts(11)[key] for name, key in (("decoder_attention_mask", "attention_mask"), ("labels", "ids"))}
     assert left_by(seen, texts(17, **target)) == {17, 11}
     assert left_by(seen, texts(11, **target)) == {11}
 
 
 def test_what_always_has_the_columns_of_the_mask_is_trimmed_with_it() -> None:
-    seen = Coincidences()
+    seen = AmbiguousDims()
     for length in (9, 17, 9, 20):
         more = {"embedded": torch.rand(3, length, 8), "bias": torch.rand(3, 1, length, length), "classes": torch.rand(3, 8)}
         assert left_by(seen, texts(length, **more), positions=torch.arange(length)[None]) == {length}
 
 
 def test_rows_are_no_columns_where_there_are_as_many() -> None:
-    seen = Coincidences()
+    seen = AmbiguousDims()
     for length in (9, 6, 8):
         spans = lay_out("right", 0, rows=6, length=length)
         assert left_by(seen, {"ids": fill(spans, 0, length), "attention_mask": mask_of(spans, length)}) == {length}
