@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
@@ -42,6 +43,24 @@ def refuse(asked: Asked) -> None:
     """
     if (reason := why_refused(asked)) is not None:
         raise MisconfigurationException(reason)
+
+
+def check_validation_is_left_to(every: int, trainer: pl.Trainer) -> None:
+    """Refuse a Trainer that says when to validate, as ``validate_every`` does.
+
+    Raises:
+        MisconfigurationException: its arguments are not those of a Trainer by default.
+    """
+    own = {name: vars(trainer).get(name) for name in ("val_check_interval", "check_val_every_n_epoch")}
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        own["val_check_interval"] = "a time"
+    if trainer.fast_dev_run or own == {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}:  # type: ignore[attr-defined]
+        return
+    said = ", ".join(f"{name}={value}" for name, value in own.items())
+    raise MisconfigurationException(
+        f"Trainer({said}) and GradientAccumulation(validate_every={every}) both say when to validate. Leave val_check_interval and"
+        " check_val_every_n_epoch out, to validate every so many optimizer steps; or leave validate_every out."
+    )
 
 
 def row_wise_policy(row_wise: Any, micro_batch: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""When a window ends, how many there will be, and what schedulers count of them."""
+"""When a window ends, how many there will be, and what schedulers and validation count of them."""
 
 from __future__ import annotations
 
@@ -127,6 +127,26 @@ def count_windows(batches: int, epochs: int, size: Callable[[int, int], int], ta
     return windows
 
 
+def count_batches(windows: int, size: Callable[[int], int], most: float) -> float:
+    """The loader batches that windows take which are not cut short.
+
+    Args:
+        windows: how many.
+        size: loader batches in the window that follows after the given number of these.
+        most: loader batches that there are.
+
+    Example:
+        >>> count_batches(3, lambda window: 1 + window, most=10), count_batches(3, lambda window: 8, most=10)
+        (6, 10)
+    """
+    batches = 0
+    for window in range(windows):
+        batches += size(window)
+        if batches >= most:
+            return most
+    return batches
+
+
 @dataclass
 class StepClock:
     """Counts optimizer steps, and tells which schedulers are due.
@@ -161,3 +181,38 @@ class StepClock:
     def times_due(self, frequency: int) -> int:
         """How often a scheduler of this frequency is to step now."""
         return self.time // frequency - self._before // frequency
+
+
+@dataclass
+class ValidationClock:
+    """Tells when validation every n optimizer steps is due.
+
+    Attributes:
+        every: optimizer steps between validations.
+        steps: optimizer steps at the last validation; where there was none, when counting began.
+        after: the loader batch, counted from 1 over all epochs, that it came after.
+
+    Example:
+        >>> clock = ValidationClock(every=4, steps=0)
+        >>> [clock.is_due(steps) for steps in (3, 4)]
+        [False, True]
+        >>> clock.begin(steps=5, seen=2)  # the loader batch that ends the fourth window ends the fifth, too
+        >>> [clock.is_due(steps) for steps in (5, 7, 8)]
+        [False, False, True]
+    """
+
+    every: int
+    steps: int
+    after: int = 0
+
+    def is_due(self, steps: int) -> bool:
+        """Whether a multiple of :attr:`every` was reached since the last validation.
+
+        Args:
+            steps: optimizer steps so far.
+        """
+        return steps // self.every > self.steps // self.every
+
+    def begin(self, steps: int, seen: int) -> None:
+        """Validation is about to run, after ``steps`` optimizer steps and loader batch number ``seen``."""
+        self.steps, self.after = steps, seen

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_accum import families, seams
 from lightning_accum.arguments import (
+    check_validation_is_left_to,
     checked,
     row_wise_policy,
     what_to_use_instead_of,
@@ -113,10 +114,15 @@ class GradientAccumulation(Callback):
             and ``weight="equal"`` asks for what does not add up.
         log: whether to log the metrics above, and to show the loss and the number of steps in the progress bar (``w_loss``,
             ``w_steps``).
+        validate_every: validate after every so many optimizer steps of ``trainer.global_step``, counted over all epochs, and at no
+            other time. The Trainer's ``val_check_interval`` and ``check_val_every_n_epoch`` count loader batches and epochs, and
+            are left as they are by default; callbacks that monitor validation look after each. Where several windows end in one
+            loader batch, validation comes at the end of that. None: the Trainer's two arguments decide.
 
     Raises:
         MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is not one of
-            this package, or its ``accumulate_grad_batches`` contradicts ``window``.
+            this package, its ``accumulate_grad_batches`` contradicts ``window``, or it says when to validate, as ``validate_every``
+            does.
         TypeError: there is no such argument.
 
     Example:
@@ -141,6 +147,7 @@ class GradientAccumulation(Callback):
         split: Split | None = None,
         check: bool = True,
         log: bool = True,
+        validate_every: int | None = None,
         **gone: Any,
     ) -> None:
         if gone:
@@ -159,6 +166,7 @@ class GradientAccumulation(Callback):
                 on_nonfinite,
                 check,
                 offload=micro_batch == "offload",
+                validate_every=validate_every,
                 **row_wise_policy(row_wise, micro_batch),
             )
         )
@@ -185,6 +193,8 @@ class GradientAccumulation(Callback):
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 f" {what_to_use_instead_of(trainer.strategy)}"
             )
+        if self.policy.validate_every is not None:
+            check_validation_is_left_to(self.policy.validate_every, trainer)
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)
         if size is None:
             return

@@ -24,6 +24,12 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
+def window_listeners(trainer: pl.Trainer) -> list[Any]:
+    """The callbacks and the module that have a hook ``on_window_end``."""
+    owners: list[Any] = [*callbacks_of(trainer), trainer.lightning_module]
+    return [owner for owner in owners if callable(getattr(owner, _HOOK_OF_A_WINDOW, None))]
+
+
 _HOOKS_OF_A_MICRO_BATCH = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -34,10 +40,13 @@ _HOOKS_OF_A_MICRO_BATCH = (
 )
 
 
+_HOOK_OF_A_WINDOW = "on_window_end"
+"""Lightning has none of that name."""
 _HOOKS_OF_A_TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
 _HOOKS_OF_A_MODULE = (
     *_HOOKS_OF_A_MICRO_BATCH,
     *_HOOKS_OF_A_TRANSFER,
+    _HOOK_OF_A_WINDOW,
     "backward",
     "optimizer_zero_grad",
     "configure_gradient_clipping",
@@ -121,6 +130,7 @@ class HookTable:
         is_step_bare: ``training_step`` needs nothing around it: no wrapper of the module, no autocast.
         step_counters: the module and callbacks whose ``on_train_batch_end`` reads ``global_step``, as Lightning's
             EMAWeightAveraging does to see each optimizer step once. No checkpoint callbacks: theirs are of whole loader batches.
+        window_listeners: the callbacks and the module that have a hook ``on_window_end``, in the order in which they are called.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -148,7 +158,7 @@ class HookTable:
         trainer = self._trainer
         self._callbacks, self._profiler = list(callbacks_of(trainer)), trainer.profiler  # type: ignore[attr-defined]
         self._hooks = _Hooks(
-            [(callback, _HOOKS_OF_A_MICRO_BATCH) for callback in self._callbacks]
+            [(callback, (*_HOOKS_OF_A_MICRO_BATCH, _HOOK_OF_A_WINDOW)) for callback in self._callbacks]
             + [(trainer.lightning_module, _HOOKS_OF_A_MODULE)]
             + ([] if (data := _data_of(trainer)) is None else [(data, _HOOKS_OF_A_TRANSFER)])
             + [(trainer.strategy, _HOOKS_OF_A_STRATEGY), (trainer.precision_plugin, _HOOKS_OF_A_PRECISION)]
@@ -167,6 +177,7 @@ class HookTable:
         self.is_step_bare = self._is_read and _is_step_bare(trainer)
         owners: list[Any] = [callback for callback in self._callbacks if not isinstance(callback, Checkpoint)]
         owners.append(trainer.lightning_module)
+        self.window_listeners = window_listeners(trainer)
         self.step_counters = [owner for owner in owners if _reads(owner, "on_train_batch_end", "global_step")]
 
 

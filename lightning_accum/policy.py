@@ -41,6 +41,7 @@ class Policy:
     """this is the size of theirs."""
     offload: bool = False
     """``micro_batch="offload"``: nothing is split."""
+    validate_every: int | None = None
 
     @property
     def counts_ahead(self) -> bool:

@@ -28,6 +28,8 @@ def checked(policy: Policy) -> Policy:
     dtype: Any = policy.accumulate_dtype
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         raise ValueError(f"accumulate_dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.float32, or None")
+    if not (policy.validate_every is None or _is_natural(policy.validate_every, 1)):
+        raise ValueError(f"validate_every={policy.validate_every!r}: expected a number of optimizer steps from 1, or None")
     _check_is_one_of("on_nonfinite", policy.on_nonfinite, "propagate", "skip", "raise")
     for name, value in (("log", policy.log), ("check", policy.check)):
         if not isinstance(value, bool):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
@@ -22,8 +21,9 @@ from lightning_accum.engine import Engine
 from lightning_accum.hook_table import already_on_cpu
 from lightning_accum.loops.first_batch import check_first_batch
 from lightning_accum.loops.optimization import WindowOptimization
-from lightning_accum.loops.results import current_hook
+from lightning_accum.loops.step_hooks import call_checkpoints, call_step_counters
 from lightning_accum.loops.uneven import EvenFetcher, is_agreeing
+from lightning_accum.loops.validation import ValidatingEpochLoop
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _SHARES_SIGTERM = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
 
 
-class AccumulatingEpochLoop(_TrainingEpochLoop):
+class AccumulatingEpochLoop(ValidatingEpochLoop):
     """Windows end where the boundary says; schedulers step when their clock says."""
 
     strategy: Engine
@@ -47,6 +47,8 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
     """The loader batch that began last, counted from 1 over all epochs."""
     _advanced: int = 0
     """That which :meth:`advance` was called for."""
+    _is_inside_since: int | None = None
+    """The optimizer steps before the first of the windows that ended inside of the loader batch under way; None where none has."""
     _may_validate: bool = True
     """There is validation in this epoch."""
     _inspected: Any = None
@@ -127,6 +129,11 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         rows = cast("WindowRows", self.trainer._logger_connector)
         if rows.pending:
             rows.flush()
+        if self._is_inside_since is not None:
+            since, self._is_inside_since = self._is_inside_since, None
+            call_checkpoints(self.trainer, since, self.batch, self.batch_idx)
+        if self.validation is not None:
+            self.note_loader_batch(self.validation)
         super().on_advance_end(data_fetcher)
 
     @override
@@ -197,6 +204,7 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
             super().run(data_fetcher)
         if self.strategy.policy.tail != "carry":
             self.finish_window(is_end_of_training=False)
+            self.validate_if_due()
         self.batch = None
 
     @override
@@ -240,8 +248,10 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         if not accumulation.is_full() or self.global_step == self.max_steps:
             return
         steps = self.global_step
+        if self._is_inside_since is None:
+            self._is_inside_since = steps
         self._step_without_batch(is_inside_batch=True)
-        self._tell_step_counters(since=steps)
+        call_step_counters(self.trainer, self.strategy, steps, self.batch, self.batch_idx)
         cast("WindowRows", self.trainer._logger_connector).flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
@@ -266,25 +276,12 @@ class AccumulatingEpochLoop(_TrainingEpochLoop):
         accumulation.boundary.cut_short(seen)
         steps = self.global_step
         self._step_without_batch()
-        self._tell_step_counters(since=steps)
+        call_step_counters(self.trainer, self.strategy, steps, self.batch, self.batch_idx)
         cast("WindowRows", self.trainer._logger_connector).flush()
         if self.trainer.lightning_module.automatic_optimization:
             super().update_lr_schedulers("step", update_plateau_schedulers=False)
             super().update_lr_schedulers("step", update_plateau_schedulers=True)
-
-    def _tell_step_counters(self, since: int) -> None:
-        """Have those that count optimizer steps at the end of loader batches see one that no end of a loader batch comes after."""
-        trainer, strategy = self.trainer, self.strategy
-        accumulation, module = strategy.accumulation, trainer.lightning_module
-        assert accumulation is not None
-        if self.global_step == since or not strategy.hooks.step_counters:
-            return
-        closed, dtype = accumulation.closed, accumulation.window.dtype
-        outputs = {"loss": None if closed is None else torch.as_tensor(closed.loss, dtype=dtype, device=strategy.root_device)}
-        with current_hook(module, "on_train_batch_end"):
-            for owner in strategy.hooks.step_counters:
-                arguments = (outputs, self.batch, self.batch_idx)
-                owner.on_train_batch_end(*(arguments if owner is module else (trainer, module, *arguments)))
+        call_checkpoints(self.trainer, steps, self.batch, self.batch_idx)
 
     def _drop_manual_window(self, windows: ManualWindows, seen: int) -> None:
         """Only the module's own training_step steps, and no loader batch is left for it to do so."""

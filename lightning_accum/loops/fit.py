@@ -93,5 +93,6 @@ class AccumulatingFitLoop(_FitLoop):
     def on_run_end(self) -> None:
         epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
         epoch_loop.finish_window(is_end_of_training=True)
+        epoch_loop.validate_if_due()
         epoch_loop.strategy.watch.end()
         super().on_run_end()

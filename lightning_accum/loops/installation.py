@@ -7,7 +7,7 @@ gets a subclass of its own class instead of a successor, for as long as a fit ta
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import cast
 
 import lightning.pytorch as pl
@@ -20,6 +20,7 @@ from lightning_accum.loops.fit import AccumulatingFitLoop
 from lightning_accum.loops.loggers import WindowRows
 from lightning_accum.loops.manual import WindowManualOptimization
 from lightning_accum.loops.optimization import WindowOptimization
+from lightning_accum.loops.progress import BarOfLoaderBatches
 from lightning_accum.loops.results import BatchResults
 from lightning_accum.loops.specialised import specialised
 from lightning_accum.loops.trainer import AccumulatingTrainer
@@ -38,7 +39,9 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
     """
     strategy = cast("Engine", trainer.strategy)
     fit_loop, epoch_loop, signals = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector
+    bar = trainer.progress_bar_callback
     with (
+        nullcontext() if bar is None else specialised(bar, BarOfLoaderBatches, is_users_first=True),
         specialised(trainer, AccumulatingTrainer, is_users_first=True, window_metrics={}),
         specialised(trainer._data_connector, UnrepeatingData),
         specialised(signals, PatientSignals, before_training=ExitStack()),

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from typing_extensions import override
 
+from lightning_accum.ended_window import EndedWindow
+from lightning_accum.hook_table import window_listeners
+from lightning_accum.window_totals import ClosedWindow
+
 if TYPE_CHECKING:
     from lightning_accum.engine import Engine
 from lightning_accum.loops.epochs import AccumulatingEpochLoop
+from lightning_accum.loops.step_hooks import call_window_hooks
 
 
 class WindowManualOptimization(_ManualOptimization):
@@ -25,19 +32,37 @@ class WindowManualOptimization(_ManualOptimization):
             return self._run(kwargs, batch)
 
     def _run(self, kwargs: OrderedDict[str, Any], batch: Any) -> dict[str, Any]:
-        manual = self.strategy.manual
+        manual, before = self.strategy.manual, self.optim_step_progress.total.completed
         if manual is None:
-            return super().run(kwargs)
+            outputs = super().run(kwargs)
+            self._call_window_hooks([], 1, before)
+            return outputs
         epoch_loop = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop)
         is_boundary = epoch_loop.begin_loader_batch(manual.windows.boundary, "_ManualOptimization")
         self.strategy.begin_manual_loader_batch()
         manual.windows.begin_training_step(batch, is_boundary)
         outputs = super().run(kwargs)
-        manual.windows.end_training_step(epoch_loop.batch_progress.total.ready)
+        seen = epoch_loop.batch_progress.total.ready
+        size = manual.windows.boundary.position(seen)
+        manual.windows.end_training_step(seen)
         manual.announce(batch, self.trainer.accumulate_grad_batches)
         if is_boundary:
             self.strategy.end_manual_window()
+            self._call_window_hooks(manual.windows.closed, size, before)
         return outputs
+
+    def _call_window_hooks(self, closed: Sequence[ClosedWindow], loader_batches: int, before: int) -> None:
+        """A window has ended.
+
+        Args:
+            closed: what it was for each call of ``manual_backward``; none where nothing was weighed.
+            loader_batches: of each rank.
+            before: optimizer steps before its last loader batch.
+        """
+        has_stepped = self.optim_step_progress.total.completed > before
+        if has_stepped and (listeners := window_listeners(self.trainer)):
+            first = closed[0] if closed else ClosedWindow(math.nan, math.nan, 1)
+            call_window_hooks(self.trainer, listeners, EndedWindow.of(first, loader_batches))
 
     @override
     def _on_before_step(self) -> None:

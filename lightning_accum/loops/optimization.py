@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.boundary import Boundary
+from lightning_accum.ended_window import EndedWindow
 from lightning_accum.engine import Engine
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
 from lightning_accum.loops.results import collecting_logs, show_logs
+from lightning_accum.loops.step_hooks import call_window_hooks
 from lightning_accum.session import already_run
 from lightning_accum.splitting.batch_log import BatchLog
 from lightning_accum.splitting.proofs import Verdict
@@ -156,7 +158,8 @@ class WindowOptimization(_AutomaticOptimization):
                 optimizer._optimizer.step(already_run(closure, window_loss))
         progress.increment_completed()
         is_empty = accumulation.is_closed_empty
-        has_stepped = watch.end_step(is_empty) or is_empty
+        is_changed = watch.end_step(is_empty)
+        has_stepped = is_changed or is_empty
         closed, ranks = accumulation.closed, accumulation.ranks
         if closed is not None and closed.is_last and ranks.size == ranks.world_size:
             trainer_state.stop(trainer)  # a rank was told to end: all do, after the loader batch under way
@@ -171,6 +174,9 @@ class WindowOptimization(_AutomaticOptimization):
             strategy.metrics.log_window(accumulation)
         if strategy.has_varying_windows and strategy.listener is not None:
             strategy.listener.set_size(trainer)
+        if strategy.hooks.window_listeners and accumulation.is_step and closed is not None:
+            numbers = accumulation.closed_loader_batches, accumulation.gradient_norm, is_changed
+            call_window_hooks(trainer, strategy.hooks.window_listeners, EndedWindow.of(closed, *numbers))
 
 
 class WindowClosure(AbstractClosure[ClosureResult]):

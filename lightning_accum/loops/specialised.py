@@ -15,7 +15,8 @@ def specialised(instance: Any, mixin: type, *, is_users_first: bool = False, **s
 
     Args:
         instance: what keeps its identity.
-        mixin: what its class is derived from in addition. The attributes that it annotates are its own.
+        mixin: what its class is derived from in addition. The attributes that it annotates are its own, as are those of its bases
+            in this package.
         is_users_first: a class of the user's, which Lightning's was derived to, overrides what the mixin does.
         state: attributes to begin with.
     """
@@ -26,7 +27,9 @@ def specialised(instance: Any, mixin: type, *, is_users_first: bool = False, **s
         yield
     finally:
         instance.__class__ = original
-        drop_own_attributes(instance, mixin)
+        for kind in mixin.__mro__:
+            if kind.__module__.startswith("lightning_accum."):
+                drop_own_attributes(instance, kind)
 
 
 def drop_own_attributes(instance: Any, declared_by: type, but: Container[str] = ()) -> None:

@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_accum.boundary import count_windows
 from lightning_accum.engine import Engine
 from lightning_accum.hook_table import callbacks_of
+from lightning_accum.policy import Policy
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.counts import count_samples, expected_weight
@@ -53,6 +54,35 @@ class AccumulatingTrainer(pl.Trainer):
         self.window_metrics.clear()
         self._logger_connector._callback_metrics.update(shown)
         self._logger_connector._logged_metrics.update(shown)
+
+    @property
+    def validates_every(self) -> int | None:
+        """Optimizer steps from one validation to the next; None where Lightning's own arguments decide."""
+        if self.fast_dev_run:  # type: ignore[attr-defined]  # set by a function
+            return None
+        policies = (getattr(callback, "policy", None) for callback in callbacks_of(self))
+        return next((policy.validate_every for policy in policies if isinstance(policy, Policy)), None)
+
+    # EarlyStopping and ModelCheckpoint ask these two whether they are to look after a validation or after an epoch
+    @property
+    @override
+    def val_check_interval(self) -> Any:
+        """The Trainer's argument, as it is where validation is said to come every n loader batches of the training."""
+        return self.validates_every or vars(self).get("val_check_interval")
+
+    @val_check_interval.setter
+    def val_check_interval(self, interval: Any) -> None:
+        vars(self)["val_check_interval"] = interval
+
+    @property
+    @override
+    def check_val_every_n_epoch(self) -> int | None:
+        """The Trainer's argument, as it is where validation does not depend on epochs."""
+        return None if self.validates_every else vars(self)["check_val_every_n_epoch"]
+
+    @check_val_every_n_epoch.setter
+    def check_val_every_n_epoch(self, epochs: int | None) -> None:
+        vars(self)["check_val_every_n_epoch"] = epochs
 
     @property
     @override

@@ -76,6 +76,9 @@ loops.training_epoch_loop._TrainingEpochLoop
     _build_kwargs | AccumulatingEpochLoop | the signature of training_step is inspected once | 909b6965
     _num_ready_batches_reached | - | a loader batch is the last of its epoch | 20f625b9
     _should_accumulate | AccumulatingEpochLoop | a window ends where the boundary says | 75952ac1
+    _should_check_val_fx | ValidatingEpochLoop | validation may count optimizer steps | 0112fc62 0ae30d22
+    on_save_checkpoint | ValidatingEpochLoop | validation goes on counting them | 18155a51
+    on_load_checkpoint | ValidatingEpochLoop | validation goes on counting them | af6d3a59
     _should_check_val_epoch | AccumulatingEpochLoop | looks for validation once an epoch | 91a9a650
     update_lr_schedulers | AccumulatingEpochLoop | called twice a loader batch, the last time when it is over | 3d41394b
     _update_learning_rates | AccumulatingEpochLoop | schedulers step when their clock says | 27370be6
@@ -159,6 +162,8 @@ core.module.LightningModule
     clip_gradients | - | clips where the Trainer was asked to | a53993a4
     lr_scheduler_step | - | steps a scheduler once | 0ae03eb1
     log | collecting_logs | what micro-batches log is put together | ad4009e5 74202ade
+callbacks.model_checkpoint.ModelCheckpoint
+    _every_n_train_steps | - | optimizer steps from one checkpoint to the next | -
 trainer.setup
     _val_check_time_interval | - | since 2.6: validation by the clock, of a Trainer | -
 loops.loop._Loop

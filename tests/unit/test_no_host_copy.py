@@ -10,12 +10,14 @@ import torch
 from test_graph import LOSSES, Net, make
 
 from lightning_accum import TokenCount
+from lightning_accum.ended_window import EndedWindow
 from lightning_accum.micro_batch import Weighed
 from lightning_accum.splitting.batch_log import BatchLog
 from lightning_accum.splitting.outputs import Output, joined_extra, joined_loss
 from lightning_accum.splitting.plan import Planner
 from lightning_accum.weighing.weight import Weigher
 from lightning_accum.window import Window
+from lightning_accum.window_totals import ClosedWindow
 
 META = torch.device("meta")
 # these losses ask for values themselves, have class weights on the host, or no kernel for this device
@@ -114,3 +116,11 @@ def test_sums_on_a_device_equal_sums_on_the_host(name: str) -> None:
         window.reduce()
         totals.append(torch.as_tensor(window._totals, dtype=torch.float64))
     assert torch.allclose(*totals, rtol=1e-14, atol=0)
+
+
+def test_what_a_hook_gets_of_a_window_stays_where_it_is() -> None:
+    loss, weight, norm = torch.ones((3,), device=META).unbind()
+    window = EndedWindow.of(ClosedWindow(loss, weight, 1), 1, norm)
+    assert window.loss is loss
+    assert window.weight is weight
+    assert window.gradient_norm is norm
