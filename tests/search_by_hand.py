@@ -54,12 +54,13 @@ class ByHand:
         self.is_done = False
 
     def train(self) -> Outcome:
-        point, epochs = self.point, self.point.trainer["max_epochs"]
+        point, epochs, stops = self.point, self.point.trainer["max_epochs"], False
         for epoch in range(epochs):
             for index in range(max(point.lengths)):
                 self.run_loader_batches(epoch, index)
-                stops = point.stops_after == epoch * max(point.lengths) + index + 1
-                if self.is_done or stops:
+                stops |= point.stops_after == epoch * max(point.lengths) + index + 1
+                # a window that is counted before it runs runs to its end
+                if self.is_done or (stops and not (point.weight == "list" and self.window.loader_batches)):
                     break
             tail = point.policy["tail"]
             if tail == "drop":
@@ -85,7 +86,8 @@ class ByHand:
         self.window.loader_batches += 1
         batches = [own[index] for own in point.batches if index < len(own)]
         parts = [parts_of(point, batch) for batch in batches if batch is not None]
-        ends_inside = point.counts_tokens and point.micro_batch is not None and point.micro_batch[0] != "auto"
+        is_split_as_asked = point.micro_batch is not None and point.micro_batch[0] != "auto"
+        ends_inside = point.counts_tokens and is_split_as_asked and point.weight != "list"  # which is counted before it is split
         rounds = max(map(len, parts), default=0) if ends_inside else 1
         for number in range(max(1, rounds)):
             now = [own[number] for own in parts if number < len(own)] if ends_inside else [part for own in parts for part in own]

@@ -104,8 +104,8 @@ class Point:
         unit = None if self.micro_batch is None else self.micro_batch[0]
         longest = max(self.lengths)
         reduces_often = self.strategy.get("sync") == "micro_batch"
-        if self.weight == "list" and (unit is None or self.window[0] not in ("int", "mapping") or self._most() > 1):
-            said.append("weighs each term of the loss by itself, for which a whole window has to be counted")
+        if self.weight == "list" and policy["tail"] == "carry" and self._may_be_long():
+            said.append("counts a window before it runs, but with tail='carry' it may go on in the next epoch")
         if self.counts_tokens and self.loss == "sum":
             said.append("A window of Tokens ends when the weights of its micro-batches come to that many, but the loss is a sum")
         if policy.get("tail") == "drop" and self.is_sized and not self.counts_tokens and longest < self._least():
@@ -126,9 +126,9 @@ class Point:
             said.append("looks at the gradients of each rank")
         return said
 
-    def _most(self) -> int:
+    def _may_be_long(self) -> bool:
         kind, size = self.window
-        return max(n for _, n in size) if kind == "mapping" else size
+        return kind not in ("int", "mapping") or (size if kind == "int" else max(n for _, n in size)) > 1
 
     def _least(self) -> int:
         kind, size = self.window
@@ -165,10 +165,9 @@ def draw(seed: int, engine: str = "accum") -> Point:
         loss, ["auto"]
     )
     weight = rng.choice(weight if one_in(2) else ["auto"])
-    if loss == "terms":  # exact only where the totals of a window are known before it runs
-        micro_batch = micro_batch or (("samples", 2) if one_in(2) else None)
-        weight = "auto" if micro_batch is None else "list"
-        if weight == "auto" or not one_in(5):
+    if loss == "terms":  # exact where the totals of a window are known before it runs
+        weight = "auto" if micro_batch is None and one_in(3) else "list"
+        if weight == "auto":
             kind, size = rng.choice([("int", 1), ("mapping", [(0, 1)])])
     policy: dict[str, Any] = {
         "tail": rng.choice(["step", "step", "drop", "carry"]),

@@ -120,6 +120,16 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     def _is_restarting_or_unknown(self, data_fetcher: _DataFetcher) -> bool:
         return self.restarting or self.val_loop.restarting or type(data_fetcher) not in (_PrefetchDataFetcher, EvenFetcher)
 
+    @property
+    @override
+    def done(self) -> bool:
+        return super().done and not self._is_in_counted_window
+
+    @property
+    def _is_in_counted_window(self) -> bool:
+        """Its terms are divided by what all of it has, so training does not stop inside."""
+        return bool(getattr(self.trainer.fit_loop._data_fetcher, "drawn", ()))
+
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         if self.strategy.accumulation is not None:
@@ -209,6 +219,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     @override
     def _should_check_val_epoch(self) -> bool:
+        if self.trainer.should_stop and self._is_in_counted_window:  # Lightning validates where it stops
+            return False
         return self._may_validate and super()._should_check_val_epoch()  # which looks for validation in every batch, at 15 us
 
     @override

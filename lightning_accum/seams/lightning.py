@@ -67,6 +67,7 @@ loops.fit_loop._FitLoop
 loops.training_epoch_loop._TrainingEpochLoop
     _results | BatchResults | what was logged | -
     _warning_cache | - | warns once of a batch that is None | -
+    done | AccumulatingEpochLoop | a window that was counted before it ran is not left inside | 20215631
     run | AccumulatingEpochLoop | an unfinished window ends with its epoch | ad885a6e
     on_run_start | AccumulatingEpochLoop | a checkpoint of an epoch's end begins the next | d3f11993 085e5587
     reset | - | where the epoch goes on | dbe637c4

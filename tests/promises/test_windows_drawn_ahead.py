@@ -321,13 +321,31 @@ def test_without_a_weight_for_each_term_nothing_is_drawn_ahead() -> None:
     assert set(seen.ahead) == {1}
 
 
-def test_a_training_that_stops_inside_a_window_says_that_its_terms_were_counted_in_all_of_it() -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, out: Any, batch: Any, index: int) -> None:
-            trainer.should_stop = index == 1
+class Stop(Callback):
+    """Wants the training to end after its second loader batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, out: Any, batch: Any, index: int) -> None:
+        trainer.should_stop |= index == 1
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_training_that_is_to_stop_inside_a_window_stops_after_it(optimizer: str) -> None:
+    module, validated_after = Detector(optimizer), []
+    module.validation_step = lambda batch, batch_idx: validated_after.append(module.global_step)  # type: ignore[method-assign]
+    batches = Detector.batches(8)
+    run = trainer(callbacks=[GradientAccumulation(4, weight=Detector.weight), Stop()], num_sanity_val_steps=0)
+    run.fit(module, loader(batches), loader(batches[:1]))
+    assert (run.global_step, validated_after) == (1, [1])
+    assert_full_batches(Detector, optimizer, module, windows_of(batches, 4)[:1])
+
+
+def test_an_epoch_that_ends_before_a_window_does_is_warned_of() -> None:
+    class Ended(Detector):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 else None
 
     with pytest.warns(UserWarning, match="does not add up to what they counted"):
-        trainer(callbacks=[GradientAccumulation(4, weight=Detector.weight), Stop()]).fit(Detector(), loader(Detector.batches(8)))
+        trainer(callbacks=[GradientAccumulation(4, weight=Detector.weight)]).fit(Ended(), loader(Detector.batches(8)))
 
 
 class Scored(Resumed):
