@@ -63,6 +63,8 @@ class Accumulator:
 
     Attributes:
         window_loss: the loss that the full batch of the last window would have had.
+        window_weight: what its losses were divided by, over all ranks: tokens, samples, elements; 1 for a loss that is a sum.
+        total_weight: that of all windows so far.
         gradient_norm: of that window, where ``step`` was called with ``clip_norm``; before clipping.
         optimizer_steps: steps so far.
         skipped_micro_batches: those that ``on_nonfinite="skip"`` has left out so far, over all ranks.
