@@ -35,6 +35,7 @@ class Asked:
         has_comm_hook: DistributedDataParallel reduces in the user's way.
         ranks: that have batches of their own.
         tensor_parallel: ranks that share one.
+        same_rows: ranks that have parts of the same rows.
     """
 
     policy: Policy
@@ -50,6 +51,7 @@ class Asked:
     has_comm_hook: bool = False
     ranks: int = 1
     tensor_parallel: int = 1
+    same_rows: int = 1
 
     @property
     def is_window_long(self) -> bool:

@@ -290,4 +290,28 @@ EXCLUSIONS = (
         'GradientAccumulation(micro_batch="auto") runs a batch again on the rank that ran out of memory, but with'
         " {a.strategy} the other ranks wait for it in every forward. Give a number of samples, or Tokens(...).",
     ),
+    Exclusion(
+        '`micro_batch=` (not `"offload"`), or `row_wise=`',
+        "`context_parallel` or `sequence_parallel` in `mesh=`",
+        "smaller loader batches",
+        lambda a: a.same_rows > 1 and a.policy.micro_batch is not None,
+        "GradientAccumulation(micro_batch={a.policy.micro_batch!r}) splits the batch of each rank by itself, but {a.same_rows}"
+        " ranks have parts of the same rows, and run them together. Have the loader yield smaller batches.",
+    ),
+    Exclusion(
+        "`weight=` with a count",
+        "`context_parallel` or `sequence_parallel` in `mesh=`",
+        '`weight="auto"`',
+        lambda a: a.same_rows > 1 and a.policy.weight not in ("auto", "equal"),
+        "weight={a.weights} counts a batch, but with {a.same_rows} ranks that have parts of the same rows it cannot be known"
+        ' whether that is the part or all of it. Use weight="auto", which reads what the loss of the part was divided by.',
+    ),
+    Exclusion(
+        '`on_nonfinite="skip"`',
+        "`context_parallel` or `sequence_parallel` in `mesh=`",
+        '`on_nonfinite="raise"`',
+        lambda a: a.same_rows > 1 and a.policy.on_nonfinite == "skip",
+        'GradientAccumulation(on_nonfinite="skip") leaves out the micro-batch of one rank, but {a.same_rows} ranks have parts of'
+        ' the same rows, and their gradients flow into each other. Use on_nonfinite="raise".',
+    ),
 )

@@ -41,6 +41,7 @@ class Ranks:
         world_size: all ranks, those of tensor parallelism too.
         rank: this one.
         timeout: for what they tell each other; None for torch's own.
+        same_rows: so many of those whose gradients are averaged have parts of the same rows.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class Ranks:
         world_size: int = 1,
         rank: int = 0,
         timeout: timedelta | None = None,
+        same_rows: int = 1,
     ) -> None:
         self.device = device
         self.size = size
+        self.same_rows = same_rows
         self.group = group
         self.world_size = world_size
         self.rank = rank

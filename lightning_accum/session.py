@@ -23,7 +23,7 @@ from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.step import Backward, InsideBatch, Outcome, SessionEngine, Step, ZeroGrad
 from lightning_accum.sync import GradientSync
 from lightning_accum.weighing.counts import count_samples
-from lightning_accum.weighing.safeguards import gradients_of_zero, no_gradients
+from lightning_accum.weighing.safeguards import no_gradients
 from lightning_accum.whole.row_wise import RowWise
 
 _NOTHING_AROUND = nullcontext()
@@ -244,7 +244,7 @@ class Session:
         if micro_batch.is_shadow_batch and not self.sync.is_waited_for_in_forward:
             return self._weightless(no_gradients(loss))
         if weighed.is_weightless:
-            return self._weightless(gradients_of_zero(loss))
+            return self._weightless(self.sync.without_weight(loss, micro_batch))
         assert self.guard is not None
         return self.guard.watching(loss, weighed.weight)
 

@@ -44,7 +44,7 @@ def start_line(
         tokens, unit = policy.window.at(float(accumulation.total_weight)), _unit(accumulation, micro_batch, weighed)
         parts = [f"a window is as many loader batches as come to {tokens} {unit} over all ranks"]
     else:
-        parts = [window_in_words(loader_batches, accumulation.world_size, samples)]
+        parts = [window_in_words(loader_batches, accumulation.world_size // accumulation.ranks.same_rows, samples)]
     if accumulation.splitting is not None and accumulation.row_wise is None:
         parts.append(f"each runs {accumulation.splitting.describe()}")
     if policy.offload:

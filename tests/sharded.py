@@ -102,7 +102,7 @@ def shard(module: pl.LightningModule, parts: list[torch.nn.Module], **kwargs: An
     """Shard ``parts``, as the strategy of the Trainer does."""
     if isinstance(module.trainer.strategy, FSDPAccumulationStrategy):
         raise NotImplementedError
-    mesh = module.device_mesh["data_parallel"]
+    mesh = module.trainer.strategy.gradient_mesh["data_parallel"]
     if module.trainer.strategy._sync_policy == "shard":
         mesh = two_replicas(mesh.size())
     for part in parts:
@@ -125,7 +125,7 @@ class ShardedLanguage(Language):
             return
         if not isinstance(strategy, ModelParallelAccumulationStrategy):
             return
-        tensor = self.device_mesh["tensor_parallel"]
+        tensor = strategy.gradient_mesh["tensor_parallel"]
         if tensor.size() > 1:
             for block in self.net.blocks:
                 parallelize_module(block, tensor, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})

@@ -153,6 +153,11 @@ class GradientNoiseScale(Callback):
                 "GradientNoiseScale needs the gradient of each micro-batch on one rank, but tensor parallelism cuts it over"
                 f" {ranks.world_size // ranks.size}. Use tensor_parallel_size=1, or leave the callback out."
             )
+        if ranks.same_rows > 1:
+            raise MisconfigurationException(
+                f"GradientNoiseScale compares micro-batches of different rows, but {ranks.same_rows} ranks have parts of the same"
+                " (mesh=). Leave the callback out."
+            )
         has_one = ranks.size == 1 and accumulation.splitting is None
         if has_one and not accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
             self._warn(f"GradientNoiseScale will have no estimate. {_ONE_MICRO_BATCH}")

@@ -49,6 +49,10 @@ strategies.ddp.DDPStrategy
     pre_backward | - | prepares DistributedDataParallel's reduction | b2401dc8
     post_backward | DDPAccumulationStrategy | since 2.6: reduces what manual optimization delayed | 46a7c777
     optimizer_step | - | calls Strategy.optimizer_step | 4760d0d5
+strategies.model_parallel.ModelParallelStrategy
+    _data_parallel_size _tensor_parallel_size _device_mesh | NamedMeshStrategy | are those of mesh= | -
+    setup_environment | NamedMeshStrategy | makes the mesh of mesh= | da2b608a
+    distributed_sampler_kwargs | NamedMeshStrategy | ranks that have parts of the same rows get the same | d29a04ee
 strategies.launchers.multiprocessing._MultiProcessingLauncher
     launch | _launch | starts the processes of the ranks | 58936217
 strategies.launchers.subprocess_script._SubprocessScriptLauncher
@@ -152,6 +156,7 @@ core.optimizer.LightningOptimizer
     _optimizer | - | torch's | -
     step | - | calls the strategy's optimizer_step | 6047b6f4
 core.module.LightningModule
+    _device_mesh | - | what it sees as its device_mesh | -
     _compiler_ctx | - | the module is compiled | -
     _current_fx_name | - | the hook that logs | -
     _trainer | - | the Trainer that a module is attached to | -

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import (
-    ModelParallelStrategy,
-)
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
@@ -18,13 +15,15 @@ from typing_extensions import override
 from lightning_accum import seams
 from lightning_accum.gradient_norm import clip_sharded_by_norm
 from lightning_accum.main_gradients import is_narrower
+from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
+from lightning_accum.strategies.named_mesh import NamedMeshStrategy
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
-from lightning_accum.sync import FSDP2Sync, HybridSync, ShardedSyncPolicy, has_replicas
+from lightning_accum.sync import FSDP2Sync, HybridSync, ShardedSyncPolicy, SharedRows, has_replicas
 
 
-class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
+class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
     """Exact gradient accumulation over ``fully_shard`` (FSDP2), ``Trainer(strategy="accum_model_parallel")``.
 
     Also beside tensor parallelism: weights and gradients are summed over the data-parallel ranks only. As with Lightning's own, the
@@ -32,6 +31,10 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
 
     Args:
         args: see :class:`lightning.pytorch.strategies.ModelParallelStrategy`; so are the keyword arguments.
+        mesh: in place of ``data_parallel_size`` and ``tensor_parallel_size``, the sizes of the dimensions of ``self.device_mesh``,
+            by names that say what its ranks have: ``"data_parallel"``, ``"replicate"`` and ``"shard"`` rows of their own,
+            ``"context_parallel"`` and ``"sequence_parallel"`` each a part of the same rows and the loss of that,
+            ``"tensor_parallel"``, the last, the same loss. ``fully_shard`` is applied over all but the last.
         sync: reduce the gradients over the ranks once a ``"window"``, or at every ``"micro_batch"``. Once a window sends less, but
             holds whole gradients on every rank until the window ends; the other holds shards. ``"shard"`` is for ``fully_shard``
             over a mesh of two dimensions, replicas of shards: it reduces within the shards at every micro-batch and over the
@@ -45,28 +48,31 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
 
     Example:
         >>> strategy = ModelParallelAccumulationStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        >>> strategy = ModelParallelAccumulationStrategy(mesh={"data_parallel": 2, "context_parallel": 4})
     """
 
     strategy_name = "accum_model_parallel"
 
-    def __init__(self, *args: Any, sync: ShardedSyncPolicy = "window", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, *args: Any, mesh: Mapping[str, int] | None = None, sync: ShardedSyncPolicy = "window", **kwargs: Any
+    ) -> None:
+        super().__init__(*args, mesh=mesh, **kwargs)
         self._sync_policy = checked(sync, "shard")
 
     @override
     def _ranks(self) -> Ranks:
-        mesh = self.device_mesh["data_parallel"]
+        mesh = self.gradient_mesh["data_parallel"]
         size, group = mesh.size(), mesh.get_group()
-        return Ranks(self.root_device, size, group, self.world_size, self.global_rank, self._timeout)
+        return Ranks(self.root_device, size, group, self.world_size, self.global_rank, self._timeout, self.same_rows())
 
     @override
     def ranks_of_micro_batch(self) -> dist.ProcessGroup | None:
-        mesh = self.device_mesh["tensor_parallel"]
+        mesh = self.gradient_mesh["tensor_parallel"]
         return mesh.get_group() if mesh.size() > 1 else None
 
     @override
     def rank_in_group(self) -> int:
-        return self.device_mesh["data_parallel"].get_local_rank()
+        return self.gradient_mesh["data_parallel"].get_local_rank()
 
     @override
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
@@ -86,7 +92,19 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
 
     @override
     def _engine(self) -> dict[str, Any]:
-        return {"engine": "fsdp2", "sync": self._sync_policy, "tensor_parallel": self.device_mesh["tensor_parallel"].size()}
+        tensor = self.gradient_mesh["tensor_parallel"].size()
+        return {"engine": "fsdp2", "sync": self._sync_policy, "tensor_parallel": tensor, "same_rows": self.same_rows()}
+
+    @override
+    def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
+        super().announce(micro_batch, weighed)
+        assert self.accumulation is not None
+        if self.same_rows() > 1 and self.accumulation.weigher.may_count_rows:
+            raise MisconfigurationException(
+                f"The loss is a mean over rows, of which {self.same_rows()} ranks have parts (mesh=), and how these make the loss"
+                " of the whole rows cannot be known. Have training_step return the mean over what is in its part: its tokens or"
+                " elements."
+            )
 
     def _hybrid_sync(self) -> HybridSync:
         seams.check_nothing_is_missing(seams.HYBRID)
@@ -109,7 +127,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
         assert self.ranks is not None
         seams.check_nothing_is_missing(seams.FSDP2)
         sync = self._hybrid_sync() if self._sync_policy == "shard" else FSDP2Sync(self.lightning_module, self._sync_policy, self)
-        size = self.device_mesh["data_parallel"].size()
+        size = self.gradient_mesh["data_parallel"].size()
         sharded = sync.parameters()
         left = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in sharded]
         if left and size > 1:
@@ -129,6 +147,9 @@ class ModelParallelAccumulationStrategy(ShardedMixin, ModelParallelStrategy):
                 f"Gradients are divided by {factors.pop():g} (set_gradient_divide_factor), where the average over {size}"
                 " data-parallel ranks is expected. Leave it out: the weights of the window normalise them."
             )
+        if self.same_rows() > 1:
+            dealt = self.distributed_sampler_kwargs
+            sync.shared_rows = SharedRows(self.ranks, dealt["rank"], dealt["num_replicas"])
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(sync, self.policy.accumulate_dtype)
         return sync

@@ -4,6 +4,7 @@ from lightning_accum.sync.base import GradientSlot, GradientSync, ShardedSyncPol
 from lightning_accum.sync.ddp import DDPSync
 from lightning_accum.sync.fsdp import FSDP1Sync, FSDP2Sync, ShardedSync
 from lightning_accum.sync.hybrid import HybridSync, has_replicas
+from lightning_accum.sync.shared_rows import SharedRows
 from lightning_accum.sync.wide import WideDDPSync, slots_of
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "HybridSync",
     "ShardedSync",
     "ShardedSyncPolicy",
+    "SharedRows",
     "SyncPolicy",
     "WideDDPSync",
     "forward_replaced",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.weighing.safeguards import gradients_of_zero
 
 SyncPolicy: TypeAlias = Literal["window", "micro_batch"]
 ShardedSyncPolicy: TypeAlias = Literal["window", "micro_batch", "shard"]
@@ -78,6 +79,10 @@ class GradientSync:
     def reduce_accumulated(self) -> None:
         """Reduce what was accumulated without reduction. On all ranks together."""
 
+    def without_weight(self, loss: Tensor, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """The backward of a loss without weight."""
+        return gradients_of_zero(loss)
+
     def drop_accumulated(self) -> None:
         """What was accumulated is about to be dropped. On all ranks together."""
 
@@ -95,11 +100,12 @@ class GradientSync:
         return [GradientSlot(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
 
     def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
-        """The gradients of ``share`` times a loss that is in no window. They are added to nothing.
+        """The gradients of ``share`` times a loss that is in no window; None for a share of 0. They are added to nothing.
 
         A sharded module gives out this rank's parts of their mean over the ranks, and is called on all of them.
         """
-        return torch.autograd.grad(loss, parameters, torch.full_like(loss, share), allow_unused=True)
+        found = torch.autograd.grad(loss, parameters, torch.full_like(loss, share), allow_unused=True)
+        return found if share else [None] * len(found)  # NaN * 0 is NaN
 
     def reshard(self) -> None:
         """Have the module's parameters be those of the optimizer, where others are in their place between steps."""

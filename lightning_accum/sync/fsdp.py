@@ -16,6 +16,7 @@ from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.sync.base import GradientSlot, GradientSync, ShardedSyncPolicy, SyncPolicy
+from lightning_accum.sync.shared_rows import SharedRows
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
 _NO_WAY_BACK = (
@@ -71,6 +72,8 @@ class ShardedSync(GradientSync):
         self._unused_roots = set(self._roots)
         self.may_lack_loss = True
         """Where this rank has no loss, it can take part all the same."""
+        self.shared_rows: SharedRows | None = None
+        """Where ranks have parts of the same rows, what they have in common."""
         self._outputs: list[Tensor] = []
         self._handles = [unit.register_forward_hook(self._note_output) for unit in units]
 
@@ -126,6 +129,7 @@ class ShardedSync(GradientSync):
         if loss is None:
             return
         self._outputs.clear()
+        self._note(has_loss=False)
         with gradients_of_zero(loss):
             torch.autograd.backward(loss)
         if snapshot is not None:
@@ -134,6 +138,7 @@ class ShardedSync(GradientSync):
     @override
     def begin_backward(self, micro_batch: MicroBatch) -> None:
         self._outputs.clear()  # logits are large, and a backward does not need them
+        self._note(has_loss=not micro_batch.is_shadow_batch)
         if self._last is None or not micro_batch.is_shadow_batch:
             # a part of a batch is on the device, a whole one stays on the host
             is_part = micro_batch.number > 1
@@ -150,9 +155,26 @@ class ShardedSync(GradientSync):
     def reduce_for_checkpoint(self) -> None:
         self.reduce_accumulated()
 
+    def _note(self, has_loss: bool) -> None:
+        if self.shared_rows is not None:
+            self.shared_rows.note(has_loss)
+
+    @override
+    def without_weight(self, loss: Tensor, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        if self.shared_rows is None or micro_batch.is_shadow_batch:
+            return super().without_weight(loss, micro_batch)
+        return nullcontext()  # other parts of the rows attend to this one, and have losses of their own
+
     @override
     def drop_accumulated(self) -> None:
         self.reduce_accumulated()
+        if self.shared_rows is not None:
+            self.shared_rows.forget()
+
+    @override
+    def end_window(self) -> None:
+        if self.shared_rows is not None:
+            self.shared_rows.end_window()
 
     @override
     def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
@@ -160,7 +182,7 @@ class ShardedSync(GradientSync):
         for parameter in parameters:
             parameter.grad = None
         try:
-            with nullcontext() if share else gradients_of_zero(loss):
+            with nullcontext() if share or self.shared_rows is not None else gradients_of_zero(loss):
                 torch.autograd.backward(loss, torch.full_like(loss, share))
             return [parameter.grad for parameter in parameters]
         finally:

@@ -98,6 +98,7 @@ class HybridSync(FSDP2Sync):
 
     @override
     def end_window(self) -> None:
+        super().end_window()
         if self._holds_partial_sums():
             raise RuntimeError('A window has ended, and fully_shard has not reduced all of its gradients: use sync="micro_batch".')
         is_reached = self._ranks.largest(*(float(sharded in self._reached) for sharded in self._trained))

@@ -50,6 +50,7 @@ def deviation(whole: Measured, parts: Sequence[Measured]) -> tuple[float, str]:
     """
     if whole.weight == 0 and not whole.counts:
         raise UnsuitableRowsError("the first rows have no weight")
+    every = parts  # of sharded modules a rank has gradients of the others' losses too
     if not whole.counts:
         parts = [part for part in parts if part.weight != 0]
     if len({part.weight is None for part in ((whole, *parts) if whole.is_read else parts)}) > 1:
@@ -63,7 +64,7 @@ def deviation(whole: Measured, parts: Sequence[Measured]) -> tuple[float, str]:
         value, slope = whole.function.at(mean := sum(losses))
         value += sum(part.constant for part in parts) / (len(parts) if whole.weight is None else 1)
         losses = [value - slope * mean, slope * mean]
-    found = [(_deviation_of_gradients(whole, parts, scale), "the gradient")]
+    found = [(_deviation_of_gradients(whole, every, scale), "the gradient")]
     if not whole.counts:  # else each term has its own share, and in its gradient only
         found.append((relative(losses, whole.loss), "the loss"))
     return max(found, key=lambda pair: pair[0])

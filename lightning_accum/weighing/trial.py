@@ -170,7 +170,7 @@ class Trial:
             self._trained = []  # reentrant checkpointing has no way to it; losses and weights are compared all the same
             return {}
         most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
-        return {index: _sample(gradient, most) for index, gradient in enumerate(gradients) if gradient is not None and share}
+        return {index: _sample(gradient, most) for index, gradient in enumerate(gradients) if gradient is not None}
 
     def together(self, function: Callable[[], _T]) -> _T:
         """Call a function on all ranks: where it fails on one, it has failed on all."""

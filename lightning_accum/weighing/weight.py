@@ -232,6 +232,11 @@ class Weigher:
                 " differ from its full batch."
             )
 
+    @property
+    def may_count_rows(self) -> bool:
+        """A weight was, or may have been, the number of samples, and not of what is in them."""
+        return self.shares is not None or any(kind.is_of_samples for kind in self._kinds.values())
+
     def _kind(self, reading: Reading, terms: Sequence[Term], rows: Rows) -> Kind | None:
         """What the weight of a loss counts. A mean that was over its samples once is taken for one over its samples."""
         if reading.weight is None:

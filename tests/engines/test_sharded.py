@@ -299,6 +299,12 @@ def test_nothing_on_one_of_two_ranks_where_the_strategy_wraps_fsdp1(sync: str, k
     assert error(run, by_hand(windows_of(by_rank), "adamw", epochs=1)) < EXACT
 
 
+def test_first_row_without_labels_on_one_rank_is_no_break() -> None:
+    by_rank = dealt(3)
+    by_rank[0][0]["labels"][0] = -100
+    assert error(fit(Dealt(by_rank), strategy_of("fsdp2")), by_hand(windows_of(by_rank))) < EXACT
+
+
 @pytest.mark.some_cases(2)
 @ENGINES
 def test_window_with_nothing_on_any_rank_takes_no_step(engine: str) -> None:

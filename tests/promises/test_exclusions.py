@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
+from sharded import ForkedFSDP2, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
 from support import Scalar, ddp, trainer, x
 from test_ddp_options import OnCPU
 from torch import Tensor, nn
@@ -63,6 +63,7 @@ def fit(
 
 
 static, reducing = partial(ddp, static_graph=True), partial(ddp, sync="micro_batch")
+in_parts = partial(ForkedFSDP2, mesh={"context_parallel": 2})
 narrow = {"accumulate_dtype": torch.float64, "module": Layered(nn.Linear(1, 1))}
 CASES: list[Callable[[], Any]] = [
     lambda: GradientAccumulation(split=lambda batch, size: [batch]),
@@ -95,6 +96,9 @@ CASES: list[Callable[[], Any]] = [
     fit(strategy=static, micro_batch=Tokens(4)),
     fit(Synced([x(1.0)]), ddp, micro_batch="auto"),
     fit(ShardedLanguage(), fsdp2, 2, micro_batch="auto"),
+    fit(ShardedLanguage(), in_parts, 2, micro_batch=2),
+    fit(ShardedLanguage(), in_parts, 2, weight=SampleCount()),
+    fit(ShardedLanguage(), in_parts, 2, on_nonfinite="skip"),
 ]
 
 
@@ -107,7 +111,7 @@ def as_pattern(message: str) -> str:
 
 
 def marks_of(row: Exclusion) -> Any:
-    return needs_sharding_on_cpu if row.excludes.startswith(("sharded modules", "`strategy=")) else ()
+    return needs_sharding_on_cpu if row.excludes.startswith(("sharded modules", "`strategy=", "`context_parallel`")) else ()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,171 @@
+"""mesh=: ranks that have parts of the same rows take the step of the full batch, and a dimension is known or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from sharded import ForkedFSDP2, fully_shard, needs_sharding_on_cpu
+from support import OPTIMIZERS, relative_error, train_by_hand, trainer
+from test_sharded import EXACT, SHORT, Dealt, by_hand, dealt, error, fit, windows_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_accum import ModelParallelAccumulationStrategy, SameOrderSampler
+
+pytestmark = needs_sharding_on_cpu
+
+VOCABULARY, LENGTH, ROWS = 11, 8, 20
+Misconfigured = pl.utilities.exceptions.MisconfigurationException
+
+
+class _Gathered(torch.autograd.Function):
+    """The parts of all ranks of a group, along the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size(), 1)[ctx.group.rank()], None
+
+
+class Attending(nn.Module):
+    """Each token sees those before it, which other ranks may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.before, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, 6), nn.Linear(6, VOCABULARY)
+
+    def forward(self, tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        own = self.token(tokens)
+        every = own if group is None else _Gathered.apply(own, group)
+        means = every.cumsum(1) / torch.arange(1, every.shape[1] + 1)[:, None]
+        if group is not None:
+            means = means.chunk(group.size(), 1)[group.rank()]
+        return self.head((own + self.before(means)).tanh())
+
+
+class Parts(pl.LightningModule):
+    """A rank has the part of each row that it has in the mesh; one process has all of it."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__()
+        self.net, self.optimizer = Attending().double(), optimizer
+
+    def configure_model(self) -> None:
+        if self._trainer is not None:
+            names = [name for name, size in zip(self.device_mesh.mesh_dim_names, self.device_mesh.shape, strict=True) if size > 1]
+            fully_shard(self.net, mesh=self.device_mesh[tuple(names)])
+
+    def part(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        group = None if self._trainer is None else self.device_mesh["context_parallel"].get_group()
+        tokens, labels = batch["input_ids"], batch["labels"]
+        if group is not None:
+            tokens, labels = (value.chunk(group.size(), 1)[group.rank()] for value in (tokens, labels))
+        return self.net(tokens, group), labels
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        logits, labels = self.part(batch)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(rows(), batch_size=2, sampler=SameOrderSampler(rows(), shuffle=False))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+def rows() -> list[dict[str, Tensor]]:
+    """Sentences of which only what follows a prompt has labels: in some the prompt is the whole of the first part."""
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for index in range(ROWS):
+        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
+        labels = tokens.roll(-1)
+        labels[: LENGTH // 2 + 1 if index % 8 in (0, 2) else index % 4] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def strategy_of(mesh: dict[str, int], **kwargs: Any) -> ForkedFSDP2:
+    return ForkedFSDP2(mesh=mesh, timeout=SHORT, save_distributed_checkpoint=False, **kwargs)
+
+
+def trained(module: pl.LightningModule, mesh: dict[str, int], devices: int, **kwargs: Any) -> pl.Trainer:
+    run = trainer(strategy_of(mesh, **kwargs), devices=devices, accumulate_grad_batches=2, max_epochs=2)
+    run.fit(module)
+    return run
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("sync", ["window", "micro_batch", "shard"])
+def test_rows_whose_tokens_two_ranks_share_equal_the_full_batch(sync: str) -> None:
+    run = trained(Parts(), {"data_parallel": 2, "context_parallel": 2}, 4, sync=sync)
+    windows = [torch.utils.data.default_collate(rows()[i : i + 8]) for i in range(0, ROWS, 8)]  # 2 batches of 2 rows on 2 ranks
+    expected = train_by_hand(Parts(), windows, 2)
+    assert relative_error([run.whole[name] for name, _ in expected.named_parameters()], expected.parameters()) < EXACT
+
+
+def test_named_dimensions_beside_tensor_parallelism_equal_the_full_batch() -> None:
+    by_rank = dealt(3)
+    strategy = strategy_of({"data_parallel": 2, "tensor_parallel": 2})
+    assert error(fit(Dealt(by_rank), {"strategy": strategy, "devices": 4}), by_hand(windows_of(by_rank))) < EXACT
+
+
+class LacksLoss(Parts):
+    """Of the second batch, the rank that has the first part returns none."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 and self.global_rank == 0 else loss
+
+
+class OfRows(Parts):
+    """A sum over the tokens of each row, and the mean of these."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        logits, labels = self.part(batch)
+        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1).mean()
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (LacksLoss, "a rank had no loss for a batch that others with parts of the same rows had one for"),
+        (OfRows, "The loss is a mean over rows, of which 2 ranks have parts .mesh=."),
+    ],
+)
+def test_what_parts_of_rows_cannot_say_is_an_error_on_all_ranks(module: type[Parts], match: str) -> None:
+    with pytest.raises(Exception, match=match):
+        trained(module(), {"context_parallel": 2}, 2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "match"),
+    [
+        ({"data_parallel": 2, "pipeline": 2}, {}, "whether ranks along 'pipeline' have rows of their own cannot be known. Name it"),
+        ({"tensor_parallel": 2, "data_parallel": 2}, {}, "'tensor_parallel' has to be its last dimension"),
+        ({"data_parallel": 2}, {"data_parallel_size": 2}, "leave out data_parallel_size and tensor_parallel_size"),
+    ],
+)
+def test_mesh_that_does_not_say_what_ranks_share_is_refused(mesh: dict[str, int], options: dict[str, int], match: str) -> None:
+    with pytest.raises(Misconfigured, match=match):
+        ModelParallelAccumulationStrategy(mesh=mesh, **options)
+
+
+def test_mesh_of_another_number_of_devices_is_refused() -> None:
+    with pytest.raises(Exception, match="is of 4 devices, and there are 2"):
+        trained(Parts(), {"data_parallel": 2, "context_parallel": 2}, 2)
