@@ -71,6 +71,10 @@ torch._C._functions.AddBackward0
     _saved_alpha | - | a factor of a term | -
 torch._C._functions.SubBackward0
     _saved_alpha | - | a factor of a term | -
+torch._C._functions.AddcmulBackward0
+    _saved_tensor1 _saved_tensor2 _saved_value | - | what a term is multiplied by | -
+torch._C._functions.LerpBackward0
+    _saved_weight | - | what a term is multiplied by | -
 torch._C._functions.StackBackward0
     _saved_dim | - | losses that are stacked | -
 torch._C._functions.SqrtBackward0
@@ -138,6 +142,7 @@ _fully_shard.FSDPModule
 _fsdp_state.FSDPState
     _fsdp_param_group | - | where it is: the parameters of a module | -
     _fsdp_param_groups | - | where it is: there may be several groups | -
+    _is_root | - | None before its first forward | -
     _register_root_post_backward_final_callback | - | reduces what was accumulated, at the end of a backward | daf2b8e7 db468f59
 _fsdp_param_group.FSDPParamGroup
     fsdp_params | - | the parameters of a module | -

@@ -53,6 +53,8 @@ class GradientSync:
 
     is_waited_for_in_forward = False
     """The forward and backward of a micro-batch wait for those of the other ranks, whether gradients are reduced or not."""
+    can_forget_forward = True
+    """A forward may fail half-way, and others follow."""
     is_reduced_inside = False
     """The gradients of an unfinished window are averaged over the ranks already."""
 

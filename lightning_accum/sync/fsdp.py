@@ -212,6 +212,7 @@ class FSDP2Sync(ShardedSync):
     def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine) -> None:
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine)
         self._kept: list[nn.Module] | None = None
+        self.can_forget_forward = hasattr(FSDPModule, "reset_iter_state")  # not in torch 2.9
 
     @override
     @contextmanager
@@ -259,9 +260,11 @@ class FSDP2Sync(ShardedSync):
     @override
     def forget_forward(self) -> None:
         for root in self._roots:
-            if (reset := getattr(root, "reset_iter_state", None)) is None:  # torch 2.9 has no way to do so
+            if root._get_fsdp_state()._is_root is None:  # type: ignore[operator]  # it has never run
+                continue
+            if not self.can_forget_forward:
                 raise RuntimeError(_NO_WAY_BACK)
-            reset()
+            root.reset_iter_state()  # type: ignore[operator]
 
     def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:
         """A type that gradients are added up in without reduction, if it is narrower; None for no such."""
@@ -410,6 +413,8 @@ class FSDP1Sync(ShardedSync):
     def __init__(self, module: nn.Module, policy: SyncPolicy, engine: ShardedEngine) -> None:
         units = [unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel)]
         super().__init__(list(units), policy, engine)
+
+    can_forget_forward = False
 
     @override
     def forget_forward(self) -> None:

@@ -1,0 +1,96 @@
+"""What is said where parts do not add up to their batch: by how much, and which argument mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
+from lightning_accum.weighing.verdict import Verdict
+
+OF_SEVERAL_BATCHES = (
+    "The loss gathers the rows of all ranks, so it is one of all rows of its batch, and that of a window of several loader batches"
+    " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as fits."
+)
+OF_ONE_ROW = "the loader yields single rows, and the loss of two together is not the sum of theirs"
+_OF_ROW_WISE = (
+    "With row_wise= the loss sees one loader batch of one rank as a whole: have the loader yield the batch that is wanted (a window"
+    " of 1), and have training_step gather the rows of several ranks: self.all_gather(..., sync_grads=True)."
+)
+_OF_PAIRS = (
+    "No weight that was tried makes them add up: such a loss compares the rows of its batch, or divides by what no count shows."
+    " Have it see the whole batch, of which submodules run in micro-batches: GradientAccumulation(micro_batch=...,"
+    ' row_wise="encoder") with their names and a window of 1; or pass the weight that its mean is divided by, as a function of the'
+    " batch."
+)
+
+
+def of_losses(verdict: Verdict, weight: Any, mend: str | None, row_wise: tuple[str, ...], has_stepped: bool) -> str:
+    """The error.
+
+    Args:
+        verdict: what was found.
+        weight: that the parts were weighed by.
+        mend: an argument with which they add up; None where none of those that were tried does.
+        row_wise: the submodules that run in micro-batches.
+        has_stepped: the optimizer has made a step.
+    """
+    mends = (_OF_ROW_WISE if row_wise else _OF_PAIRS) if mend is None else _mend(mend)
+    after_steps = " Optimizer steps were made before: the batches until then could not be checked." if has_stepped else ""
+    return (
+        "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch:"
+        f" {sum(verdict.rows)} rows of a batch, in parts of {_sizes(verdict)} weighed by weight={weight!r}:"
+        f" {_seen(verdict)}."
+        f' {mends} weight="equal" takes the classic mean of means instead; check=False leaves out the check.{after_steps}'
+    )
+
+
+def of_terms(verdict: Verdict, mend: str | None) -> str:
+    """The warning of terms that are divided by different counts."""
+    return (
+        f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} rows of a batch,"
+        f" {_seen(verdict)}. {HOW_TO_WEIGH_EACH if mend is None else _mend(mend)}"
+    )
+
+
+def of_joined(verdict: Verdict) -> str:
+    """The warning of rows of two loader batches, of which those of each add up."""
+    return (
+        f"The rows of two loader batches together do not have the sum of their losses ({_seen(verdict)}), though those of each"
+        " alone add up. Where loader batches are of different kinds, such as tasks, nothing is wrong, and check=False leaves out"
+        " the check. Otherwise the loss compares the rows of its batch, and a window does not take the step of its full batch:"
+        ' GradientAccumulation(micro_batch=..., row_wise="encoder") with a window of 1 does.'
+    )
+
+
+def of_one_row(verdict: Verdict, weight: Any) -> str:
+    """The warning of loader batches of one row each, of which two do not add up."""
+    return (
+        f"{OF_ONE_ROW.capitalize()}, weighed by weight={weight!r}: {_seen(verdict)}. Where training_step takes no more than one"
+        " row, nothing is wrong, and check=False leaves out the check. Where it takes more, windows do not take the step of their"
+        " full batch: have the loader yield batches of several rows, of which the check says more."
+    )
+
+
+def of_buffers(changed: Mapping[str, float]) -> str:
+    """The warning of buffers that a step changes, by name; and by how much its loss changes with them."""
+    names, size = " and ".join(map(repr, changed)), max(changed.values())
+    return (
+        f"training_step changes the buffer{'s' * (len(changed) > 1)} {names}, and its loss depends on that (the loss of the same"
+        f" rows is {size:.1g} of its size off afterwards): micro-batches of a window see others than its full batch would."
+        " Change it once a window: in the module's optimizer_step, after super().optimizer_step(...); or have training_step see the"
+        ' full batch: micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
+    )
+
+
+def _sizes(verdict: Verdict) -> str:
+    *first, last = map(str, verdict.rows or ("some", "others"))
+    return f"{', '.join(first)} and {last}"
+
+
+def _seen(verdict: Verdict) -> str:
+    return "it is so on another rank" if verdict.adds_up else verdict.in_words
+
+
+def _mend(argument: str) -> str:
+    return f"Pass GradientAccumulation({argument}): with it they add up."
