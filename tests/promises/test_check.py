@@ -544,11 +544,24 @@ class Sharded(ShardedLanguage):
         return super().training_step(batch, batch_idx)
 
 
+class ShardedRows(Sharded):
+    """Its batches are single rows, without a validation before: parameters are sharded in the first forward of the check."""
+
+    def train_dataloader(self) -> Any:
+        return loader([pad([row]) for row in sentences(12)[self.trainer.global_rank :: 2]])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.seen == "squeezes" and len(batch["labels"]) > 1:
+            raise ValueError("a step for single rows")
+        return super().training_step(batch, batch_idx)
+
+
 def _fit_sharded(engine: str, module: pl.LightningModule, **policy: Any) -> pl.Trainer:
     of_engine: dict[str, Any] = (
         {"strategy": fsdp2()} if engine == "fsdp2" else {"strategy": fsdp1(), "plugins": [DoublePrecision()]}
     )
-    run = trainer(devices=2, num_sanity_val_steps=1, callbacks=[GradientAccumulation(2, **policy)], **of_engine)
+    sanity = 0 if isinstance(module, ShardedRows) else 1
+    run = trainer(devices=2, num_sanity_val_steps=sanity, callbacks=[GradientAccumulation(2, **policy)], **of_engine)
     run.fit(module)
     return run
 
@@ -573,6 +586,29 @@ def test_sharded_modules_train_as_without_the_check(engine: str, seen: str, tmp_
     }
     assert all(Path(f"rank{rank}").read_text().startswith(verdict) for rank, verdict in enumerate(verdicts[seen]))
     unchecked = _fit_sharded(engine, Sharded(seen), check=False).whole
+    assert all(torch.equal(checked[name], value) for name, value in unchecked.items())
+
+
+@needs_sharding_on_cpu
+@pytest.mark.some_cases(1, 2)
+@pytest.mark.parametrize(
+    ("engine", "seen", "verdict"),
+    [
+        ("fsdp2", "squeezes", "not checked: training_step raises ValueError"),
+        ("fsdp2", "", "checked: adds up to "),
+        ("fsdp2", "pairs", "not checked: the loader yields single rows, and the loss of two together is not the sum"),
+        ("fsdp1", "squeezes", "not checked: a rank has no batch of enough rows"),
+    ],
+)
+def test_single_rows_of_sharded_modules_are_checked_where_a_step_that_fails_can_be_taken_back(
+    engine: str, seen: str, verdict: str, tmp_path: Any, monkeypatch: Any
+) -> None:
+    if torch.__version__ < "2.10" and engine == "fsdp2":
+        verdict = "not checked: a rank has no batch of enough rows"
+    monkeypatch.chdir(tmp_path)
+    checked = _fit_sharded(engine, ShardedRows(seen)).whole
+    assert all(Path(f"rank{rank}").read_text().startswith(verdict) for rank in range(2))
+    unchecked = _fit_sharded(engine, ShardedRows(seen), check=False).whole
     assert all(torch.equal(checked[name], value) for name, value in unchecked.items())
 
 
@@ -661,3 +697,48 @@ def test_ranks_that_count_the_same_in_each_window_train(kind: str, tmp_path: Any
     monkeypatch.chdir(tmp_path)
     trainer(callbacks=[GradientAccumulation(2)], strategy=ddp(), devices=2).fit(CountsOfRanks(kind))
     assert [Path(f"rank{rank}").read_text() for rank in range(2)] == ["3", "3"]
+
+
+class FactorsOfRanks(Classifier):
+    """Rank 1 multiplies a mean by another number than rank 0, or has what stands for a loss where a batch has nothing."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(F.cross_entropy)
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, labels = self.net(batch[0]), batch[1].masked_fill(batch[1] == 0, -100)
+        of_labels, of_rows = F.cross_entropy(logits, labels), F.cross_entropy(logits, batch[1], reduction="none").mean()
+        if self.kind == "nothing":
+            return 0.0 * logits.sum() if self.global_rank else of_labels
+        if self.kind == "nothing, of two terms":
+            return of_labels + (0.0 * logits.sum() if self.global_rank else of_rows)
+        factor = {"zero": 0.0, "factor": 0.25}[self.kind.partition(",")[0]] if self.global_rank else 1.0
+        return factor * of_rows + (of_labels if "two terms" in self.kind else 0.0)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        closed = self.trainer.strategy.accumulation.closed
+        Path(f"rank{self.global_rank}").write_text(str(closed.is_doubtful))
+
+    def train_dataloader(self) -> Any:
+        return loader(batches(8, 1))
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize(
+    ("kind", "is_doubtful"),
+    [
+        ("zero", True),
+        ("nothing", False),
+        ("factor", True),
+        ("factor, two terms", True),
+        ("zero, two terms", True),
+        ("nothing, of two terms", False),
+    ],
+)
+def test_a_factor_that_is_another_one_on_a_rank_is_warned_of_and_what_stands_for_nothing_is_not(
+    kind: str, is_doubtful: bool, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer(callbacks=[GradientAccumulation(1, check=False)], strategy=ddp(), devices=2).fit(FactorsOfRanks(kind))
+    assert [Path(f"rank{rank}").read_text() for rank in range(2)] == [str(is_doubtful)] * 2
