@@ -21,20 +21,19 @@ from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, Kind
-from lightning_accum.window_agreement import function_of_window, kinds_of_ranks
+from lightning_accum.window_agreement import function_of_window, read_of_ranks
 from lightning_accum.window_totals import (
     FLAG,
     HAS_FUNCTION,
-    HAS_NEW_KIND,
+    HAS_NEWS,
     IS_LAST,
     NUMBERS,
     ClosedWindow,
     Totals,
-    are_some_zeroed,
     as_one_number,
     has_weight,
-    kinds_of,
     number_with_weight,
+    read_of,
     sum_on_device,
     sum_on_host,
     tensor_of,
@@ -294,14 +293,15 @@ class Window:
         left_out = int(numbers[NUMBERS]) if self._counts_left_out else 0
         are_exact = self.terms is not None and self.terms.are_exact(numbers[self._numbers :], totals.weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
-        kinds, contributions = kinds_of(self._contributions), self._contributions
-        if self._world_size > 1 and totals.has_flag(HAS_NEW_KIND):
-            kinds = self._agreed = kinds_of_ranks(kinds, self._world_size, self._group)
+        read, contributions = read_of(self._contributions), self._contributions
+        if self._world_size > 1 and totals.has_flag(HAS_NEWS):
+            read = read_of_ranks(read, self._world_size, self._group)
+            self._agreed = read.kinds
         is_function = self._function is not None if self._world_size == 1 else totals.has_flag(HAS_FUNCTION)
         function, weight, is_sum = self._function, self._total(numbers), bool(totals.sums)
         self.discard()
-        totals.check(kinds)
-        disagree = not are_exact and totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
+        totals.check(read.kinds)
+        disagree = (is_sum or not are_exact) and totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
         closed = ClosedWindow(
             math.nan,
             0.0,
@@ -331,15 +331,16 @@ class Window:
             loss=loss,
             weight=weight,
             do_terms_disagree=disagree and has_others,
-            do_factors_differ=are_some_zeroed(contributions) or (disagree and not has_others),
+            do_factors_differ=read.is_some_zeroed or (disagree and not has_others),
             is_miscounted=is_miscounted,
             slope=slope,
         )
 
     def _flags(self) -> list[float]:
         has_ranks = self._world_size > 1
-        has_new_kind = has_ranks and not kinds_of(self._contributions).keys() <= self._agreed.keys()
-        flags = as_one_number(self.flag, self.is_last, has_new_kind, has_ranks and self._function is not None)
+        read = read_of(self._contributions)
+        has_news = has_ranks and bool(read.zeroed or not read.kinds.keys() <= self._agreed.keys())
+        flags = as_one_number(self.flag, self.is_last, has_news, has_ranks and self._function is not None)
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,16 @@ from torch import Tensor
 
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import FunctionOfMean
-from lightning_accum.weighing.weight import Contribution, Kind
-from lightning_accum.window_totals import has_weight
+from lightning_accum.weighing.weight import Contribution
+from lightning_accum.window_totals import Read, has_weight
 
 
-def kinds_of_ranks(own: Iterable[Kind], ranks: int, group: dist.ProcessGroup | None) -> dict[Kind, None]:
-    """What the losses of all ranks were divided by. Called on all of them, as one has another kind than in the windows before."""
+def read_of_ranks(own: Read, ranks: int, group: dist.ProcessGroup | None) -> Read:
+    """What all ranks have read. Called on all of them, as one has another kind than in the windows before, or a term times 0."""
     of_ranks: list[Any] = [None] * ranks
-    dist.all_gather_object(of_ranks, list(own), group=group)
-    return {kind: None for kinds in of_ranks for kind in kinds}
+    dist.all_gather_object(of_ranks, tuple(own), group=group)
+    kinds, forms, zeroed = zip(*of_ranks, strict=True)
+    return Read({kind: None for of_rank in kinds for kind in of_rank}, set().union(*forms), set().union(*zeroed))
 
 
 def function_of_window(

@@ -41,8 +41,9 @@ class WindowLoss:
             )
         if closed.do_factors_differ:
             warn(
-                "A factor of the loss changes inside a window, or is not the same on all ranks. Factors are taken for constants:"
-                " if this one goes with the batch, a window differs from its full batch. Use an explicit weight."
+                "A factor of the loss changes inside a window, or is not the same on all ranks; or a penalty on parameters is not"
+                " in all micro-batches. Both are taken for constants: if this one goes with the batch, a window differs from its"
+                " full batch. Use an explicit weight."
             )
         if closed.is_miscounted:
             warn(

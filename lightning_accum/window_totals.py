@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.weighing.denominator import Denominator
-from lightning_accum.weighing.weight import Contribution, Kind, are_mixed
+from lightning_accum.weighing.weight import Contribution, Form, Kind, are_mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +128,13 @@ class Totals(NamedTuple):
 
 _MOST_RANKS = 2.0**13
 """Four flags are in one number, and those of so many ranks do not run into each other."""
-FLAG, IS_LAST, HAS_NEW_KIND, HAS_FUNCTION = range(4)
+FLAG, IS_LAST, HAS_NEWS, HAS_FUNCTION = range(4)
 """Their places."""
 
 
-def as_one_number(flag: bool, is_last: bool, has_new_kind: bool, has_function: bool) -> float:
+def as_one_number(flag: bool, is_last: bool, has_news: bool, has_function: bool) -> float:
     """Flags of a rank, as a number that can be summed over ranks."""
-    return flag + _MOST_RANKS * is_last + _MOST_RANKS**2 * has_new_kind + _MOST_RANKS**3 * has_function
+    return flag + _MOST_RANKS * is_last + _MOST_RANKS**2 * has_news + _MOST_RANKS**3 * has_function
 
 
 NUMBERS = len(Totals._fields)
@@ -145,17 +145,30 @@ def has_weight(contribution: Contribution) -> bool:
     return isinstance(contribution.weight, Tensor) or contribution.weight != 0
 
 
-def kinds_of(contributions: Sequence[Contribution]) -> dict[Kind, None]:
-    """What the losses with a weight were divided by."""
-    return {c.kind: None for c in contributions if c.kind is not None and has_weight(c)}
+class Read(NamedTuple):
+    """What the graphs of the losses of a window showed.
+
+    Attributes:
+        kinds: what those with a weight were divided by, in their order.
+        forms: the last operations of their terms, and
+        zeroed: of the terms that were multiplied by 0.
+    """
+
+    kinds: dict[Kind, None]
+    forms: set[Form]
+    zeroed: set[Form]
+
+    @property
+    def is_some_zeroed(self) -> bool:
+        """A factor of 0 has made a term weightless that is of the form of others with a weight."""
+        return not self.forms.isdisjoint(self.zeroed)
 
 
-def are_some_zeroed(contributions: Sequence[Contribution]) -> bool:
-    """Whether a factor of 0 has made losses weightless that are of the kind and form of others with a weight."""
-    zeroed = [one for one in contributions if one.is_zeroed and not has_weight(one)]
-    return bool(zeroed) and not {(c.kind, c.form) for c in contributions if has_weight(c)}.isdisjoint(
-        (one.kind, one.form) for one in zeroed
-    )
+def read_of(contributions: Sequence[Contribution]) -> Read:
+    """Of the micro-batches of a rank."""
+    weighed = [one for one in contributions if has_weight(one)]
+    kinds = {one.kind: None for one in weighed if one.kind is not None}
+    return Read(kinds, {f for one in weighed for f in one.forms}, {f for one in contributions for f in one.zeroed})
 
 
 def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribution], flags: Sequence[float]) -> list[float]:

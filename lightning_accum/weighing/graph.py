@@ -59,11 +59,13 @@ class Reading:
         criterion: the main criterion, in words.
         weight: the denominator of its mean; None if it is a sum.
         others: the other terms that depend on the batch and may need another weight than the main one.
+        penalties: how many terms depend on parameters only.
     """
 
     criterion: str
     weight: Denominator | None
     others: tuple[Term, ...] = ()
+    penalties: int = 0
 
 
 def read_loss(loss: Tensor) -> Reading:
@@ -118,7 +120,7 @@ def _read(terms: Sequence[Term]) -> Reading:
         others = [term for term in varying if term is not main]
     else:  # sums add up to the batch's sum; what is not such a sum would be added once a micro-batch
         others = [t for t in terms if t is not main and (t.denominator is not None or not t.is_readable or t not in varying)]
-    return Reading(main.criterion, main.denominator, tuple(others))
+    return Reading(main.criterion, main.denominator, tuple(others), len(terms) - len(varying))
 
 
 def _main_term(terms: Sequence[Term]) -> Term:
@@ -191,11 +193,10 @@ def _walk(root: Node, output_index: int, rows: Rows) -> Iterator[Term]:
     def descend_into_summands(addition: Node, way: _Way, *operations: Operation) -> None:
         if len(inputs_of(addition)) > 1:
             way = way._replace(is_learned=False, is_shared=way.is_shared or way.is_learned)
-            for place, (child, index) in reversed(list(enumerate(addition.next_functions))):
-                if child is not None:
-                    descend([(child, index)], way._replace(edge=(addition, place)), *operations)
-        else:
-            descend(inputs_of(addition), way, *operations)
+        for place, (child, index) in reversed(list(enumerate(addition.next_functions))):
+            if child is not None:
+                edge = (addition, place) if len(inputs_of(addition)) > 1 else way.edge
+                descend([(child, index)], way._replace(edge=edge), *operations, *_times_in_sum(addition, place))
 
     while stack:
         node, index, way = stack.pop()
@@ -205,7 +206,7 @@ def _walk(root: Node, output_index: int, rows: Rows) -> Iterator[Term]:
             term = criterion_of(node, kind, way.scale)
         elif kind == "_DDPSink":  # every tensor that DistributedDataParallel returns goes in and out at the same place
             descend([node.next_functions[index]], way)
-        elif kind in ("Add", "Sub", "Rsub"):
+        elif kind in ("Add", "Sub", "Rsub") or (kind in ("Addcmul", "Lerp") and _is_sum(node)):
             descend_into_summands(node, way)
         elif kind in THROUGH:
             descend(inputs_of(node), way)
@@ -249,6 +250,25 @@ def _walk(root: Node, output_index: int, rows: Rows) -> Iterator[Term]:
             term = criterion_of(node, kind, way.scale)
         if term is not None:
             yield term._replace(edge=way.edge, is_shared=way.is_shared)
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether ``a + b * c`` or ``a + w * (b - a)`` is a sum of losses: only one factor of each is one."""
+    *_, before, last = (child is not None for child, _ in node.next_functions)
+    return not (before and last) if kind_of(node) == "Addcmul" else len(node.next_functions) == 2 or not last
+
+
+def _times_in_sum(node: Node, place: int) -> list[Operation]:
+    """What an addition multiplies a summand by."""
+    kind, factors = kind_of(node), []
+    if kind in ("Add", "Sub", "Rsub"):
+        if place == (kind != "Rsub") and node._saved_alpha != 1:
+            factors = [node._saved_alpha]
+    elif kind == "Lerp":
+        factors = [node._saved_weight if place else 1 - node._saved_weight]
+    elif kind == "Addcmul" and place:
+        factors = [node._saved_value, node._saved_tensor2 if place == 1 else node._saved_tensor1]
+    return [operation("times", factor, node) for factor in factors]
 
 
 def _stacked_scalars(node: Node) -> tuple[Node | None, list[Node]]:

@@ -22,11 +22,14 @@ from lightning_accum.weighing.reductions import Rows, hides_a_reduction
 
 # What is linear in each of its operands, or only moves and selects.
 _LINEAR = {
-    *THROUGH, *SUMS, *SELECTIONS, *CONTRACTIONS, "Add", "Addbmm", "Addmm", "Addmv", "Baddbmm", "Cat", "Cumsum", "Div", "IndexAdd",
-    "IndexCopy", "Mean", "Mul", "Rsub", "ScatterAdd", "Sort", "Stack", "Sub", "Topk", "Trace", "_DDPSink",
+    *THROUGH, *SUMS, *SELECTIONS, *CONTRACTIONS, "Add", "Addbmm", "Addcdiv", "Addcmul", "Addmm", "Addmv", "Baddbmm", "Cat",
+    "Cumsum", "Div", "IndexAdd", "IndexCopy", "Lerp", "Mean", "Mul", "Rsub", "ScatterAdd", "Sort", "Stack", "Sub", "Topk", "Trace",
+    "_DDPSink",
 }  # fmt: skip
 _PRODUCTS = {"Div", "Dot", "Mul", *CONTRACTIONS}
-_PRODUCTS_ADDED = {"Addbmm", "Addmm", "Addmv", "Baddbmm"}
+_PRODUCTS_ADDED = {"Addbmm", "Addcdiv", "Addcmul", "Addmm", "Addmv", "Baddbmm"}
+_NOT_LINEAR_IN = {"Addcdiv": 2, "Div": 1, "Lerp": 2}
+"""The place of an operand: a divisor, the weight of an interpolation."""
 
 
 class Shares(NamedTuple):
@@ -200,7 +203,7 @@ def _linear_operands(node: Node) -> dict[int, tuple[Node, int]] | None:
     below = {place: pair for place, pair in enumerate(node.next_functions) if pair[0] is not None}
     below = {place: pair for place, pair in below.items() if not is_of_parameters_only(pair[0])} or below
     factors = (1, 2) if kind in _PRODUCTS_ADDED else (0, 1) if kind in _PRODUCTS else ()
-    is_linear = sum(place in below for place in factors) < 2 and not (kind == "Div" and 1 in below)
+    is_linear = sum(place in below for place in factors) < 2 and _NOT_LINEAR_IN.get(kind) not in below
     return below if is_linear else None
 
 

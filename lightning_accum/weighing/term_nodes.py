@@ -72,23 +72,25 @@ def _identity(term: Term) -> object:
 class TermReader:
     """Terms that are weighed by what they were divided by, as their nodes say."""
 
-    def read(self, terms: Sequence[Term], reading: Reading) -> tuple[list[TermNode], int]:
+    def read(self, terms: Sequence[Term], reading: Reading, factors: Denominator) -> tuple[list[TermNode], int]:
         """Where to scale the terms of a loss.
 
         Args:
             terms: all of them.
             reading: which have a denominator of their own.
+            factors: a number for their constant factors.
 
         Returns:
             The nodes, at place 0 those with the main weight, then each other denominator; none where a parameter multiplies a
-            sum of them. And a number from 1 to 2**16 for which terms these are, so that ranks find out whether they have the
-            same.
+            sum of them. And a number from 1 to 2**16 for which terms these are, and their factors as far as the host knows them,
+            so that ranks find out whether they have the same.
         """
         weighed = [term for term in reading.others if term.denominator is not None]
         if any(term.is_shared for term in terms) or len(weighed) > MOST_OTHERS:
             return [], 1
         places = {_identity(term): place for place, term in enumerate(weighed, start=1)}
         names = "+".join([reading.criterion, *(term.criterion for term in weighed)])
+        names += "" if isinstance(factors, Tensor) else f"{factors:.9g}"
         nodes = [TermNode(term.node, places.get(_identity(term), 0), term.edge) for term in terms]
         return nodes, 2 + zlib.crc32(names.encode()) % (2**16 - 1)
 

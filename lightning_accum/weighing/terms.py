@@ -92,10 +92,9 @@ class TermsAtOnce:
         return [n / weight_scale, *[share / weight_scale for share in shares]]
 
     def are_exact(self, sums: Sequence[float] | Tensor, total: float = 0.0) -> Any:
-        """Whether all ranks that have such terms have the same: all their signatures are one."""
+        """Whether there are such terms, and all ranks that have some have the same: all their signatures are one."""
         signature, square, ranks = sums[-3], sums[-2], sums[-1]
-        of_one = signature * signature == square * ranks
-        return of_one & (signature > ranks) if isinstance(sums, Tensor) else of_one and (ranks == 0 or signature > ranks)
+        return (signature * signature == square * ranks) & (signature > ranks)
 
 
 class TermsCountedAhead:

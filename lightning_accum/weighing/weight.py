@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from numbers import Number
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,6 +49,10 @@ def are_mixed(kinds: Collection[Kind]) -> bool:
     return len(set(map(str, kinds))) > 1 and len({kind[:2] for kind in kinds}) > 1
 
 
+Form: TypeAlias = "tuple[str, ...]"
+"""Names of operations."""
+
+
 class Contribution(NamedTuple):
     """What one micro-batch brings into its window.
 
@@ -59,8 +63,8 @@ class Contribution(NamedTuple):
         factors: a number that is another one where a constant factor of the loss, or its kind, is; 0 where that is not known.
         kind: what the weight counts; None where it is explicit, and for a sum.
         of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
-        is_zeroed: it weighs nothing as it was multiplied by 0, and not what it is a mean of.
-        form: the last operations of the loss. One that stands for a loss, where a batch has nothing, has others.
+        forms: the last operations of each term. One that stands for a loss, where a batch has nothing, has others.
+        zeroed: those of terms that weigh nothing as they were multiplied by 0, and not what they are a mean of.
     """
 
     weight: Denominator | None
@@ -69,8 +73,8 @@ class Contribution(NamedTuple):
     factors: Denominator = 0.0
     kind: Kind | None = None
     of_mean: OfMean | None = None
-    is_zeroed: bool = False
-    form: tuple[str, ...] = ()
+    forms: tuple[Form, ...] = ()
+    zeroed: tuple[Form, ...] = ()
 
 
 class Weigher:
@@ -151,27 +155,29 @@ class Weigher:
             kind = self._kind(reading, terms, count_rows)
             if found is not None:
                 _refuse_counts_apart(terms, found.function)
-                reading = Reading(found.function.in_words(reading.criterion), reading.weight)
+                reading = Reading(found.function.in_words(reading.criterion), reading.weight, penalties=reading.penalties)
             if is_first:
                 self._describe(reading)
             guard_against_zero(terms)
-            factors = _number_for(terms)
+            forms, zeroed = _forms(terms, loss)
             divisor = None if reading.weight is None else on_host(reading.weight)
             is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in reading.others)
             if not reading.others or (is_one_sum and self._reader is None):  # chunks of a sum over one count
+                factors = _number_for(terms, reading.penalties)
                 of_mean = None if found is None else found.of_mean(loss)
                 weight = _zero_where_empty(divisor, loss if of_mean is None else of_mean.mean, terms[0])
                 if terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
                     self._plain = (PlainMean(loss.grad_fn), factors, kind)
-                is_zeroed = terms[0].factor == 0 and not is_of_zeros(terms[0].node)
-                return Contribution(weight, (), 0, factors, kind, of_mean, is_zeroed, _form(loss))
+                return Contribution(weight, (), 0, factors, kind, of_mean, forms, zeroed)
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
+            penalties = reading.penalties
             if self.fixed_counts and not any(isinstance(other, Tensor) for other in others) and others == self.fixed_counts:
-                others = ()
+                others, penalties = (), penalties + len(others)
+            factors = _number_for(terms, penalties)
             signature = 0
             if self._reader is not None and others and reading.weight is not None:
-                self._terms, signature = self._reader.read(terms, reading)
-            return Contribution(divisor, others, signature, factors, kind)
+                self._terms, signature = self._reader.read(terms, reading, factors)
+            return Contribution(divisor, others, signature, factors, kind, forms=forms, zeroed=zeroed)
         terms = []
         with suppress(UnreadableLossError):
             terms = terms_of(loss, count_rows, below)
@@ -274,9 +280,9 @@ def _are_same(one: Denominator | None, other: Denominator | None) -> bool:
     return is_known and bool(one == other)
 
 
-def _number_for(terms: Sequence[Term]) -> Denominator:
-    """A number from 1 to 2 that is another one where a factor of a term is; in double precision."""
-    number: Denominator = 0.0
+def _number_for(terms: Sequence[Term], penalties: int) -> Denominator:
+    """A number from 1 to 2 that is another one where a factor of a term is, or the number of penalties; in double precision."""
+    number: Denominator = penalties * (math.sqrt(5) - 2)
     for place, term in enumerate(terms, start=1):
         if term.factor not in (0.0, 1.0):
             number = number + (math.log(abs(term.factor)) + (term.factor < 0)) * (0.4 + place / math.pi)
@@ -290,10 +296,16 @@ def _number_for(terms: Sequence[Term]) -> Denominator:
     return 1.0 + number % 1.0
 
 
-def _form(loss: Tensor) -> tuple[str, ...]:
-    node = loss.grad_fn
-    below = node.next_functions[0][0] if node is not None and node.next_functions else None
-    return tuple(kind_of(one) for one in (node, below) if one is not None)
+def _forms(terms: Sequence[Term], loss: Tensor) -> tuple[tuple[Form, ...], tuple[Form, ...]]:
+    """The last operations of each term; of those that were multiplied by 0 apart."""
+    forms: tuple[list[Form], list[Form]] = [], []
+    for term in terms:
+        node = loss.grad_fn if term.edge is None else term.edge[0].next_functions[term.edge[1]][0]
+        below = node.next_functions[0][0] if node is not None and node.next_functions else None
+        form = tuple(kind_of(one) for one in (node, below, term.node) if one is not None)
+        if term.factor != 0 or not is_of_zeros(term.node):
+            forms[term.factor == 0].append(form)
+    return tuple(forms[0]), tuple(forms[1])
 
 
 def _count(weight: Weight, batch: Any, rows: int | None) -> Any:

@@ -10,7 +10,6 @@ from typing import TypeAlias
 Known: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
 
 OPEN: Known = {
-    ("refused", "a node that is not looked through"): ("multi-task: torch.addcmul", "multi-task: torch.lerp"),
     ("false alarm", "a part without positives has a count of 1, and its terms do not add up; these micro-batches all have some"): (
         "vision: both by the number of positives",
     ),
