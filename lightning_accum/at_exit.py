@@ -30,7 +30,7 @@ def _let_gloo_rest() -> None:
 
 
 def _are_asleep() -> bool:
-    """True where there are none, and where the system (other than Linux) does not tell."""
+    """True where there are none, and where the system (other than Linux) does not show them."""
     for task in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # it ended meanwhile
             name, _, rest = task.read_text().partition(" (")[2].rpartition(") ")

@@ -1,4 +1,4 @@
-"""The mean over the ranks of gradients that are kept apart from ``.grad``, where DistributedDataParallel does not reduce them."""
+"""The mean over the ranks of gradients outside of ``.grad``, where DistributedDataParallel does not reduce them."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def count_batches(windows: int, size: Callable[[int], int], most: float) -> floa
 
 @dataclass
 class StepClock:
-    """Counts optimizer steps, and tells which schedulers are due.
+    """Counts optimizer steps, and knows which schedulers are due.
 
     Attributes:
         counts: what a scheduler's frequency counts.

@@ -39,7 +39,7 @@ from lightning_accum.windows import Windows
 
 
 class WindowListener(Protocol):
-    """What is told of the windows of a training."""
+    """What is called at the windows of a training."""
 
     def show_manual_window(self, trainer: pl.Trainer) -> None:
         """One of a module that optimizes by itself has ended."""
@@ -76,7 +76,7 @@ class Engine(Strategy):
     takes_gradient: bool = True
     """``backward`` takes the ``gradient`` argument."""
     watch: Watch
-    """Whether Lightning calls what stands in for its own; there in a fit."""
+    """Checks that Lightning calls what replaces its own; there in a fit."""
     row_wise: RowWise | None = None
     """Runs submodules in micro-batches, in steps that see the whole batch; None where nothing was asked to."""
     offload: Offload | None = None

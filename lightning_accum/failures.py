@@ -1,4 +1,4 @@
-"""The first failure of a distributed training, told on every rank.
+"""The first failure of a distributed training, raised on every rank.
 
 When a rank raises, the others end with what follows from it: "Connection closed by peer", or a timeout. So a rank that fails leaves
 a note in the key-value store of the process group, and a rank whose communication fails looks for one.
@@ -25,7 +25,7 @@ _FAREWELL = 0.5  # seconds that rank 0 stays, with whose process the store usual
 _MESSAGES = ("Connection closed", "Connection reset", "Timed out waiting", "timeout caused pair closure", "gloo", "NCCL")
 """Of errors of communication that are RuntimeErrors. Not "timed out" alone: a DataLoader's time-out is a failure of its own."""
 _run = 0
-"""Runs so far, alike on all ranks. Each has a note of its own: a failure that was caught is not told as that of a later run."""
+"""Runs so far, alike on all ranks. Each has a note of its own: a failure that was caught is not raised as that of a later run."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def note_failure(error: BaseException, rank: int) -> None:
 
 
 def first_failure() -> Failure | None:
-    """The failure that was noted first; None where there is none, or no store to tell.
+    """The failure that was noted first; None where there is none, or no store to ask.
 
     Example:
         >>> first_failure() is None  # there is no process group
@@ -94,19 +94,19 @@ def reraise_first_rank_error(rank: int | None = None, passing: tuple[type[BaseEx
             time.sleep(_FAREWELL)
         if first is None or first.rank == rank or first.error == own.error:
             raise
-        told = f"Rank {first.rank} failed first, with {first.error.rstrip('.')}. This rank could not go on without it"
-        raise RankFailedError(f"{told} ({own.error.splitlines()[0]}).") from error
+        first_failure = f"Rank {first.rank} failed first, with {first.error.rstrip('.')}. This rank could not go on without it"
+        raise RankFailedError(f"{first_failure} ({own.error.splitlines()[0]}).") from error
 
 
 def raise_failure_of_loader(own: Exception | None, ranks: Ranks, source: int) -> NoReturn:
     """Raise what the loader of rank ``source`` failed with. Called on all ranks.
 
-    The rank tells it by itself: a note is gone where that was rank 0, and has ended already.
+    The rank sends it by itself: a note is gone where that was rank 0, and has ended already.
 
     Args:
         own: what the loader of this rank failed with; None where it did not.
         ranks: all of them.
-        source: the rank that tells.
+        source: the rank that sends.
 
     Raises:
         RankFailedError: the loader of another rank failed, and not that of this one.
@@ -124,7 +124,7 @@ def _is_of_communication(error: BaseException) -> bool:
 
 
 def _first(own: Failure | None = None, patience: float = 0.0) -> Failure | None:
-    """What was noted first, ``own`` if nothing was. None if the store is gone or slow: that must not hold up the error in hand."""
+    """What was noted first, ``own`` if nothing was. None if the store is gone or slow: an error must not wait for it."""
     key, end, found = f"lightning_accum/first_failure/{_run}", time.monotonic() + patience, []
 
     def ask() -> None:

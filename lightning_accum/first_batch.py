@@ -39,7 +39,7 @@ class Checked:
         step: runs it on a batch, and logs nothing.
         accumulation: takes the verdict.
         sync: gives out gradients.
-        snapshotter: puts back what a step changes.
+        snapshotter: keeps what a step changes, to restore it.
         samples: how many of them the loader puts into a batch; empty where it does not say so.
         is_window_long: a window may have several loader batches.
         inform: prints what it takes, on rank zero.

@@ -1,7 +1,7 @@
 """Gradients added up in a wider type than that of their parameters.
 
 A sum of 256 gradients of one sign loses up to 9% in bfloat16, whose 8 bits round what is small beside the sum away. Here each
-gradient is added to a sum in a wider type as soon as backward has made it, and is let go: Megatron-LM's ``main_grad``.
+gradient is added to a sum in a wider type as soon as backward has made it, and freed: Megatron-LM's ``main_grad``.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class MainGradients(GradientSums):
         return {parameter: total.clone() for parameter, total in self._sums.items()}
 
     def restore(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """Have the sums as they were; none that is new stays. The copies may be put back again."""
+        """Have the sums as they were; none that is new stays. The copies can be restored more than once."""
         for parameter in self._sums.keys() - copies.keys():
             del self._sums[parameter]
         for parameter, total in copies.items():
@@ -213,7 +213,7 @@ class MainGradients(GradientSums):
         self._unwatched = None
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

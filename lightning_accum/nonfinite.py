@@ -1,6 +1,6 @@
 """Micro-batches whose loss or gradient is not finite: found before their gradient is added to that of their window.
 
-Autograd adds a gradient to what is there already, and a NaN cannot be taken back out of a sum. So what was accumulated is put aside
+Autograd adds a gradient to what is there already, and a NaN cannot be subtracted from a sum. So what was accumulated is put aside
 during each backward, and the new gradient is added to it when it was looked at: one copy of the gradients more, and one wait for
 the device a micro-batch. Where a bad one is an error, what was accumulated is good, and it is enough to look at the sum.
 """
@@ -27,7 +27,7 @@ class Guard:
     """Looks at each micro-batch of a training, and leaves out those that are not finite, or reports them.
 
     A micro-batch that is left out is as if it had never been there: its gradient is dropped, and what it changed in the module is
-    put back (see :class:`StateSnapshotter`), random state included.
+    restored (see :class:`StateSnapshotter`), random state included.
 
     Args:
         leaves_out: whether to leave them out, or to raise an error.
@@ -116,14 +116,14 @@ class Guard:
             self._inform(f"{self._where(self._micro_batch)} is left out: {fault}.")
             return
         self._has_warned = True
-        told = f"{self._where(self._micro_batch)} is left out, as it is not finite: {fault}."
-        self._warn(f"{told} Others may follow; `window/skipped_micro_batches` counts them.")
+        found = f"{self._where(self._micro_batch)} is left out, as it is not finite: {fault}."
+        self._warn(f"{found} Others may follow; `window/skipped_micro_batches` counts them.")
 
     def end_micro_batch(self) -> bool:
         """Its backward is done. Returns whether it was left out.
 
         Raises:
-            RuntimeError: it changed something that cannot be put back.
+            RuntimeError: it changed something that cannot be restored.
         """
         snapshot, self._snapshot = self._snapshot, None
         if self.has_left_out and snapshot is not None:

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside gradients and weights: one small all-reduce a loader batch."""
+"""What ranks exchange beside gradients and weights: one small all-reduce a loader batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Turn:
         batch_from: one more than the rank, where it has a batch; the highest of them.
         has_more: its loader goes on after this.
         lacks_batch: it has none, and never had one.
-        is_stopped: it was told to end, by SIGTERM.
+        is_stopped: it got SIGTERM, and is to end.
         failed: one more than the rank, where its loader raised an error; the highest of them.
     """
 
@@ -40,7 +40,7 @@ class Ranks:
         group: these ranks; None for all.
         world_size: all ranks, those of tensor parallelism too.
         rank: this one.
-        timeout: for what they tell each other; None for torch's own.
+        timeout: for what they exchange; None for torch's own.
         same_rows: so many of those whose gradients are averaged have parts of the same rows.
     """
 

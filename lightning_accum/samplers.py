@@ -20,7 +20,7 @@ class SameOrderSampler(DistributedSampler[int]):
 
     Lightning leaves a loader alone that has this as its ``sampler``; inside a ``batch_sampler`` Lightning replaces it. Ranks are
     those of the process group at the time of the iteration, or a single one where there is none, unless :meth:`deal` has set them.
-    The attributes ``num_replicas`` and ``rank`` tell what the last iteration, :func:`len` or :meth:`deal` went by.
+    The attributes ``num_replicas`` and ``rank`` are those of the last iteration, :func:`len` or :meth:`deal`.
 
     Args:
         dataset: what is sampled; it needs a length.

@@ -17,7 +17,7 @@ def window_in_words(loader_batches: int, ranks: int, samples: int | None) -> str
     Args:
         loader_batches: in a window, on each rank.
         ranks: that have batches of their own.
-        samples: in the first loader batch; None where it cannot be told.
+        samples: in the first loader batch; None where that is not known.
     """
     words = f"a window is {loader_batches} loader batch{'es' if loader_batches != 1 else ''}"
     if ranks > 1:
@@ -36,7 +36,7 @@ def start_line(
         accumulation: the windows.
         micro_batch: the first that has a loss, and
         weighed: what it brought in.
-        samples: in the first loader batch; None where it cannot be told.
+        samples: in the first loader batch; None where that is not known.
         loader_batches: in a window.
     """
     policy = accumulation.policy

@@ -72,7 +72,7 @@ class Window:
         self.flag = False
         """Something that all ranks are to know of when the window ends; it travels with the weights."""
         self.is_last = False
-        """This rank was told to end; all are to know of that, too."""
+        """This rank is to end, by a signal; all are to know of that, too."""
         self.terms: TermsAtOnce | TermsCountedAhead | None = None
         """Weighs each term of the loss by itself; the same on all ranks."""
         self._counts_left_out = counts_left_out
@@ -84,7 +84,7 @@ class Window:
         """The kinds that weights had on all ranks when any of them had another than before."""
         self._weight_scale = weight_scale
         self._grad_output: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
-        self._is_on_host = device.type == "cpu"  # where numbers are at hand, and tensors of one number a detour
+        self._is_on_host = device.type == "cpu"  # where a tensor of one number is slower than a number
         self.discard()
 
     def discard(self) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks tell each other at the end of a window beside its totals, where any of them has reason to."""
+"""What ranks exchange at the end of a window beside its totals, where any of them has reason to."""
 
 from __future__ import annotations
 

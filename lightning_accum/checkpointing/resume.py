@@ -17,7 +17,7 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.weighing.terms import TermsCountedAhead
 from lightning_accum.window_loss import WindowLoss
 
-MOST_RANKS_APART = 8
+MOST_SEPARATE_RANKS = 8
 """Up to so many ranks each one's own gradients are saved, so that on as many a training goes on to the bit; of more, their sum."""
 
 
@@ -120,8 +120,8 @@ def _gather_gradients(
         return [{name: gradient.to("cpu", copy=True) for name, gradient in whole.items()}] if is_kept else []
     has_gradient = torch.tensor([gradient is not None for gradient in gradients.values()], dtype=torch.uint8, device=ranks.device)
     dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=ranks.group)
-    apart = ranks.size <= MOST_RANKS_APART
-    by_rank: list[dict[str, Tensor]] = [{} for _ in range(ranks.size if apart else 1)] if is_kept else []
+    is_separate = ranks.size <= MOST_SEPARATE_RANKS
+    by_rank: list[dict[str, Tensor]] = [{} for _ in range(ranks.size if is_separate else 1)] if is_kept else []
     for (name, parameter), is_on_a_rank in zip(named.items(), has_gradient.tolist(), strict=True):
         if not is_on_a_rank:
             continue
@@ -130,7 +130,7 @@ def _gather_gradients(
             own = torch.zeros_like(parameter, dtype=None if sums is None else sums.dtype_of(parameter))
         else:
             own = gradient.detach().clone().contiguous()
-        if apart:
+        if is_separate:
             found = [torch.empty_like(own) for _ in range(ranks.size)]
             dist.all_gather(found, own, group=ranks.group)
         else:

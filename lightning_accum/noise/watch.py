@@ -23,7 +23,7 @@ class GradientWatch:
         self.norms: dict[int, Tensor] | None = None
         """Takes the norms, by the number of the parameter; None while nobody looks."""
         self.has_parts = False
-        """A gradient came in several parts, as from reentrant checkpointing: their norms do not tell that of the sum."""
+        """A gradient came in several parts, as from reentrant checkpointing: that of their sum does not follow from their norms."""
         self._handles: list[RemovableHandle] = []
         self._watched = WeakTensorKeyDictionary()  # those of FSDP2 come and go
 
@@ -57,7 +57,7 @@ class GradientWatch:
         norms[number] = norm_of(gradient.detach() if gradient.requires_grad else gradient)
 
     def close(self) -> None:
-        """Let go of all parameters."""
+        """Remove the hooks from all parameters."""
         self.norms = None
         for handle in self._handles:
             handle.remove()

@@ -21,7 +21,7 @@ class RetriedSplitting(Splitting):
     """Runs each loader batch as often as it takes, in micro-batches as large as memory allows.
 
     Args:
-        trim: whether to trim padding, or the key that tells lengths.
+        trim: whether to trim padding, or the key of the lengths of rows.
         split: cuts batches that cannot be read.
         snapshotter: of the module that runs them.
         device: where.

@@ -1,4 +1,4 @@
-"""Running out of memory: how it is told from other errors, and the sizes of micro-batches that are found by it."""
+"""Running out of memory: how to recognise it among errors, and the sizes of micro-batches that are found by it."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def free(device: torch.device) -> None:
 
 
 def has_room_to_double(device: torch.device) -> bool:
-    """Whether micro-batches of twice the size are likely to fit, as told by the peak since the last :func:`free`.
+    """Whether micro-batches of twice the size are likely to fit, by the peak since the last :func:`free`.
 
     What is allocated now is taken to stay, and all above it to double. The sum has to be within nine tenths of the memory that
-    this process has or can have. Always True where no device keeps count of that: then only trying tells.
+    this process has or can have. Always True where no device keeps count of that: then there is only trial.
     """
     if device.type != "cuda":
         return True
@@ -151,14 +151,14 @@ class MicroBatchSizes:
         self._patience, self._longest_patience = patience, longest_patience
         self._buckets = [_Bucket(patience) for _ in range(64)]
         self._bound: set[int] = set()
-        """Buckets whose limit cut the batch in hand."""
+        """Buckets whose limit has split the loader batch under way."""
         self._has_failed = False
-        """The batch in hand failed before."""
+        """The loader batch under way has failed before."""
         self._changed: set[int] = set()
         """Buckets whose limit changed since ranks last agreed."""
 
     def size_for(self, cost: int, rows: int) -> int:
-        """The rows that a micro-batch of the batch in hand may have.
+        """The rows that a micro-batch of the loader batch under way may have.
 
         Args:
             cost: elements or tokens in a row, from 1.

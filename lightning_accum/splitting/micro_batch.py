@@ -145,11 +145,11 @@ class Pattern(NamedTuple):
     take: TakeRows
 
     def fits(self, batch: Any) -> bool:
-        """Whether another batch has this layout, where it can be told at a glance."""
+        """Whether another batch certainly has this layout: tensors of the same shapes in a tuple, list or dict."""
         return self.signature is not None and _signature(batch) == self.signature
 
     def of(self, batch: Any) -> Layout | None:
-        """The layout of another batch, where it can be told at a glance: tensors of the same shapes in a tuple, list or dict."""
+        """The layout of another batch; None where it does not certainly fit, see :meth:`fits`."""
         if not self.fits(batch):
             return None
         named = batch if isinstance(batch, dict) else {f"[{index}]": value for index, value in enumerate(batch)}

@@ -16,7 +16,7 @@ _INVERTED_MASKS = ("key_padding_mask",)  # of torch.nn.Transformer: True is padd
 
 
 class LengthsNotFoundError(ValueError):
-    """The key that should tell the lengths of rows is not in the batch, or says something else."""
+    """The key of the lengths of rows is not in the batch, or is that of something else."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Spans:
 def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[int, Spans]:
     """Read where the rows of a batch begin and end.
 
-    Attention masks tell it, and where several have the same number of columns, padding is what is padding in all of them; without
+    Attention masks show it, and where several have the same number of columns, padding is what is padding in all of them; without
     a mask, labels of -100 together with inputs that repeat one value up to the end of a row. Reads values: on an accelerator this
     waits for the device, so it is best asked of a batch that is still on the host.
 
@@ -81,7 +81,7 @@ def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[in
 
     Returns:
         The spans, by the size of the dimension that has columns. An encoder-decoder has two such dimensions. None at all where
-        nothing tells the lengths, or no row has padding.
+        nothing shows the lengths, or no row has padding.
 
     Raises:
         LengthsNotFoundError: there is no ``key``, or it is neither a mask nor lengths.
@@ -110,7 +110,7 @@ class AmbiguousDims:
 
     def __init__(self) -> None:
         self._others: dict[str, set[tuple[str, int]]] = {}
-        """Dimensions, as (path, number), that once had another size than the columns that a tensor tells of, by its path."""
+        """Dimensions, as (path, number), that once had another size than the columns that a tensor shows, by its path."""
 
     def without(self, spans: Mapping[int, Spans], tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[int, Spans]:
         """Take in one batch. Returns its spans without those of a size that another dimension has by chance.

@@ -98,7 +98,7 @@ class Planner:
     Args:
         size: of a micro-batch: samples, padded tokens, or ``"auto"``.
         sizes: with ``"auto"``, what was found to fit.
-        trim: whether to trim padding; or a key of the batch that tells lengths, see :func:`read_spans`.
+        trim: whether to trim padding; or the key of the lengths of rows, see :func:`read_spans`.
         split: cuts batches that :class:`Layout` cannot.
         warn: takes a warning that should be seen once.
         samples: returns how many samples the loader puts into a batch; empty where it does not say so.
@@ -236,7 +236,7 @@ class Splitting:
 
     Args:
         size: of a micro-batch.
-        trim: whether to trim padding, or the key that tells lengths.
+        trim: whether to trim padding, or the key of the lengths of rows.
         split: cuts batches that cannot be read.
         has_ranks: there are other ranks. What is logged in a split batch is reduced over them at its end, so for batches that are
             not split it has to be at their end too.

@@ -45,7 +45,7 @@ class _Wait:
 
 
 class TrimmingCheck:
-    """Answers for either side of rows, and for each tensor that tells where they end.
+    """Answers for either side of rows, and for each tensor that shows where they end.
 
     A proof that could not be made is tried again with the next batch that has such padding, then after one more, two, four.
 
@@ -55,7 +55,7 @@ class TrimmingCheck:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self.answers: dict[_Known, bool] = {}
-        """Whether padding may be trimmed, by side and by what tells it."""
+        """Whether padding may be trimmed, by side and by the tensors that show it."""
         self._waits: dict[_Known, _Wait] = {}
         self._warn = warn
 

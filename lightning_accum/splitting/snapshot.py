@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 _Kept: TypeAlias = tuple[Callable[[Any, Any], Any], Any, Any]
-"""A function that puts back, the object it puts into, and what that object held."""
+"""A function that restores, the object that it restores, and what that object held."""
 _Owner: TypeAlias = tuple[nn.Module, str]
 """A module and one of its attributes."""
 
@@ -28,7 +28,7 @@ class StateSnapshotter:
     Kept are: random state (torch on the CPU and on ``device``, Python, numpy); buffers; gradients; whether each module is in
     training mode; and the attributes of modules that are not torch's own, metrics among them: references to everything, the
     values of tensors and arrays of up to 2**24 elements, of random generators, and of lists, dicts, sets and deques, two levels
-    deep. Each value goes back into the object that held it. Modules, buffers and attributes that are new are removed.
+    deep. Each value is restored in the object that held it. Modules, buffers and attributes that are new are removed.
 
     Not copied but watched, as far as torch counts changes: parameters, larger tensors, and tensors in a list, tuple, set or
     deque. `Snapshot.restore` raises where one was changed in place. Nobody looks inside other objects, inside modules that
@@ -116,7 +116,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, as often as needed.
+        """Restore everything, as often as needed.
 
         Raises:
             RuntimeError: a tensor that is watched was changed in place.

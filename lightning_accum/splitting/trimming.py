@@ -56,9 +56,9 @@ def difference_by_padding(
         padded: a few rows as they came.
         trimmed: the same rows with fewer columns, in one batch or several.
         module: what runs them.
-        snapshotter: takes back what running them changes.
+        snapshotter: restores what running them changes.
         training_step: runs the module on one of them.
-        weigh: tells the weight of a batch; None to read it from the loss.
+        weigh: returns the weight of a batch; None to read it from the loss.
 
     Returns:
         None where all is the same but for rounding, else what was seen.
@@ -202,9 +202,9 @@ def _difference(padded: _Found, trimmed: _Found, eps: float) -> str | None:
             return f"its {name} is {with_padding:.9g} with it, {without:.9g} without"
     pairs = [(a, b) for a, b in zip(padded.gradient, trimmed.gradient, strict=True) if a is not None or b is not None]
     size = sum(float(g.double().square().sum()) for pair in pairs for g in pair if g is not None) ** 0.5
-    apart = sum(float(_minus(a, b).double().square().sum()) for a, b in pairs) ** 0.5
-    if not apart <= eps**0.6 * size:
-        return f"its gradient differs by {apart / size:.2g} of its size"
+    difference = sum(float(_minus(a, b).double().square().sum()) for a, b in pairs) ** 0.5
+    if not difference <= eps**0.6 * size:
+        return f"its gradient differs by {difference / size:.2g} of its size"
     return None
 
 

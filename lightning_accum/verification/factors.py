@@ -30,7 +30,7 @@ def sum_of(shares: Sequence[Named]) -> dict[str, Tensor]:
 
 
 def factors_that_fit(shares: Sequence[Named], found: Named, tolerance: float) -> list[float] | None:
-    """How often each share counts; one number for all where they cannot be told from each other, None where they do not fit."""
+    """How often each share counts; one number for all where they cannot be distinguished, None where they do not fit."""
     most = max(100 * tolerance, 1e-9)
     target = flat(found)
     fit = weights_that_fit(torch.stack([flat(share) for share in shares], 1), target)

@@ -252,7 +252,7 @@ class OverRanks:
         return len(own) == self.ranks and all(abs(f) < 1e-6 for f in others) and all(abs(f) > 1e-6 for f in own)
 
     def _in_words(self, factors: Sequence[float]) -> tuple[str, str, str]:
-        """Of one factor for each rank; of a single one, where they cannot be told from each other."""
+        """Of one factor for each rank; of a single one, where they cannot be distinguished."""
         same = max(factors) - min(factors) <= 1e-6 * max(map(abs, factors))
         if same:
             return (

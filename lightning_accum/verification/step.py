@@ -1,4 +1,4 @@
-"""One optimizer step of a module, taken by a Trainer and then taken back."""
+"""One optimizer step of a module, taken by a Trainer and then undone."""
 
 from __future__ import annotations
 
