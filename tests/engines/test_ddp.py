@@ -174,22 +174,6 @@ def test_registered_names(launcher: str) -> None:
     assert isinstance(StrategyRegistry.get("accum"), AccumulationStrategy)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_as_bucket_view": True},
-        {"bucket_cap_mb": 1},
-        {"broadcast_buffers": False},
-        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-        {"static_graph": True, "gradient_as_bucket_view": True},
-    ],
-)
-def test_arguments_of_ddp_strategy(options: dict) -> None:
-    module = Scalar(by_rank=[[x(1), x(1, 2, 3), x(4), x(5)], [x(5), x(7), x(2), x(9, 1)]])
-    trainer(ddp(**options), devices=2, accumulate_grad_batches=2).fit(module)
-    assert module.total == pytest.approx(TOTAL + (4 + 5 + 2 + 9 + 1) / 5, rel=1e-15)
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

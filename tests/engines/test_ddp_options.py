@@ -72,27 +72,6 @@ class Dealt(Language):
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bucket_cap_mb": SMALL},
-        {"gradient_as_bucket_view": True},
-        {"bucket_cap_mb": SMALL, "gradient_as_bucket_view": True, "sync": "micro_batch"},
-        {"find_unused_parameters": True, "bucket_cap_mb": SMALL},
-        {"static_graph": True},
-        {"static_graph": True, "bucket_cap_mb": SMALL, "gradient_as_bucket_view": True},
-        {"broadcast_buffers": False},
-    ],
-    ids=lambda options: " ".join(options),
-)
-def test_option_keeps_the_full_batch(options: dict[str, Any]) -> None:
-    module = Dealt("adamw")
-    fit(module, **options)
-    expected = train_by_hand(Language("adamw"), FULL, EPOCHS)
-    assert relative_error(module.parameters(), expected.parameters()) < EXACT
-
-
 class SometimesUsed(Dealt):
     """A layer for marked rows, which only rank 1 has, in some windows, and not in their last micro-batch; and one for nobody."""
 

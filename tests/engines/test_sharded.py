@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum import FSDPAccumulationStrategy, GradientAccumulation, ModelParallelAccumulationStrategy, TokenCount, seams
+from lightning_accum import FSDPAccumulationStrategy, GradientAccumulation, ModelParallelAccumulationStrategy, seams
 
 pytestmark = needs_sharding_on_cpu
 
@@ -113,40 +113,6 @@ def by_hand(batches: Sequence[Any], optimizer: str = "sgd", epochs: int = EPOCHS
 # --- the promise ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@SYNCS
-@ENGINES
-def test_two_ranks_equal_the_full_batch(engine: str, sync: str, optimizer: str) -> None:
-    by_rank = dealt(5)  # two windows and a tail of one
-    run = fit(Dealt(by_rank, optimizer), strategy_of(engine, sync=sync))
-    assert error(run, by_hand(windows_of(by_rank), optimizer)) < EXACT
-    assert error(run, Language(optimizer)) > 1e-3  # something was trained
-    assert [torch.load(f"rank{rank}.pt") for rank in range(2)] == [{"global_step": 3 * EPOCHS, "epoch": EPOCHS}] * 2
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize(("sync", "reshard"), [("window", False), ("window", True), ("micro_batch", False)])
-def test_fsdp2_with_or_without_resharding_equals_the_full_batch(sync: str, reshard: bool) -> None:
-    by_rank = dealt(7)
-    run = fit(Dealt(by_rank, reshard_after_forward=reshard), strategy_of("fsdp2", sync=sync), window=3)
-    assert error(run, by_hand(windows_of(by_rank, 3))) < EXACT
-
-
-def test_fsdp2_on_four_ranks_equals_the_full_batch() -> None:
-    by_rank = dealt(3, ranks=4)
-    run = fit(Dealt(by_rank, "adamw"), {"strategy": fsdp2(4, timeout=SHORT), "devices": 4})
-    assert error(run, by_hand(windows_of(by_rank), "adamw")) < EXACT
-
-
-@pytest.mark.some_cases(1)
-@SYNCS
-def test_fsdp2_beside_tensor_parallelism_equals_the_full_batch(sync: str) -> None:
-    by_rank = dealt(3)
-    run = fit(Dealt(by_rank), {"strategy": fsdp2(2, 2, sync=sync, timeout=SHORT), "devices": 4})
-    assert error(run, by_hand(windows_of(by_rank))) < EXACT
-
-
 class LeftWhole(Dealt):
     """FSDP1 is left to the strategy, which wraps the whole module."""
 
@@ -218,24 +184,6 @@ def test_activation_checkpointing_equals_the_full_batch(engine: str, reshard: bo
     by_rank = dealt(3)
     run = fit(Recomputed(by_rank, reshard_after_forward=reshard), strategy_of(engine))
     assert error(run, by_hand(windows_of(by_rank))) < EXACT
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize(("tensor", "devices"), [(1, 2), (2, 4)], ids=["data", "data and tensor"])
-def test_clipped_update_of_fsdp2_equals_that_of_the_full_batch(tensor: int, devices: int) -> None:
-    by_rank = dealt(3)
-    strategy = fsdp2(2, tensor, timeout=SHORT)
-    run = fit(Dealt(by_rank), {"strategy": strategy, "devices": devices}, gradient_clip_val=0.05)
-    assert error(run, by_hand(windows_of(by_rank), norm=0.05)) < EXACT
-    assert error(run, by_hand(windows_of(by_rank))) > 1e-3
-
-
-@pytest.mark.exhaustive
-def test_update_clipped_by_value_beside_tensor_parallelism_equals_that_of_the_full_batch() -> None:
-    by_rank = dealt(3)
-    options = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
-    run = fit(Dealt(by_rank), {"strategy": fsdp2(2, 2, timeout=SHORT), "devices": 4}, **options)
-    assert error(run, by_hand(windows_of(by_rank), value=1e-3)) < EXACT
 
 
 # --- a rank with nothing ----------------------------------------------------------------------------------------------
@@ -345,31 +293,14 @@ def test_early_stop_inside_a_window_steps_on_what_is_there(engine: str) -> None:
     assert torch.load("rank1.pt")["global_step"] == 2
 
 
-@pytest.mark.some_cases(1)
-@SYNCS
-@ENGINES
-def test_dropped_tail_leaves_nothing_in_the_next_window(engine: str, sync: str) -> None:
-    by_rank = dealt(5)
-    policy = GradientAccumulation(2, tail="drop")
-    run = fit(Dealt(by_rank), strategy_of(engine, sync=sync), window=1, callbacks=[policy])
-    assert error(run, by_hand(windows_of([rank[:4] for rank in by_rank]))) < EXACT
-
-
 @pytest.mark.exhaustive
-def test_dropped_tail_leaves_nothing_where_parameters_stay_gathered() -> None:
+@pytest.mark.parametrize("tail", ["drop", "carry"])
+def test_tail_that_is_dropped_or_carried_where_parameters_stay_gathered(tail: Any) -> None:
     by_rank = dealt(5)
-    policy = GradientAccumulation(3, tail="drop")
+    policy = GradientAccumulation(3, tail=tail)
     run = fit(Dealt(by_rank, "adamw", reshard_after_forward=False), strategy_of("fsdp2"), window=1, callbacks=[policy])
-    assert error(run, by_hand(windows_of([rank[:3] for rank in by_rank], 3), "adamw")) < EXACT
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize(("engine", "reshard"), [("fsdp2", None), ("fsdp2", False), ("fsdp1", None)])
-def test_carried_tail_goes_on_in_the_next_epoch(engine: str, reshard: bool | None) -> None:
-    by_rank = dealt(5)
-    policy = GradientAccumulation(3, tail="carry")
-    run = fit(Dealt(by_rank, reshard_after_forward=reshard), strategy_of(engine), window=1, callbacks=[policy])
-    assert error(run, by_hand(windows_of([rank * EPOCHS for rank in by_rank], 3), epochs=1)) < EXACT
+    in_windows = [rank[:3] * EPOCHS if tail == "drop" else rank * EPOCHS for rank in by_rank]
+    assert error(run, by_hand(windows_of(in_windows, 3), "adamw", epochs=1)) < EXACT
 
 
 class Validated(Dealt):
@@ -492,15 +423,6 @@ def test_equal_weights_are_the_mean_of_the_means(engine: str) -> None:
     assert error(run, by_hand(windows_of(by_rank))) > 1e-3
 
 
-@pytest.mark.some_cases(1)
-@ENGINES
-def test_counted_tokens_equal_the_full_batch(engine: str) -> None:
-    by_rank = dealt(3)
-    policy = GradientAccumulation(2, weight=TokenCount(shift=True))
-    run = fit(Dealt(by_rank), strategy_of(engine), window=1, callbacks=[policy])
-    assert error(run, by_hand(windows_of(by_rank))) < EXACT
-
-
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("engine", "precision", "clip"),
@@ -539,18 +461,6 @@ def test_low_precision_is_as_near_to_the_full_batch_in_double_as_the_full_batch_
 
 
 # --- split batches ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.some_cases(1)
-@SYNCS
-@ENGINES
-def test_ranks_with_different_numbers_of_micro_batches(engine: str, sync: str) -> None:
-    small, large = dealt(4)
-    large = [joined([a, b]) if i % 2 else a for i, (a, b) in enumerate(zip(large, dealt(4)[1][::-1], strict=True))]
-    by_rank = [small, large]
-    policy = GradientAccumulation(2, micro_batch=1)
-    run = fit(Dealt(by_rank), strategy_of(engine, sync=sync), window=1, callbacks=[policy])
-    assert error(run, by_hand(windows_of(by_rank))) < EXACT
 
 
 @pytest.mark.some_cases(1)

@@ -32,35 +32,6 @@ FULL = [pad(ROWS[i : i + 8]) for i in range(0, len(ROWS), 8)]
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_clipped_update_equals_that_of_the_full_batch(algorithm: str, ranks: int) -> None:
-    rows = sentences(32)
-
-    class Ranked(Language):
-        def train_dataloader(self):
-            return loader([pad(rows[i : i + 2]) for i in range(0, len(rows), 2)][self.trainer.global_rank :: ranks])
-
-    limit = 0.05 if algorithm == "norm" else 0.001
-    module = Ranked("sgd")
-    run = trainer(
-        "accum" if ranks == 1 else ddp(),
-        devices=ranks,
-        accumulate_grad_batches=4 // ranks,
-        max_epochs=2,
-        precision="64-true",
-        gradient_clip_val=limit,
-        gradient_clip_algorithm=algorithm,
-    )
-    run.fit(module)
-    full = [pad(rows[i : i + 8]) for i in range(0, len(rows), 8)]
-    expected = train_by_hand(Language("sgd"), full, 2, **{algorithm: limit})
-    unclipped = train_by_hand(Language("sgd"), full, 2)
-    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
-    assert relative_error(unclipped.parameters(), expected.parameters()) > 1e-3  # the limit bites
-
-
 def test_configure_gradient_clipping_of_the_module_sees_the_full_gradient() -> None:
     class Clips(Scalar):
         def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm) -> None:

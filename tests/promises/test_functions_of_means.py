@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import assert_one_window_one_batch, windows_of
 from sharded import ShardedLanguage, fsdp2, needs_sharding_on_cpu
 from support import OPTIMIZERS, ddp, fp16_on_cpu, loader, pad, relative_error, sentences, train_by_hand, trainer
 from test_resume import Save, StatefulLoader
@@ -112,52 +114,30 @@ def by_hand(loss: Loss, optimizer: str = "sgd", epochs: int = 2) -> Regression:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_windows_of_unequal_batches_are_their_full_batches(name: str, optimizer: str) -> None:
-    module = Regression(FUNCTIONS[name], optimizer)
-    trainer("accum", max_epochs=2, callbacks=[GradientAccumulation(4)]).fit(module, loader(BATCHES))
-    assert relative_error(module.parameters(), by_hand(FUNCTIONS[name], optimizer).parameters()) <= EXACT
+    by_rank = [[[batch] for batch in BATCHES]]
+    make, windows = partial(Regression, FUNCTIONS[name], optimizer), windows_of(by_rank, 4, 2)
+    assert_one_window_one_batch(make, by_rank, windows, GradientAccumulation(4), collate=joined, max_epochs=2)
 
 
 @pytest.mark.some_cases(22)
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_split_batches_are_exact(name: str, window: int) -> None:
-    module, batches = Regression(FUNCTIONS[name]), [WINDOWS[0], WINDOWS[1]]
-    trainer("accum", max_epochs=2, callbacks=[GradientAccumulation(window, micro_batch=5)]).fit(module, loader(batches))
-    expected = train_by_hand(Regression(FUNCTIONS[name]), batches if window == 1 else [joined(batches)], 2)
-    assert relative_error(module.parameters(), expected.parameters()) <= EXACT
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["RMSE", "one minus RMSE", "logarithm with eps", "norm of all errors"])
-def test_the_loss_of_a_window_is_that_of_its_full_batch(name: str, ranks: int) -> None:
-    losses: list[float] = []
-
-    def step(batch: Any) -> Tensor:
-        loss = by_itself.training_step(batch, 0)
-        losses.append(loss.item())
-        return loss
-
-    train_by_hand(by_itself := Regression(FUNCTIONS[name]), WINDOWS, 1, step)
-    module = Regression(FUNCTIONS[name], by_rank=OF_RANKS if ranks == 2 else [BATCHES])
-    module.on_train_end = lambda: torch.save(module.logged, "logged.pt")
-    trainer(ddp() if ranks == 2 else "accum", devices=ranks, callbacks=[GradientAccumulation(4 // ranks)]).fit(module)
-    logged = torch.load("logged.pt")
-    assert [logged[step] for step in (1, 2)] == pytest.approx(losses[:2], rel=EXACT)
+    by_rank, policy = [[BATCHES[:4], BATCHES[4:8]]], GradientAccumulation(window, micro_batch=5)
+    make, windows = partial(Regression, FUNCTIONS[name]), windows_of(by_rank, window, 2)
+    assert_one_window_one_batch(make, by_rank, windows, policy, collate=joined, max_epochs=2)
 
 
 # --- ranks, checkpoints, hooks ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(4)
-@pytest.mark.parametrize("name", ["RMSE", "masked RMSE", "logarithm with eps", "norm of all errors"])
+@pytest.mark.some_cases(5)
+@pytest.mark.parametrize("name", ["RMSE", "masked RMSE", "one minus RMSE", "logarithm with eps", "norm of all errors"])
 @pytest.mark.parametrize("window", [1, 2])
 def test_over_ranks_a_window_is_its_full_batch(name: str, window: int) -> None:
-    module = Regression(FUNCTIONS[name], "adamw", OF_RANKS)
-    trainer(ddp(), devices=2, max_epochs=2, callbacks=[GradientAccumulation(window)]).fit(module)
-    rounds = [joined([a, b]) for a, b in zip(*OF_RANKS, strict=True)]
-    windows = rounds if window == 1 else [joined(rounds[i : i + 2]) for i in (0, 2, 4)]
-    expected = train_by_hand(Regression(FUNCTIONS[name], "adamw"), windows, 2)
-    assert relative_error(module.parameters(), expected.parameters()) <= EXACT
+    by_rank = [[[batch] for batch in own] for own in OF_RANKS]
+    make, windows = partial(Regression, FUNCTIONS[name], "adamw"), windows_of(by_rank, window, 2)
+    assert_one_window_one_batch(make, by_rank, windows, GradientAccumulation(window), "ddp", collate=joined, max_epochs=2)
 
 
 class Perplexity(ShardedLanguage):

@@ -1,45 +1,125 @@
-"""The promise: parameters after training with windows equal those of the hand-written loop over full batches."""
+"""One window, one batch: what windows train is what a hand-written loop over their full batches trains, on every engine."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
-import torch
-from support import Language, ddp, loader, pad, relative_error, sentences, train_by_hand, trainer
+from harness import assert_one_window_one_batch, dealt, on, windows_of
+from sharded import ShardedLanguage
+from support import OPTIMIZERS, pad, relative_error, sentences, train_by_hand
 
-from lightning_accum import GradientAccumulation
+from lightning_accum import GradientAccumulation, TokenCount
 
-EPOCHS = 3
-SEQUENCES_IN_WINDOW = 16
-MICRO_BATCH = 2
+ROWS, MICRO_BATCH, EPOCHS = sentences(44), 2, 2
+SMALL = 4096 / 2**20  # 4 KiB, of some 40 that the parameters take: several buckets
+ENGINES = [
+    on("accum"),
+    on("ddp"),
+    on("fsdp2"),
+    on("fsdp1"),
+    on("fsdp2 and tensor"),
+    on("ddp of 4"),
+    on("fsdp2 of 4"),
+    on("ddp", sync="micro_batch"),
+    on("fsdp2", sync="micro_batch"),
+    on("fsdp1", sync="micro_batch"),
+    on("fsdp2 and tensor", sync="micro_batch"),
+    on("ddp", bucket_cap_mb=SMALL),
+    on("ddp", gradient_as_bucket_view=True),
+    on("ddp", bucket_cap_mb=SMALL, gradient_as_bucket_view=True, sync="micro_batch"),
+    on("ddp", find_unused_parameters=True, bucket_cap_mb=SMALL),
+    on("ddp", find_unused_parameters=True, gradient_as_bucket_view=True),
+    on("ddp", static_graph=True),
+    on("ddp", static_graph=True, bucket_cap_mb=SMALL, gradient_as_bucket_view=True),
+    on("ddp", broadcast_buffers=False),
+]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_small_gpt_on_one_process_equals_the_full_batch(optimizer: str) -> None:
-    rows = sentences(101)  # six windows and a tail of 5: two micro-batches and a half
-    micro_batches = [pad(rows[i : i + MICRO_BATCH]) for i in range(0, len(rows), MICRO_BATCH)]
-    full_batches = [pad(rows[i : i + SEQUENCES_IN_WINDOW]) for i in range(0, len(rows), SEQUENCES_IN_WINDOW)]
-    module = Language(optimizer)
-    run = trainer(callbacks=[GradientAccumulation(SEQUENCES_IN_WINDOW // MICRO_BATCH)], precision="64-true", max_epochs=EPOCHS)
-    run.fit(module, loader(micro_batches))
-    expected = train_by_hand(Language(optimizer), full_batches, EPOCHS)
-    assert run.global_step == EPOCHS * len(full_batches)
-    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("engine", "options"), ENGINES[:4])
+def test_a_window_takes_the_step_of_its_full_batch(engine: str, options: dict[str, Any], optimizer: str) -> None:
+    by_rank = dealt(ROWS, MICRO_BATCH, engine)
+    size = 8 // len(by_rank)  # windows of 16 rows: two in an epoch, and a tail of 12
+    windows = windows_of(by_rank, size, EPOCHS)
+    assert_one_window_one_batch(partial(ShardedLanguage, optimizer), by_rank, windows, size, engine, options, max_epochs=EPOCHS)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_small_gpt_on_two_processes_equals_the_full_batch(optimizer: str) -> None:
-    rows = sentences(104)  # six windows and a tail of 8
-    ranks, size = 2, SEQUENCES_IN_WINDOW // MICRO_BATCH // 2
-    micro_batches = [pad(rows[i : i + MICRO_BATCH]) for i in range(0, len(rows), MICRO_BATCH)]
-    full_batches = [pad(rows[i : i + SEQUENCES_IN_WINDOW]) for i in range(0, len(rows), SEQUENCES_IN_WINDOW)]
+@pytest.mark.some_cases(4)
+@pytest.mark.parametrize(("engine", "options"), ENGINES[4:])
+def test_so_it_does_with_every_option_of_a_strategy(engine: str, options: dict[str, Any]) -> None:
+    by_rank = dealt(ROWS[:20], MICRO_BATCH, engine)
+    windows = windows_of(by_rank, 2, EPOCHS)
+    assert_one_window_one_batch(partial(ShardedLanguage, "adamw"), by_rank, windows, 2, engine, options, max_epochs=EPOCHS)
 
-    class Ranked(Language):
-        def train_dataloader(self):
-            return loader(micro_batches[self.trainer.global_rank :: ranks])
 
-    module = Ranked(optimizer)
-    run = trainer(ddp(), devices=ranks, accumulate_grad_batches=size, precision="64-true", max_epochs=EPOCHS)
-    run.fit(module)
-    expected = train_by_hand(Language(optimizer), full_batches, EPOCHS)
-    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
-    assert not torch.equal(next(module.parameters()), next(Language(optimizer).parameters()))
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize(
+    ("engine", "options", "reshard"),
+    [on("fsdp2", False), on("fsdp2", True), on("fsdp2", False, sync="micro_batch")],
+)
+def test_so_it_does_whether_parameters_are_resharded_after_forward_or_not(engine: str, options: Any, reshard: bool) -> None:
+    by_rank = dealt(ROWS[:20], MICRO_BATCH, engine)
+    make = partial(ShardedLanguage, reshard_after_forward=reshard)
+    assert_one_window_one_batch(make, by_rank, windows_of(by_rank, 3), 3, engine, options)
+
+
+CLIPS = {"norm": 0.05, "value": 1e-3}
+
+
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize(
+    ("engine", "options", "algorithm"),
+    [
+        on("accum", "norm"),
+        on("accum", "value"),
+        on("ddp", "norm"),
+        on("ddp", "value"),
+        on("fsdp2", "norm"),
+        on("fsdp2 and tensor", "norm"),
+        on("fsdp2 and tensor", "value"),
+    ],
+)
+def test_a_clipped_step_is_that_of_the_full_batch(engine: str, options: dict[str, Any], algorithm: str) -> None:
+    by_rank, clip = dealt(ROWS[:20], MICRO_BATCH, engine), {algorithm: CLIPS[algorithm]}
+    windows = windows_of(by_rank, 2)
+    assert_one_window_one_batch(ShardedLanguage, by_rank, windows, 2, engine, options, clip=clip)
+
+
+@pytest.mark.parametrize("algorithm", CLIPS)
+def test_these_limits_change_the_steps(algorithm: str) -> None:
+    batches = [pad(rows) for rows in windows_of(dealt(ROWS[:20], MICRO_BATCH, "accum"), 2)]
+    clipped, whole = (train_by_hand(ShardedLanguage(), batches, 1, **clip) for clip in ({algorithm: CLIPS[algorithm]}, {}))
+    assert relative_error(clipped.parameters(), whole.parameters()) > 1e-3
+
+
+@pytest.mark.some_cases(4)
+@pytest.mark.parametrize("tail", ["step", "drop", "carry"])
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [on("accum"), on("fsdp2"), on("ddp"), on("fsdp1"), on("fsdp2", sync="micro_batch"), on("fsdp1", sync="micro_batch")],
+)
+def test_the_tail_of_an_epoch_is_a_window_or_dropped_or_carried(engine: str, options: dict[str, Any], tail: str) -> None:
+    by_rank = dealt(ROWS[:20], MICRO_BATCH, engine)
+    windows = windows_of(by_rank, 3, EPOCHS, tail)
+    policy = GradientAccumulation(3, tail=tail)  # type: ignore[arg-type]
+    assert_one_window_one_batch(ShardedLanguage, by_rank, windows, policy, engine, options, max_epochs=EPOCHS)
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize(("engine", "options"), [on("accum"), on("fsdp2"), on("ddp"), on("fsdp1")])
+def test_counted_tokens_weigh_as_those_that_are_read(engine: str, options: dict[str, Any]) -> None:
+    by_rank = dealt(ROWS, MICRO_BATCH, engine)
+    windows = windows_of(by_rank, 2)
+    weights = [sum(len(row) - 1 for row in rows) for rows in windows]  # a row has one prediction less than tokens
+    policy = GradientAccumulation(2, weight=TokenCount(shift=True))
+    assert_one_window_one_batch(ShardedLanguage, by_rank, windows, policy, engine, options, weights=weights)
+
+
+def test_lightnings_own_accumulation_would_not_pass() -> None:
+    """Nor would parameters that nothing was trained of: the harness compares what has changed."""
+    by_rank = dealt(ROWS, MICRO_BATCH, "accum")
+    policy = GradientAccumulation(2, weight="equal", check=False)  # the mean of means, as Lightning's
+    with pytest.raises(AssertionError):
+        assert_one_window_one_batch(ShardedLanguage, by_rank, windows_of(by_rank, 2), policy)

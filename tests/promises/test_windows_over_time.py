@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from harness import ENGINES as HELD
+from harness import SHORT, assert_one_window_one_batch, on
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
-from support import Language, Scalar, ddp, loader, pad, relative_error, sentences, train_by_hand, trainer, x
-from torch.utils.data import DataLoader, IterableDataset
+from sharded import ShardedLanguage
+from support import Language, Scalar, ddp, loader, pad, sentences, trainer, x
+from torch.utils.data import DataLoader
 
 from lightning_accum import GradientAccumulation, TokenCount, Tokens
-
-SHORT = timedelta(seconds=20)
 
 # --- schedules ---------------------------------------------------------------------------------------------------------
 
@@ -98,84 +96,34 @@ def windows_of_tokens(of_ranks: list[list[list[torch.Tensor]]], size: Callable[[
     return [*windows, current] if current else windows
 
 
-class Boundaries(Callback):
-    """Each rank writes down after which loader batches the optimizer stepped, and what the windows weighed."""
-
-    def __init__(self) -> None:
-        self.steps, self.weights, self.batches = [], [], 0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.batches += 1
-        if trainer.global_step > len(self.steps):
-            self.steps.append(self.batches)
-            self.weights.append(float(trainer.callback_metrics["window/weight"]))
-
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        torch.save((self.steps, self.weights), f"boundaries{trainer.global_rank}.pt")
+def weights_of(windows: list[list[torch.Tensor]]) -> list[int]:
+    return [sum(len(row) - 1 for row in rows) for rows in windows]
 
 
-class Unsized(IterableDataset):
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-
-class Tokened(ShardedLanguage):
-    is_sized = True
-
-    def train_dataloader(self) -> Any:
-        share = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        batches = [pad(rows) for rows in shares(share["num_replicas"])[share["rank"]]]
-        return loader(batches) if self.is_sized else DataLoader(Unsized(batches), batch_size=None)
+ENGINES = [
+    on("accum"),
+    on("ddp"),
+    on("ddp", sync="micro_batch"),
+    on("fsdp2"),
+    on("fsdp2 and tensor"),
+    on("fsdp1"),
+    on("ddp of 3"),
+    on("ddp", find_unused_parameters=True),
+]
 
 
-ENGINES: dict[str, tuple[Callable[[], Any], int, int]] = {
-    "accum": (lambda: "accum", 1, 1),
-    "ddp": (ddp, 2, 2),
-    "ddp, three ranks": (ddp, 3, 3),
-    "ddp, sync at micro-batches": (lambda: ddp(sync="micro_batch"), 2, 2),
-    "ddp, finding unused": (lambda: ddp(find_unused_parameters=True), 2, 2),
-    "fsdp2": (fsdp2, 2, 2),
-    "fsdp2 and tensor parallelism": (lambda: fsdp2(2, 2), 2, 4),
-    "fsdp1": (fsdp1, 2, 2),
-}
-
-
-@pytest.mark.some_cases(2, 4)
-@needs_sharding_on_cpu
+@pytest.mark.some_cases(3, 6)
+@pytest.mark.parametrize("has_length", [True, False], ids=["sized", "iterable"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_windows_of_tokens_are_their_full_batches(engine: str, optimizer: str) -> None:
-    make, ranks, devices = ENGINES[engine]
-    windows = windows_of_tokens(shares(ranks), lambda seen: 70)
-    reference = train_by_hand(Language(optimizer), [pad(window) for window in windows], 1)
-    expected = dict(reference.named_parameters())
-    for is_sized in (True, False):
-        module = Tokened(optimizer)
-        module.is_sized = is_sized
-        boundaries = Boundaries()
-        plugins = [DoublePrecision()] if engine == "fsdp1" else None
-        run = trainer(
-            make(),
-            devices=devices,
-            plugins=plugins,
-            callbacks=[GradientAccumulation(Tokens(70)), boundaries],
-        )
-        run.fit(module)
-        found = run.whole if hasattr(run, "whole") else dict(module.named_parameters())
-        assert relative_error([found[name] for name in expected], expected.values()) < 1e-12
-        steps, weights = zip(*(torch.load(f"boundaries{rank}.pt") for rank in range(devices)), strict=True)
-        assert all(own == steps[0] for own in steps)
-        assert all(own == weights[0] for own in weights)
-        assert weights[0] == [sum(len(row) - 1 for row in window) for window in windows]
-        longest = max(sum(len(row) - 1 for row in rows) for batches in shares(ranks) for rows in batches)
-        assert all(70 <= weight < 70 + ranks * longest for weight in weights[0][:-1])
-
-
-def parts_of(rows: list[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
+@pytest.mark.parametrize(("engine", "options"), ENGINES)
+def test_windows_of_tokens_are_their_full_batches(engine: str, options: dict[str, Any], optimizer: str, has_length: bool) -> None:
+    by_rank = shares(HELD[engine].ranks)
+    windows = windows_of_tokens(by_rank, lambda seen: 70)
+    weights = weights_of(windows)
+    longest = max(sum(len(row) - 1 for row in rows) for batches in by_rank for rows in batches)
+    assert all(70 <= weight < 70 + len(by_rank) * longest for weight in weights[:-1])
+    make, policy = partial(ShardedLanguage, optimizer), GradientAccumulation(Tokens(70))
+    assert_one_window_one_batch(make, by_rank, windows, policy, engine, options, weights=weights, has_length=has_length)
 
 
 def windows_of_parts(of_ranks: list[list[list[torch.Tensor]]], size: int, tokens: int) -> list[list[torch.Tensor]]:
@@ -183,7 +131,7 @@ def windows_of_parts(of_ranks: list[list[list[torch.Tensor]]], size: int, tokens
     windows: list[list[torch.Tensor]] = []
     current: list[torch.Tensor] = []
     for batches in zip(*of_ranks, strict=True):
-        parts = [parts_of(rows, size) for rows in batches]
+        parts = [[rows[i : i + size] for i in range(0, len(rows), size)] for rows in batches]
         for index in range(max(map(len, parts))):
             for own in parts:
                 current = current + (own[index] if index < len(own) else [])
@@ -193,88 +141,38 @@ def windows_of_parts(of_ranks: list[list[list[torch.Tensor]]], size: int, tokens
     return [*windows, current] if current else windows
 
 
-class Parts(ShardedLanguage):
-    """Loader batches of seven rows on one rank, four on the other; a scheduler that steps with the optimizer."""
-
-    ranks = 1
-
-    @staticmethod
-    def shares(ranks: int) -> list[list[list[torch.Tensor]]]:
-        starts = range(0, 44, 11)
-        if ranks == 1:
-            return [[ROWS[i : i + 11] for i in starts]]
-        return [[ROWS[i : i + 7] for i in starts], [ROWS[i + 7 : i + 11] for i in starts]]
-
-    def train_dataloader(self) -> Any:
-        rank = (self.trainer.distributed_sampler_kwargs or {"rank": 0})["rank"]
-        return loader([pad(rows) for rows in self.shares(self.ranks)[rank]])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=30)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Weights(Callback):
-    def __init__(self) -> None:
-        self.weights: list[float] = []
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.weights.append(trainer.strategy.accumulation.closed.weight)
-
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        torch.save((self.weights, trainer.global_step), f"weights{trainer.global_rank}.pt")
-
-
 @pytest.mark.some_cases(2, 4)
-@needs_sharding_on_cpu
 @pytest.mark.parametrize("tokens", [15, 40, 1000])
-@pytest.mark.parametrize("engine", [name for name in ENGINES if "three" not in name and "finding" not in name])
-def test_a_window_of_tokens_ends_with_any_micro_batch_of_a_split_batch(engine: str, tokens: int) -> None:
-    make, ranks, devices = ENGINES[engine]
-    windows = windows_of_parts(Parts.shares(ranks), 2, tokens)
-    module = Parts("adamw")
-    module.ranks = ranks
-    run = trainer(
-        make(),
-        devices=devices,
-        plugins=[DoublePrecision()] if engine == "fsdp1" else None,
-        callbacks=[GradientAccumulation(Tokens(tokens), micro_batch=2, trim_padding=False), Weights()],
-    )
-    run.fit(module)
-    reference = Language("adamw")
-    optimizer = reference.configure_optimizers()
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=30)
-    for window in windows:
-        optimizer.zero_grad()
-        reference.training_step(pad(window), 0).backward()
-        optimizer.step()
-        scheduler.step()
-    expected = dict(reference.named_parameters())
-    found = run.whole if hasattr(run, "whole") else dict(module.named_parameters())
-    assert relative_error([found[name] for name in expected], expected.values()) < 1e-12
-    for rank in range(devices):
-        weights, steps = torch.load(f"weights{rank}.pt")
-        assert weights == [sum(len(row) - 1 for row in window) for window in windows]
-        assert steps == len(windows)
+@pytest.mark.parametrize(("engine", "options"), ENGINES[:6])
+def test_a_window_of_tokens_ends_with_any_micro_batch_of_a_split_batch(engine: str, options: dict[str, Any], tokens: int) -> None:
+    """Of loader batches of seven rows on one rank, and four on the other."""
+    starts = range(0, 44, 11)
+    by_rank = [[ROWS[i : i + 7] for i in starts], [ROWS[i + 7 : i + 11] for i in starts]]
+    by_rank = [[ROWS[i : i + 11] for i in starts]] if engine == "accum" else by_rank
+    windows = windows_of_parts(by_rank, 2, tokens)
+    policy = GradientAccumulation(Tokens(tokens), micro_batch=2, trim_padding=False)
+    make = partial(ShardedLanguage, "adamw")
+    assert_one_window_one_batch(make, by_rank, windows, policy, engine, options, weights=weights_of(windows))
 
 
 def test_a_batch_size_in_tokens_that_grows() -> None:
     def size(seen: float) -> int:
         return 30 if seen < 100 else 90
 
-    windows = windows_of_tokens(shares(1), size)
-    module, boundaries = Tokened("sgd"), Boundaries()
-    run = trainer("accum", callbacks=[GradientAccumulation(Tokens(size)), boundaries])
-    run.fit(module)
-    assert boundaries.weights == [sum(len(row) - 1 for row in window) for window in windows]
+    by_rank = shares(1)
+    windows = windows_of_tokens(by_rank, size)
+    policy = GradientAccumulation(Tokens(size))
+    assert_one_window_one_batch(ShardedLanguage, by_rank, windows, policy, weights=weights_of(windows))
 
 
 def test_the_number_of_steps_is_an_estimate_that_says_so() -> None:
-    class Estimates(Tokened):
+    class Estimates(Language):
         def configure_optimizers(self) -> Any:
             self.estimate = self.trainer.estimated_stepping_batches
             return super().configure_optimizers()
+
+        def train_dataloader(self) -> Any:
+            return loader([pad(rows) for rows in shares(1)[0]])
 
     module = Estimates("sgd")
     run = trainer("accum", max_epochs=4, callbacks=[GradientAccumulation(Tokens(70))])

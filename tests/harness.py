@@ -1,0 +1,210 @@
+"""One harness for the one promise: on every engine, a window takes the step of its full batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from sharded import DoublePrecision, fsdp1, fsdp2, needs_sharding_on_cpu
+from support import ddp, loader, pad, relative_error, train_by_hand, trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_accum import GradientAccumulation
+
+EXACT = 1e-12
+SHORT = timedelta(seconds=20)
+Rows = Sequence[Any]
+"""What a collate function makes a batch of."""
+
+# --- engines ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What holds a training.
+
+    Attributes:
+        strategy: makes it, of its options.
+        ranks: have loader batches of their own.
+        tensor: so many processes share those of a rank.
+        plugins: of the Trainer.
+    """
+
+    strategy: Callable[..., Any]
+    ranks: int = 1
+    tensor: int = 1
+    plugins: Callable[[], list[Any]] = list
+
+
+ENGINES = {
+    "accum": Engine(lambda: "accum"),
+    "ddp": Engine(lambda **options: ddp(timeout=SHORT, **options), 2),
+    "ddp of 3": Engine(lambda **options: ddp(timeout=SHORT, **options), 3),
+    "ddp of 4": Engine(lambda **options: ddp(timeout=SHORT, **options), 4),
+    "fsdp2": Engine(lambda **options: fsdp2(timeout=SHORT, **options), 2),
+    "fsdp2 of 4": Engine(lambda **options: fsdp2(4, timeout=SHORT, **options), 4),
+    "fsdp2 and tensor": Engine(lambda **options: fsdp2(2, 2, timeout=SHORT, **options), 2, tensor=2),
+    "fsdp1": Engine(lambda **options: fsdp1(timeout=SHORT, **options), 2, plugins=lambda: [DoublePrecision()]),
+}
+
+
+def on(engine: str, *values: Any, marks: Any = (), **options: Any) -> Any:
+    """A row of a table of cases: an engine, the options of its strategy, and what else varies."""
+    marks = [*marks, *([needs_sharding_on_cpu] if engine.startswith("fsdp") else [])]
+    name = " ".join([engine, *(f"{key}={value}" for key, value in options.items()), *map(str, values)])
+    return pytest.param(engine, options, *values, id=name, marks=marks)
+
+
+# --- windows, counted by hand -------------------------------------------------------------------------------------------
+
+
+def dealt(rows: Rows, size: int, engine: str) -> list[list[Rows]]:
+    """Loader batches of ``size`` rows, which the ranks of an engine take in turns."""
+    batches, ranks = [rows[i : i + size] for i in range(0, len(rows), size)], ENGINES[engine].ranks
+    return [batches[rank::ranks] for rank in range(ranks)]
+
+
+def windows_of(by_rank: Sequence[Sequence[Rows | None]], size: int, epochs: int = 1, tail: str = "step") -> list[list[Any]]:
+    """The rows of each window of ``size`` loader batches of every rank."""
+    windows: list[list[Any]] = []
+    current: list[Rows | None] = []
+    count, longest = 0, max(map(len, by_rank))
+    for index in range(longest * epochs):
+        current += [own[index % longest] for own in by_rank if index % longest < len(own)]
+        count += 1
+        is_end, is_last = (index + 1) % longest == 0, index + 1 == longest * epochs
+        if count == size or (is_end and tail == "step") or (is_last and tail == "carry"):
+            windows.append([row for batch in current if batch is not None for row in batch])
+        if count == size or (is_end and tail != "carry"):
+            current, count = [], 0
+    return [window for window in windows if window]
+
+
+# --- the promise --------------------------------------------------------------------------------------------------------
+
+
+def assert_one_window_one_batch(
+    make: Callable[[], pl.LightningModule],
+    by_rank: Sequence[Sequence[Rows | None]] | DataLoader,
+    windows: Sequence[Rows],
+    policy: GradientAccumulation | int,
+    engine: str = "accum",
+    options: dict[str, Any] | None = None,
+    *,
+    collate: Callable[[Any], Any] = pad,
+    weights: Sequence[float] | None = None,
+    clip: dict[str, float] | None = None,
+    has_length: bool = True,
+    **arguments: Any,
+) -> None:
+    """Train in windows, and by hand on the full batch of each: what changed is the same, and so are the losses that are shown.
+
+    Args:
+        make: makes a module, each time of the same parameters.
+        by_rank: the rows of each loader batch of each rank, or one loader for all ranks.
+        windows: the rows of each window, of all epochs.
+        policy: the callback, or the Trainer's ``accumulate_grad_batches``.
+        engine: a name of ``ENGINES``.
+        options: of its strategy.
+        collate: makes a batch of rows.
+        weights: what each window is to weigh.
+        clip: to what gradients are clipped, by "norm" or "value".
+        has_length: of the loaders.
+        arguments: of the Trainer.
+    """
+    losses: list[float] = []
+    start, by_hand, module = make(), make(), make()
+
+    def noted(rows: Rows) -> Tensor:
+        loss = by_hand.training_step(collate(rows), 0)
+        losses.append(loss.item())
+        return loss
+
+    train_by_hand(by_hand, windows, 1, noted, **(clip or {}))
+    data = by_rank if isinstance(by_rank, DataLoader) else _Dealt(by_rank, collate, has_length)
+    found = _train(module, policy, engine, options or {}, data, clip or {}, arguments)
+    assert _error_of_updates(found, by_hand, start) <= EXACT
+    processes = ENGINES[engine].ranks * ENGINES[engine].tensor
+    for rank, shown in enumerate(torch.load(f"rank{rank}.pt") for rank in range(processes)):
+        assert shown["steps"] == len(windows), rank
+        for step, (loss, weight) in shown["windows"].items():
+            assert loss == pytest.approx(losses[step - 1], rel=EXACT), (rank, step)
+            assert weights is None or weight == weights[step - 1], (rank, step)
+
+
+def _train(
+    module: pl.LightningModule,
+    policy: GradientAccumulation | int,
+    engine: str,
+    options: dict[str, Any],
+    data: Any,
+    clip: dict[str, float],
+    arguments: dict[str, Any],
+) -> dict[str, Tensor]:
+    """Returns the parameters, whole ones where they are sharded."""
+    of, shown = ENGINES[engine], Shown()
+    callbacks = [shown] if isinstance(policy, int) else [policy, shown]
+    if isinstance(policy, int):
+        arguments = {"accumulate_grad_batches": policy, **arguments}
+    for algorithm, value in clip.items():
+        arguments = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm, **arguments}
+    for old in Path().glob("rank*.pt"):
+        old.unlink()
+    run = trainer(of.strategy(**options), devices=of.ranks * of.tensor, plugins=of.plugins(), callbacks=callbacks, **arguments)
+    run.fit(module, data)
+    return run.whole if hasattr(run, "whole") else dict(module.named_parameters())
+
+
+def _error_of_updates(found: dict[str, Tensor], expected: nn.Module, start: nn.Module) -> float:
+    """Of what training has changed, not of what was there before."""
+    before, after = dict(start.named_parameters()), dict(expected.named_parameters())
+    return relative_error([found[name] - before[name] for name in after], [after[name] - before[name] for name in after])
+
+
+class Shown(Callback):
+    """Writes down what each rank, which may be another process, shows of its windows."""
+
+    def __init__(self) -> None:
+        self.windows: dict[int, tuple[float, float]] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        metrics = trainer.callback_metrics
+        if "window/loss" in metrics:
+            self.windows[int(metrics["window/optimizer_steps"])] = (float(metrics["window/loss"]), float(metrics["window/weight"]))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.on_train_batch_end(trainer)
+        torch.save({"steps": trainer.global_step, "windows": self.windows}, f"rank{trainer.global_rank}.pt")
+
+
+class _Dealt(pl.LightningDataModule):
+    """Each data-parallel rank has loader batches of its own."""
+
+    def __init__(self, by_rank: Sequence[Sequence[Rows | None]], collate: Callable[[Any], Any], has_length: bool) -> None:
+        super().__init__()
+        self.by_rank = [[None if rows is None else collate(rows) for rows in own] for own in by_rank]
+        self.has_length = has_length
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    def train_dataloader(self) -> DataLoader:
+        share = self.trainer.distributed_sampler_kwargs or {"rank": 0}
+        own = self.by_rank[share["rank"]]
+        return loader(own) if self.has_length else DataLoader(Unsized(own), batch_size=None)
+
+
+class Unsized(IterableDataset):
+    """Batches of an unknown number."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
