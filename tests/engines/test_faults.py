@@ -624,6 +624,7 @@ def test_sigterm_after_the_weights_were_sent_ends_all_ranks_after_the_next_windo
     assert_ended_together(ranks(partial(train, strategy, fault)), windows=2)
 
 
+@pytest.mark.some_cases(1)
 @strategies("ddp", "fsdp2")
 def test_sigterm_that_no_window_is_left_for_ends_its_rank_after_the_training(strategy: str) -> None:
     end = ranks(partial(train, strategy, Fault("SIGTERM", {1: 2}, "on_before_optimizer_step")))
@@ -631,6 +632,7 @@ def test_sigterm_that_no_window_is_left_for_ends_its_rank_after_the_training(str
     assert (end.statuses, end.all("step"), end.was_soon()) == ([0, 0], 3, True)
 
 
+@pytest.mark.some_cases(1)
 @strategies("ddp", "fsdp2")
 def test_sigterm_to_a_rank_that_ran_out_of_batches_ends_all_ranks_after_the_window(strategy: str) -> None:
     by_rank = [BATCHES[0], BATCHES[1][:5]]

@@ -229,7 +229,7 @@ def test_nothing_on_one_data_parallel_rank_beside_tensor_parallelism() -> None:
     assert error(run, by_hand(windows_of(by_rank), epochs=1)) < EXACT
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     "kind",
     [

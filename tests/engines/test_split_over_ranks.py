@@ -78,7 +78,7 @@ def error_over_ranks(by_rank: Any, policy: dict[str, Any], arguments: dict[str, 
     return relative_error(module.parameters(), expected.parameters())
 
 
-@pytest.mark.some_cases(5)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("steps", [1, 3])  # DistributedDataParallel itself would speak up in the second
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(
@@ -146,6 +146,7 @@ class Hooked(Heads):
             parameter.register_hook(lambda gradient: gradient.clamp(-100, 100))
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("policy", [{}, {"on_nonfinite": "skip"}, {"window": Tokens(6), "micro_batch": 1}], ids=str)
 def test_hooks_on_gradients_get_no_none_where_a_rank_has_no_loss(policy: dict[str, Any]) -> None:
     parameters = []
@@ -210,6 +211,7 @@ def test_rank_that_ran_out_needs_no_other_parameters_than_its_own() -> None:
     assert error_over_ranks(by_rank, {"micro_batch": 3}, {}) < 1e-12  # its last micro-batch uses head 0 only
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("size", [2, "auto"])
 @pytest.mark.parametrize("window", [1, 2])
 def test_first_batch_is_none_on_one_rank(size: Any, window: int) -> None:
@@ -227,6 +229,7 @@ def test_window_of_tokens_where_a_rank_has_no_batch_to_split(sync: str) -> None:
     assert module.total == pytest.approx(sum(sum(window) / len(window) for window in windows), rel=1e-12)
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 def test_ranks_with_different_numbers_of_micro_batches(sync: str, window: int) -> None:

@@ -335,6 +335,7 @@ def test_names_work_where_lightning_is_imported_afterwards_and_the_other_is_not(
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.exhaustive
 def test_pytorch_lightning_alone_is_enough() -> None:
     script = WITHOUT.format(absent=["lightning"]) + "import pytorch_lightning as pl, lightning_accum\n"
     script += TRAINS.format(family="pytorch_lightning")

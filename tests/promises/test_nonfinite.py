@@ -588,6 +588,7 @@ def say_what_ranks_end_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_MultiProcessingLauncher, "_wrapping_function", wrap_and_say)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("fault", [NAN_LOSS, INF_GRADIENT], ids=FAULTS.get)
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
 def test_raise_tells_all_ranks_at_a_boundary(engine: str, fault: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1079,6 +1079,7 @@ def test_sharded_submodules_take_the_step_of_the_global_batch(names: Any, reshar
     assert relative_error(found, expected.parameters()) < 1e-12
 
 
+@pytest.mark.some_cases(1)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("micro_batch", [3, Tokens(20)])
 def test_sharded_submodules_in_windows_of_ranks_with_unequally_many_rows(micro_batch: Any) -> None:

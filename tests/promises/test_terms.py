@@ -169,6 +169,7 @@ class Balanced(Rated):
         return torch.stack([(-s).exp() * cross_entropy, (-t).exp() * error]).sum() + s + t
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("writing", [0, 1, 2])
 @pytest.mark.parametrize("is_over_ranks", [False, True])
 def test_the_learnt_scale_of_a_term_has_the_weight_of_the_term(writing: int, is_over_ranks: bool) -> None:

@@ -139,7 +139,7 @@ def test_three_ranks_equal_the_full_batch(engine: str, has_length: bool) -> None
     assert facts_of(3) == [facts_of(1)[0]] * 3
 
 
-@pytest.mark.some_cases(6)
+@pytest.mark.some_cases(3)
 @LENGTHS_KNOWN
 @pytest.mark.parametrize("lengths", [(3, 0), (0, 3)], ids=str)
 @ENGINES
@@ -208,6 +208,7 @@ def test_split_batches(window: int, has_length: bool) -> None:
     assert total == pytest.approx(EPOCHS * sum(means(by_rank, window)), rel=1e-12)
 
 
+@pytest.mark.some_cases(2)
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 @LENGTHS_KNOWN
@@ -398,7 +399,7 @@ class Validates(Uneven):
         return {"validated at": self.validated_at}
 
 
-@pytest.mark.some_cases(6)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize(
     ("has_length", "interval", "expected"),
     [(True, 1.0, [5, 10]), (False, 1.0, [5, 10]), (True, 0.5, [2, 4, 7, 9]), (False, 2, [2, 4, 7, 9])],
@@ -472,7 +473,7 @@ def means_of_asked(ranks: int, window: int) -> list[float]:
     return [mean for epoch in asked_in_epochs(ranks) for mean in means([in_batches(asked) for asked in epoch], window)]
 
 
-@pytest.mark.some_cases(6)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("samples", [7, 10])
 @pytest.mark.parametrize("ranks", [2, 3])
 @ENGINES
