@@ -79,7 +79,10 @@ class Plan:
             found += f", {columns}" if columns else ", with all columns"
         hint = ""
         if self.is_read and not piece.columns:
-            hint = " Where the step takes the longest row for the number of columns, name the lengths: trim_padding=<their key>."
+            hint = (
+                " Where the step takes the longest row for the number of columns, name the lengths: trim_padding=<their key>, or"
+                ' trim_padding="lengths" for encoder_lengths and decoder_lengths.'
+            )
         error.add_note(
             f"GradientAccumulation(micro_batch=...) has split the batch: this was micro-batch {self.current} of"
             f" {len(self.pieces)}{found}.{hint}"

@@ -38,9 +38,12 @@ def pytorch_forecasting() -> list[Case]:
         )
 
     def case(name: str, make: Any, loss: Any, shortest: int = 8, **kwargs: Any) -> Case:
+        arguments = {} if shortest == 8 else {"trim_padding": "lengths"}
         data = dataset(shortest)
         every_second = [data[index] for index in range(0, len(data), max(1, len(data) // 24))]
-        return Case(name, lambda: make.from_dataset(data, **kwargs, loss=loss()), every_second, data._collate_fn)
+        return Case(
+            name, lambda: make.from_dataset(data, **kwargs, loss=loss()), every_second, data._collate_fn, arguments=arguments
+        )
 
     small: dict[str, Any] = {"hidden_size": 8}
     tft = {**small, "attention_head_size": 2, "hidden_continuous_size": 4}
