@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_accum.checkpointing.remote import LAST, Remote, local_path, new_local_path
 from lightning_accum.checkpointing.whole import atomic_checkpoint
 from lightning_accum.loops.optimization import loss_unlogged
 from lightning_accum.splitting.snapshot import Snapshot
@@ -43,11 +44,26 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
-        path = Path(self.broadcast(filepath))
-        if path.is_dir() and any(path.iterdir()) and not (path / "meta.pt").is_file():  # which Lightning writes last
+        filepath = self.broadcast(filepath)
+        if (path := local_path(filepath)) is None:
+            with self._remote(filepath).written_whole() as local:
+                super().save_checkpoint(checkpoint, local, storage_options)
+            return
+        if path.is_dir() and any(path.iterdir()) and not (path / LAST).is_file():
             raise IsADirectoryError(f"The checkpoint path exists, and is a folder that holds no checkpoint: {path}")
         with atomic_checkpoint(path, self.is_global_zero, self.barrier) as partial:
             super().save_checkpoint(checkpoint, partial, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint_path = self.broadcast(checkpoint_path)
+        if (path := local_path(checkpoint_path)) is not None:
+            return super().load_checkpoint(path, *args, **kwargs)
+        with self._remote(checkpoint_path).read() as local:
+            return super().load_checkpoint(local, *args, **kwargs)
+
+    def _remote(self, url: str | Path) -> Remote:
+        return Remote(str(url), self.broadcast(new_local_path()), self.is_global_zero, self.local_rank == 0, self.barrier)
 
     # --- one micro-batch ----------------------------------------------------------------------------------------------
 
