@@ -73,12 +73,12 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         self._advanced = progress.total.ready + 1
         if strategy.manual is not None:
             strategy.manual.windows.begin_loader_batch()
-        if strategy.accumulation is None or self._is_restarting_or_unknown(data_fetcher):
+        if strategy.accumulation is None:
             super().advance(data_fetcher)
             return
         hooks = strategy.hooks
-        hooks.look_again()
-        if hooks.is_more_than_callbacks:
+        hooks.look_again()  # also where training goes on: the LR finder has put its own callback there
+        if hooks.is_more_than_callbacks or self._is_restarting_or_unknown(data_fetcher):
             super().advance(data_fetcher)
             return
         # as Lightning does, without the calls of hooks that nobody has: they cost 100 us

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.joining import JoiningError, join
 from lightning_accum.splitting.micro_batch import Layout
-from lightning_accum.splitting.packed import PackedBatches
+from lightning_accum.splitting.packed import PackedBatches, may_be_one_sample
 from lightning_accum.splitting.padding import IGNORE_INDEX
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, Rows, parts_of
 
@@ -54,6 +54,8 @@ class FewRows:
         self._own, self.of_batch = layout, layout.size
         if not layout.size:
             raise CannotCheckError("the first batch has no rows")
+        if may_be_one_sample(layout):
+            raise CannotCheckError("the rows of the batch may be parts of one sample")
         self.kept = layout.take(list(range(min(layout.size, MOST_ROWS))))
         """Its first rows, a copy."""
         if before and layout.size < MOST_ROWS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
@@ -31,6 +32,13 @@ def samples_of(batch: Any, samples: Collection[int]) -> int | None:
             return next(iter(samples))
         return batch.size(0) if isinstance(batch, Tensor) and batch.dim() else None
     return layout.size
+
+
+def may_be_one_sample(layout: Layout) -> bool:
+    """Whether what was found to be rows may be the parts of the only sample: all have its number, and something is there once."""
+    is_alone = any(tensor.dim() > 0 and tensor.shape[0] == 1 for tensor in layout.shared_tensors.values())
+    numbers = (t for t in layout.tensors.values() if t.dim() == 1 and not (t.is_floating_point() or t.is_complex()))
+    return is_alone and layout.size > 1 and any(t.dtype != torch.bool and not t.any() for t in numbers)
 
 
 class PackedBatches:

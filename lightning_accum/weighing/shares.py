@@ -57,6 +57,8 @@ class ShareWeight:
         by_losses: it is one over the share of the losses in it, and 0 where all are left out.
         is_tried: by the check.
         has_seen_empty: the check has seen a part in which all were left out.
+        ratio: of the share of the losses to that of the sum in what the check has seen, 1 but for losses that are means
+            themselves; nan where there were several.
     """
 
     is_sum: bool = False
@@ -64,6 +66,7 @@ class ShareWeight:
     by_losses: bool = False
     is_tried: bool = False
     has_seen_empty: bool = False
+    ratio: float | None = None
 
     def __call__(self, loss: Tensor, rows: Rows) -> tuple[float | None, float]:
         """Measure the weight of a loss. Takes what :func:`shares_of` does.
@@ -79,6 +82,8 @@ class ShareWeight:
             return (None, 1.0 + shares.factors % 1.0) if shares.of_losses != 0 else (0.0, 0.0)
         is_empty = shares.of_losses == 0
         self.has_seen_empty |= is_empty and self.is_tried
+        if self.is_tried and not is_empty:
+            self._note_ratio(shares, _tolerance(loss))
         if is_empty and not self.has_seen_empty:
             raise UnreadableLossError("a sum in which nothing is counted, as in no part of the rows that were checked")
         if not self.by_losses:
@@ -86,9 +91,15 @@ class ShareWeight:
         if is_empty:
             return 0.0, 0.0
         weight = 1 / _known(shares.of_losses)
-        if self.by_sum and not math.isclose(weight, 1 / _known(shares.of_sum), rel_tol=_tolerance(loss)):
+        ratio = 1.0 if self.ratio is None else self.ratio
+        if self.by_sum and not math.isclose(shares.of_losses, ratio * _known(shares.of_sum), rel_tol=_tolerance(loss)):
             raise UnreadableLossError("a sum of losses with factors, of which the rows that were checked had none")
         return weight, 0.0
+
+    def _note_ratio(self, shares: Shares, tolerance: float) -> None:
+        now = shares.of_losses / shares.of_sum if shares.of_sum else math.nan
+        is_same = self.ratio is None or math.isclose(now, self.ratio, rel_tol=tolerance)
+        self.ratio = now if is_same else math.nan
 
     @property
     def in_words(self) -> str:
@@ -107,7 +118,8 @@ def candidates() -> list[ShareWeight]:
 def together(found: Sequence[ShareWeight], has_seen_empty: bool) -> ShareWeight:
     """What all of these say, which the check has found to add up."""
     is_sum, by_sum, by_losses = (any(kinds) for kinds in zip(*((f.is_sum, f.by_sum, f.by_losses) for f in found), strict=True))
-    return ShareWeight(is_sum, by_sum, by_losses, has_seen_empty=has_seen_empty)
+    ratio = next((f.ratio for f in found if f.by_losses), None)
+    return ShareWeight(is_sum, by_sum, by_losses, has_seen_empty=has_seen_empty, ratio=ratio)
 
 
 def _known(share: float) -> float:

@@ -275,9 +275,13 @@ class Weigher:
 
 
 def _are_same(one: Denominator | None, other: Denominator | None) -> bool:
-    """Whether two denominators are known on the host to be the same."""
-    is_known = not any(isinstance(d, Tensor) and d.device.type != "cpu" for d in (one, other))
-    return is_known and bool(one == other)
+    """Whether two denominators are known on the host to be the same, but for the order in which they were added up."""
+    if one is None or other is None or any(isinstance(d, Tensor) and d.device.type != "cpu" for d in (one, other)):
+        return one is other
+    types = [d.dtype for d in (one, other) if isinstance(d, Tensor) and d.is_floating_point()]
+    rounding = 16 * max((torch.finfo(dtype).eps for dtype in types), default=0.0)
+    first, second = float(one), float(other)
+    return math.isclose(first, second, rel_tol=0.0 if first.is_integer() and second.is_integer() else rounding)
 
 
 def _number_for(terms: Sequence[Term], penalties: int) -> Denominator:

@@ -792,6 +792,17 @@ def find_rate(strategy: str, *callbacks: Callback) -> tuple[list[float], list[fl
     return module.rates, finder.results["lr"], module, run
 
 
+def test_the_rate_finder_sees_the_loss_of_the_first_batch_too() -> None:
+    losses = []
+    for strategy, callbacks in (("auto", []), ("accum", [GradientAccumulation(micro_batch=2)])):
+        module = Scalar([x(i, -i, i + 1.0) for i in range(1, 5)])
+        module.w.data.fill_(1.0)
+        run = trainer(strategy, callbacks=callbacks, max_steps=4)
+        finder = Tuner(run).lr_find(module, min_lr=1e-4, max_lr=1e-2, num_training=4, early_stop_threshold=None, update_attr=False)
+        losses.append(finder.results["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("policy", "notes"),
     [

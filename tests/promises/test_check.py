@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -625,11 +625,11 @@ def test_sharded_losses_that_do_not_add_up_are_refused(engine: str, seen: str, t
 class Graphs(pl.LightningModule):
     """The mean over graphs of a sum over their nodes, which lie end to end."""
 
-    def __init__(self, joined: int) -> None:
+    def __init__(self, joined: int, counts: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Linear(3, 1).double()
-        self.joined = joined
+        self.joined, self.counts = joined, counts
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         nodes, graphs = self.net(batch["nodes"]).squeeze(1), torch.zeros_like(batch["energy"])
@@ -637,8 +637,7 @@ class Graphs(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(1)
-        counts = [(2, 5, 3), (4, 1, 6), (3, 3)]
-        joined = [sum(counts[first : first + self.joined], ()) for first in range(0, len(counts), self.joined)]
+        joined = [sum(self.counts[first : first + self.joined], ()) for first in range(0, len(self.counts), self.joined)]
         nodes = torch.randn(30, 3, dtype=torch.float64, generator=generator)
         energy = torch.randn(8, dtype=torch.float64, generator=generator)
         found, node, graph = [], 0, 0
@@ -653,10 +652,15 @@ class Graphs(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-def test_batches_of_graphs_are_no_rows_to_check_and_their_windows_are_exact() -> None:
-    whole = Graphs(joined=3)
+@pytest.mark.parametrize(
+    "counts",
+    [[(2, 5, 3), (4, 1, 6), (3, 3)], [(2, 5, 3), (4,), (3, 3)], [(4,), (2, 5, 3), (3, 3)]],
+    ids=["", "then one", "first one"],
+)
+def test_batches_of_graphs_are_no_rows_to_check_and_their_windows_are_exact(counts: Sequence[tuple[int, ...]]) -> None:
+    whole = Graphs(3, counts)
     trainer("auto", max_epochs=3).fit(whole)
-    module = Graphs(joined=1)
+    module = Graphs(1, counts)
     run = trainer(max_epochs=3, callbacks=[GradientAccumulation(3)])
     run.fit(module)
     assert run.global_step == 3

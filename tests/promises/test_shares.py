@@ -60,6 +60,27 @@ WEIGHTED: Loss = lambda c, w: F.linear(w[None], c[None])[0, 0] * (1 / w.sum())  
 RECIPROCAL: Loss = lambda c, k: torch.addmv(c.new_zeros(1), c[None], k)[0] * k.sum().clamp(min=1).reciprocal()  # noqa: E731
 
 
+class OfTasks(OfRows):
+    """The mean over tasks of what is a mean itself, in a loop of Python's, as in meta-learning."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Any = 0.0
+        for rows in batch[0]:
+            loss = loss + F.mse_loss(self.net(rows), torch.ones(len(rows), 3, dtype=torch.float64))
+        return loss / len(batch[0])
+
+
+@pytest.mark.parametrize("policy", [{"window": 4}, {"micro_batch": 2}], ids=["windows", "split"])
+def test_a_sum_of_means_in_a_loop_over_the_number_of_them_is_exact(policy: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = [[torch.randn(tasks, 5, 4, generator=generator, dtype=torch.float64)] for tasks in (5, 2, 7, 1)]
+    module, by_hand = OfTasks(RECIPROCAL), OfTasks(RECIPROCAL)
+    is_split = "micro_batch" in policy
+    trainer(callbacks=[GradientAccumulation(**policy)], max_epochs=3).fit(module, loader([joined(data)] if is_split else data))
+    train_by_hand(by_hand, [joined(data)], epochs=3)
+    assert relative_error(module.parameters(), by_hand.parameters()) <= 1e-12
+
+
 @pytest.mark.parametrize("first", [MASK, [1.0] * 4], ids=["in the first batch", "in the second batch"])
 @pytest.mark.parametrize("loss", [MASKED, RECIPROCAL], ids=["einsum", "addmv"])
 def test_a_micro_batch_without_a_row_of_the_mask_weighs_nothing_though_its_count_is_clamped(loss: Loss, first: list[float]) -> None:

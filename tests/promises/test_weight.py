@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount
+from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.weighing.denominator import UnreadableLossError
 
 LABELS = torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])
@@ -181,6 +183,21 @@ def test_weight_without_a_batch_is_explained() -> None:
 
     with pytest.raises(TypeError, match="draws its batches by itself"):
         fit(Draws([x(1), x(2)]), SampleCount())
+
+
+def test_denominators_of_terms_that_differ_by_rounding_are_one() -> None:
+    class Weighted(Scalar):  # torch adds up the class weights of the smoothed term in another order
+        def training_step(self, batch, batch_idx):
+            logits = torch.stack([self.w.expand(len(batch)), torch.zeros(len(batch), dtype=self.w.dtype)], -1)
+            return F.cross_entropy(logits, batch, weight=x(0.1, 0.7), label_smoothing=0.1)
+
+    batches = [torch.tensor(labels) for labels in ([0, 0, 0, 0, 0, 1, 1], [0, 1, 1], [1, 0, 0, 0], [0])]
+    module, whole = Weighted(batches), Weighted([torch.cat(batches)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccumulationWarning)
+        fit(module, window=4)
+    fit(whole, window=1)
+    assert module.gradients == pytest.approx(whole.gradients, rel=1e-12)
 
 
 # --- weights of zero --------------------------------------------------------------------------------------------------
