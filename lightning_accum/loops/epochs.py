@@ -48,7 +48,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     _advanced: int = 0
     """That which :meth:`advance` was called for."""
     _is_inside_since: int | None = None
-    """The optimizer steps before the first of the windows that ended inside of the loader batch under way; None where none has."""
+    """The optimizer steps before the first of the windows that ended inside of the loader batch under way, or of the last one until
+    the next begins; None where none has."""
     _may_validate: bool = True
     """There is validation in this epoch."""
     _inspected: Any = None
@@ -114,7 +115,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         else:  # nothing was logged: it would only drop the batch
             self._results.batch = self._results.batch_size = None
         progress.increment_completed()
-        if trainer.loggers and not self._should_accumulate():
+        if trainer.loggers and (self._is_inside_since is not None or not self._should_accumulate()):
             connector.update_train_step_metrics()
 
     def _is_restarting_or_unknown(self, data_fetcher: _DataFetcher) -> bool:
@@ -140,8 +141,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if rows.pending:
             rows.flush()
         if self._is_inside_since is not None:
-            since, self._is_inside_since = self._is_inside_since, None
-            call_checkpoints(self.trainer, since, self.batch, self.batch_idx)
+            call_checkpoints(self.trainer, self._is_inside_since, self.batch, self.batch_idx)
         if self.validation is not None:
             self.note_loader_batch(self.validation)
         super().on_advance_end(data_fetcher)
@@ -185,6 +185,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if seen == self.begun or seen != self._advanced:
             raise seams.SeamError(f"{runs}.run was called twice for a loader batch, or not by _TrainingEpochLoop.advance.")
         self.begun = seen
+        if self._is_inside_since is not None:
+            self._is_inside_since = cast("WindowRows", self.trainer._logger_connector).since = None
         if not boundary.is_under_way:
             boundary.begin(self.window_size())
         if seen < boundary.ends_at and self._is_cut_by_the_end(boundary):
@@ -264,7 +266,10 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             self._is_inside_since = steps
         self._step_without_batch(is_inside_batch=True)
         call_step_counters(self.trainer, self.strategy, steps, self.batch, self.batch_idx)
-        cast("WindowRows", self.trainer._logger_connector).flush()
+        rows = cast("WindowRows", self.trainer._logger_connector)
+        rows.flush()
+        if self.global_step > steps:
+            rows.end_window_inside_batch()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)
         self.strategy.session.zero_grad(self.optimization, is_after_forward=False)
@@ -290,6 +295,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         self._step_without_batch()
         call_step_counters(self.trainer, self.strategy, steps, self.batch, self.batch_idx)
         cast("WindowRows", self.trainer._logger_connector).flush()
+        self._batches_that_stepped += self.global_step > steps  # as Lightning does after a loader batch
         if self.trainer.lightning_module.automatic_optimization:
             super().update_lr_schedulers("step", update_plateau_schedulers=False)
             super().update_lr_schedulers("step", update_plateau_schedulers=True)

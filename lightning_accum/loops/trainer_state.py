@@ -45,7 +45,7 @@ def _batch_size(loader: Any) -> int | None:
 
 def is_logging_due(trainer: pl.Trainer) -> bool:
     """Whether the Trainer's loggers get metrics at this optimizer step."""
-    return trainer._logger_connector.should_update_logs
+    return bool(_specialised(trainer._logger_connector).is_step_due)
 
 
 def window_metrics(trainer: pl.Trainer) -> dict[str, Tensor | float]:

@@ -72,6 +72,7 @@ loops.fit_loop._FitLoop
 loops.training_epoch_loop._TrainingEpochLoop
     _results | BatchResults | what was logged | -
     _warning_cache | - | warns once of a batch that is None | -
+    _batches_that_stepped | - | the step that loggers get | -
     done | AccumulatingEpochLoop | a window that was counted before it ran is not left inside | 20215631
     run | AccumulatingEpochLoop | an unfinished window ends with its epoch | ad885a6e
     on_run_start | AccumulatingEpochLoop | a checkpoint of an epoch's end begins the next | d3f11993 085e5587
@@ -128,7 +129,7 @@ trainer.connectors.logger_connector.logger_connector._LoggerConnector
     _first_loop_iter | - | no loader batch of the epoch has ended, or only the first | -
     on_batch_start | - | a loader batch begins | 7758d5bf
     on_batch_end | - | a loader batch ends | 328cf288
-    should_update_logs | - | loggers get metrics at this step | a446a83e
+    should_update_logs | WindowRows | loggers get metrics at this step, or at one of its loader batch | a446a83e
     should_reset_tensors | - | compares _current_fx | b5b2448f
     log_metrics | WindowRows | a window's metrics are in the row of its step | 5e7802b7 e81ba200
     update_train_step_metrics | WindowRows | a window's metrics are in the row of its step | 577833c6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,11 +17,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
+    LearningRateMonitor,
     ModelCheckpoint,
     ProgressBar,
     RichProgressBar,
     TQDMProgressBar,
 )
+from lightning.pytorch.loggers import CSVLogger
 from support import Scalar, ddp, fp16_on_cpu, loader, trainer, x
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -112,6 +115,7 @@ def checkpoints(directory: str, every: int) -> ModelCheckpoint:
     return ModelCheckpoint(directory, "{step}", every_n_train_steps=every, save_top_k=-1)
 
 
+@pytest.mark.some_cases(13)
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_hooks_averages_validations_and_checkpoints_are_as_many_as_steps(name: str, every: int) -> None:
@@ -137,6 +141,7 @@ def test_hooks_averages_validations_and_checkpoints_are_as_many_as_steps(name: s
         assert state["current_model_state"]["w"].item() == module.stepped[step - 1]
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_validation_is_of_the_parameters_after_its_step_and_leaves_the_training_as_it_was(name: str) -> None:
     policy, batches, ends = KINDS[name]
@@ -163,6 +168,7 @@ def steps_inside(tokens: int, batches: list[Tensor]) -> tuple[list[int], int]:
     return after, steps
 
 
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("name", INSIDE)
 def test_where_several_windows_end_in_a_loader_batch_each_is_heard_and_none_of_every_n_is_missed(name: str, every: int) -> None:
@@ -196,7 +202,7 @@ class Ranked(Distance):
         assert self.trainer.global_step == len(self.stepped) == self.steps
         assert listens.parameters == self.stepped
         assert [step for step, _ in self.validated] == self.expected
-        assert len({float(window.weight) for window in listens.windows[:-1]}) >= 1
+        assert self.w.item() == pytest.approx(averaged(self.stepped), rel=1e-13)
         if self.trainer.is_global_zero:
             assert saved_steps("saved") == self.expected
 
@@ -253,8 +259,9 @@ class Manual(Distance):
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_the_steps_of_a_module_that_optimizes_by_itself_are_heard_and_counted(window: int) -> None:
     module, listens = Manual(SEVEN), Listens()
-    callbacks = [listens, GradientAccumulation(window, tail="drop", validate_every=2), ema()]
-    run = trainer(callbacks=callbacks, max_epochs=3)
+    saves = checkpoints("saved", 2)
+    callbacks = [listens, GradientAccumulation(window, tail="drop", validate_every=2), ema(), saves]
+    run = trainer(callbacks=callbacks, max_epochs=3, enable_checkpointing=True)
     run.fit(module)
     steps = 3 * (7 // window)
     assert run.global_step == len(module.stepped) == steps
@@ -262,7 +269,7 @@ def test_the_steps_of_a_module_that_optimizes_by_itself_are_heard_and_counted(wi
     assert [window.has_stepped for window in listens.windows] == [True] * steps
     assert {window.loader_batches for window in listens.windows} == {window}
     assert module.w.item() == pytest.approx(averaged(module.stepped), rel=1e-13)
-    assert [step for step, _ in module.validated] == list(range(2, steps + 1, 2))
+    assert [step for step, _ in module.validated] == saved_steps("saved") == list(range(2, steps + 1, 2))
     if window > 1:
         first = torch.cat(SEVEN[:window])
         assert listens.windows[0].loss == pytest.approx(first.square().mean().item(), rel=1e-13)
@@ -396,6 +403,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize("policy", RESUMED)
 @pytest.mark.parametrize(
     ("hook", "calls"),
@@ -414,6 +422,7 @@ def test_no_validation_comes_twice_or_is_missed_wherever_training_goes_on(hook: 
         assert found == expected, f"{hook} {at}"
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("policy", RESUMED)
 def test_a_checkpoint_at_the_end_of_a_validation_does_not_validate_again(policy: str) -> None:
     whole, _ = fit_by_steps(RESUMED[policy])
@@ -426,6 +435,7 @@ def test_a_checkpoint_at_the_end_of_a_validation_does_not_validate_again(policy:
         assert [step for step, _ in second.validated] == expected[at:]
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_batch_start", "on_validation_batch_end"])
 @pytest.mark.parametrize("policy", RESUMED)
 def test_a_validation_that_was_broken_off_is_made_again(policy: str, hook: str) -> None:
@@ -435,6 +445,57 @@ def test_a_validation_that_was_broken_off_is_made_again(policy: str, hook: str) 
         second, _ = fit_by_steps(RESUMED[policy], ckpt_path="broken.ckpt")
         found = [step for step, _ in first.validated + second.validated]
         assert found == [step for step, _ in whole.validated], f"{hook} {at}"
+
+
+# --- what loggers get, as the page of the site says ---------------------------------------------------------------------
+
+
+def logged_by(module: Distance, policy: dict[str, Any], every: int, *callbacks: Callback) -> list[dict[str, str]]:
+    logger = CSVLogger("logs")
+    callbacks = (GradientAccumulation(**policy), *callbacks)
+    trainer(callbacks=list(callbacks), logger=logger, log_every_n_steps=every, max_epochs=3).fit(module)
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+LOGGED: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "windows of 2": ({"window": 2}, [0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 9, 10, 10, 11, 12]),
+    **{name: ({"window": Tokens(tokens), "micro_batch": 1}, steps_inside(tokens, SEVEN)[0]) for name, tokens in INSIDE.items()},
+}
+"""A policy, and the optimizer steps after each loader batch of three epochs."""
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", LOGGED)
+def test_loggers_get_every_nth_optimizer_step_by_its_number(name: str, every: int) -> None:
+    class Logs(Distance):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.log("own", float(self.trainer.fit_loop.epoch_loop.total_batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    policy, after = LOGGED[name]
+    rows = logged_by(Logs(SEVEN), policy, every)
+    windows = [row for row in rows if row.get("window/loss")]
+    due = list(range(every - 1, after[-1], every))
+    assert [int(row["step"]) for row in windows] == due
+    assert [int(float(row["window/optimizer_steps"])) - 1 for row in windows] == due
+    # what the module logs is shown with the last step of a loader batch in which one was due
+    begins = [0, *after]
+    expected = [(index, steps - 1) for index, steps in enumerate(after) if steps // every > begins[index] // every]
+    assert [(int(float(row["own"])), int(row["step"])) for row in rows if row.get("own")] == expected
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_learning_rates_are_logged_by_the_steps_before_a_loader_batch(name: str) -> None:
+    class Halves(Distance):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"}]
+
+    policy, after = LOGGED[name]
+    rows = logged_by(Halves(SEVEN), policy, 1, LearningRateMonitor("step"))
+    found = [(int(row["step"]), float(row["lr-SGD"])) for row in rows if row.get("lr-SGD")]
+    assert found == [(steps, 0.5**steps) for steps in [0, *after[:-1]]]
 
 
 # --- beside Lightning's own ----------------------------------------------------------------------------------------------
