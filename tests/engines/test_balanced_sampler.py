@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import Language, ddp, pad, relative_error, sentences, train_by_hand, trainer
+from harness import assert_one_window_one_batch, on
+from support import Language, ddp, pad, sentences, trainer
 from torch.utils.data import DataLoader
 
 from lightning_accum import BalancedBatchSampler, GradientAccumulation, SameOrderSampler, Tokens
@@ -180,51 +182,34 @@ ROWS = sentences(37)
 
 
 class Trained(Language):
-    """Its loader is balanced; Lightning is left to inject its sampler, if it does."""
+    """Lightning is left to inject its sampler, if it does."""
 
-    def __init__(self, optimizer: str, batch_size: int, window: int) -> None:
+    def __init__(self, optimizer: str, sampler: BalancedBatchSampler) -> None:
         super().__init__(optimizer)
-        self.sampler = BalancedBatchSampler([len(row) for row in ROWS], batch_size, window=window, seed=5)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(ROWS, batch_sampler=self.sampler, collate_fn=pad)
+        self.sampler = sampler
 
     def on_train_epoch_start(self) -> None:
         assert self.trainer.train_dataloader.batch_sampler is self.sampler
         assert (self.sampler.num_replicas, self.sampler.rank) == (self.trainer.world_size, self.trainer.global_rank)
 
 
-LONG = pytest.mark.exhaustive
-
-
+@pytest.mark.some_cases(4)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
-    ("optimizer", "ranks", "window", "batch_size", "policy"),
-    [
-        ("sgd", 1, 4, 4, {}),
-        ("adamw", 1, 4, 4, {"micro_batch": Tokens(24)}),
-        ("adamw", 2, 4, 2, {}),
-        ("sgd", 2, 1, 8, {"micro_batch": Tokens(24)}),
-        pytest.param("adamw", 2, 2, 4, {"micro_batch": Tokens(24)}, marks=LONG),
-        pytest.param("sgd", 4, 2, 2, {}, marks=LONG),
-        pytest.param("adamw", 4, 4, 1, {}, marks=LONG),
-        pytest.param("adamw", 4, 1, 4, {"micro_batch": Tokens(24)}, marks=LONG),
-    ],
-)
-def test_parameters_are_those_of_the_full_batches_of_same_order_sampler(optimizer, ranks, window, batch_size, policy) -> None:
-    module = Trained(optimizer, batch_size, window)
-    run = trainer(
-        ddp() if ranks > 1 else "accum", devices=ranks, max_epochs=2, use_distributed_sampler=True,
-        callbacks=[GradientAccumulation(window, **policy)],
-    )  # fmt: skip
-    run.fit(module)
-    reference, batches = Language(optimizer), []
+    ("engine", "options", "window", "batch_size", "micro_batch"),
+    [on("accum", 4, 4, None), on("accum", 4, 4, Tokens(24)), on("ddp", 4, 2, None), on("ddp", 1, 8, Tokens(24)),
+     on("ddp of 4", 2, 2, None), on("ddp of 4", 1, 4, Tokens(24))],
+)  # fmt: skip
+def test_a_window_is_the_full_batch_of_same_order_sampler(engine, options, window, batch_size, micro_batch, optimizer) -> None:
+    sampler, windows = BalancedBatchSampler([len(row) for row in ROWS], batch_size, window=window, seed=5), []
     for epoch in range(2):
         order = SameOrderSampler(ROWS, seed=5)
         order.set_epoch(epoch)
         indices = list(order)
-        batches += [pad([ROWS[i] for i in indices[start : start + 16]]) for start in range(0, 37, 16)]
-    train_by_hand(reference, batches, epochs=1)
-    assert relative_error(module.parameters(), reference.parameters()) <= 1e-12
+        windows += [[ROWS[i] for i in indices[start : start + 16]] for start in range(0, 37, 16)]
+    data, policy = DataLoader(ROWS, batch_sampler=sampler, collate_fn=pad), GradientAccumulation(window, micro_batch=micro_batch)
+    arguments = {"max_epochs": 2, "use_distributed_sampler": True}
+    assert_one_window_one_batch(partial(Trained, optimizer, sampler), data, windows, policy, engine, options, **arguments)
 
 
 def test_lengths_of_another_dataset_are_refused_before_training() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import ddp, loader, relative_error, trainer
+from harness import assert_one_window_one_batch, dealt, on, windows_of
+from support import loader, relative_error, trainer
 
 from lightning_accum import GradientAccumulation, TokenCount
 from lightning_accum.weighing.graph import read_loss, terms_of
@@ -33,13 +36,9 @@ def causal(name: str):
 
 
 class Wrapped(pl.LightningModule):
-    def __init__(self, name: str, batches, ranks: int = 1) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self.model = causal(name)
-        self.batches, self.ranks = batches, ranks
-
-    def train_dataloader(self):
-        return loader(self.batches[self.trainer.global_rank :: self.ranks])
 
     def training_step(self, batch, batch_idx):
         return self.model(**batch).loss
@@ -63,17 +62,12 @@ def join(batches):
 
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_causal_model_equals_its_full_batch(name: str, ranks: int) -> None:
-    batches = [texts(2, seed) for seed in range(8)]
-    module = Wrapped(name, batches, ranks)
-    strategy = "accum" if ranks == 1 else ddp()
-    trainer(strategy, devices=ranks, accumulate_grad_batches=4 // ranks, precision="64-true").fit(module)
-    full = Wrapped(name, [join(batches[:4]), join(batches[4:])])
-    trainer("auto", precision="64-true").fit(full)
-    begin = list(causal(name).parameters())
-    updates = [[p.detach() - q for p, q in zip(m.model.parameters(), begin, strict=True)] for m in (module, full)]
-    assert relative_error(*updates) < TOLERANCE
+@pytest.mark.parametrize(("engine", "options"), [on("accum"), on("ddp")])
+def test_causal_model_equals_its_full_batch(engine: str, options: dict, name: str) -> None:
+    by_rank = dealt([texts(2, seed) for seed in range(8)], 1, engine)
+    size = 4 // len(by_rank)
+    windows = windows_of(by_rank, size)
+    assert_one_window_one_batch(partial(Wrapped, name), by_rank, windows, size, engine, options, collate=join, limit=TOLERANCE)
 
 
 @pytest.mark.some_cases(4)
@@ -140,11 +134,10 @@ def test_default_token_count_agrees_with_what_the_model_divides_by() -> None:
 
 @pytest.mark.parametrize("check", [True, False])
 def test_naive_token_count_is_refused_or_warned_of(check: bool) -> None:
-    module = Wrapped("gpt2", [texts(2, 1), texts(2, 2)])
     policy = GradientAccumulation(2, weight=TokenCount(shift=False), check=check)
     expected = pytest.raises(DoesNotAddUpError) if check else pytest.warns(UserWarning, match="was divided by")
     with expected:
-        trainer(callbacks=[policy], precision="64-true").fit(module)
+        trainer(callbacks=[policy], precision="64-true").fit(Wrapped("gpt2"), loader([texts(2, 1), texts(2, 2)]))
 
 
 def test_heads_of_other_kinds() -> None:

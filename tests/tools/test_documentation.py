@@ -22,6 +22,7 @@ PAGES = [
     ROOT / "notebooks" / "README.md",
     ROOT / "notebooks" / "examples" / "README.md",
     ROOT / "lightning_accum" / "README.md",
+    ROOT / "tests" / "promises" / "README.md",
     *sorted(SITE.rglob("*.md")),
 ]
 MADE_BY_THE_SITE = ("files.md", "third_party.md", "examples.md", "contributing.md", "changelog.md", "notebooks/", "figures/")
@@ -95,6 +96,12 @@ def test_files_named_in_how_it_works_exist() -> None:
                 assert named == files, folder
     known = {folder for folders, _ in rows for folder in re.findall(r"`(\w+)/`", folders)}
     assert known == {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+def test_the_index_of_promises_names_each_of_their_files_once() -> None:
+    promises = ROOT / "tests" / "promises"
+    named = re.findall(r"`(test_\w+\.py)`", (promises / "README.md").read_text())
+    assert sorted(named) == sorted(path.name for path in promises.glob("test_*.py"))
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
