@@ -74,7 +74,9 @@ class Accumulation(Windows):
             window = self.window
             window.terms = TermsCountedAhead(policy.weight, window.device, window.dtype, ranks.size, ranks.group)
         self._weighs_terms = self._terms_at_once is not None or self.window.terms is not None
-        self._sums, self._loss = sums, WindowLoss(self.window, self.weigher, sums)
+        self.sums = sums
+        """Where gradients are added up, if in a wider type than that of their parameters."""
+        self._loss = WindowLoss(self.window, self.weigher, sums)
         self.closed: ClosedWindow | None = None
         """The last window that ended; None while the next is about to end, and where its closure was not called."""
         self.gradient_norm: Tensor | None = None
@@ -103,11 +105,6 @@ class Accumulation(Windows):
         """The loader batches that it has looked at, each with few rows; None for others. Until it ends."""
         self._was_checked = False
         """It was made before the checkpoint that training goes on from, with the same weight."""
-
-    @property
-    def sums(self) -> MainGradients | None:
-        """Where gradients are added up, if in a wider type than that of their parameters."""
-        return self._sums
 
     @property
     @override
@@ -183,8 +180,8 @@ class Accumulation(Windows):
 
     def add(self, loss: Tensor, micro_batch: MicroBatch) -> Weighed:
         """Take in the loss of a micro-batch, the module's own."""
-        if self._sums is not None:
-            self._sums.begin_backward(is_adding=not self.is_passthrough())
+        if self.sums is not None:
+            self.sums.begin_backward(is_adding=not self.is_passthrough())
         if micro_batch.is_shadow_batch:
             if self.has_joint_loss:
                 raise RuntimeError(
@@ -213,7 +210,7 @@ class Accumulation(Windows):
             )
         is_weightless = not isinstance(weight, Tensor) and weight == 0
         # the weight in the type of the sums, if they are in a wider one
-        grad_output = self.window.add(loss if self._sums is None else loss.detach().to(self.window.dtype), contribution)
+        grad_output = self.window.add(loss if self.sums is None else loss.detach().to(self.window.dtype), contribution)
         if contribution.of_mean is not None:
             self.weigher.leave_out_function(loss)
         if self.observer is not None:
@@ -224,8 +221,8 @@ class Accumulation(Windows):
         if terms and (factors := self.window.factors_of_terms()) is not None:
             is_weightless, grad_output = not any(isinstance(factor, Tensor) or factor for factor in factors), None
             scale_terms(terms, factors)
-        elif self._sums is not None:
-            self._sums.weigh(grad_output)
+        elif self.sums is not None:
+            self.sums.weigh(grad_output)
             grad_output = None
         return Weighed(weight, contribution.of_mean, grad_output, is_weightless)
 
@@ -303,15 +300,15 @@ class Accumulation(Windows):
         """
         if self.changes.is_under_way:
             self.changes.end(self.window.micro_batches)
-        if self._sums is None:
+        if self.sums is None:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         else:
-            gradients = self._sums.gradients()
+            gradients = self.sums.gradients()
         self.closed = self.window.close(gradients)
         if self.closed.is_doubtful:
             self._loss.warn_of(self.closed, self.warn_once, HOW_TO_WEIGH_EACH)
-        if self._sums is not None:
-            self._sums.write_to_grad()
+        if self.sums is not None:
+            self.sums.write_to_grad()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":
             self.closed = self._without_slope(self.closed)
         if self.closed.is_flagged:
@@ -364,8 +361,8 @@ class Accumulation(Windows):
         self.boundary.close(seen)
         if is_inside_batch:
             self.boundary.begin(math.inf)
-        if self._sums is not None:
-            self._sums.clear()
+        if self.sums is not None:
+            self.sums.clear()
         self.is_zero_grad_due = True
         self.is_step = self.closed is not None and (not self.closed.is_empty or self._is_without_loss(self.closed))
         self._has_run_without_loss = False

@@ -27,7 +27,7 @@ from lightning_accum.metrics import WindowMetrics
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.session import Session, already_run, parameters_of
+from lightning_accum.session import Session, already_run, named_parameters_of, parameters_of
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
@@ -126,10 +126,7 @@ class Engine(Strategy):
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Those of :meth:`parameters`, by names that are the same in another run."""
         assert self.lightning_module is not None
-        named = dict(self.lightning_module.named_parameters())
-        known = set(named.values())
-        left = [parameter for parameter in self.parameters() if parameter not in known]
-        return {**named, **{f"optimizer.{index}": parameter for index, parameter in enumerate(left)}}
+        return named_parameters_of(self.lightning_module, self.optimizers)
 
     def drop_gradients(self) -> None:
         """Clear what was accumulated."""

@@ -63,6 +63,19 @@ class Policy:
         """What windows and logs go by."""
         return self.weight[0] if isinstance(self.weight, tuple) else self.weight
 
+    @property
+    def finishes_after_backward(self) -> bool:
+        """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
+        return self.on_nonfinite != "propagate" or self.micro_batch == "auto" or bool(self.row_wise)
+
+    @property
+    def counts_tokens_of_parts(self) -> bool:
+        """A window ends with any micro-batch of a split batch, as soon as it has its tokens.
+
+        With its last, where an attempt at a batch may fail: a step cannot be undone.
+        """
+        return self.ends_by_tokens and self.micro_batch not in (None, "auto")
+
     def size_at(self, epoch: int, step: int) -> int | None:
         """Loader batches in a window that begins in ``epoch``, after ``step`` steps; None where the Trainer or tokens say.
 

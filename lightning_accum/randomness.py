@@ -189,3 +189,21 @@ _WAYS = {
     "bernoulli": _bernoulli,
     "normal": _normal,
 }
+
+
+@contextmanager
+def generators_kept(*loaders: Any) -> Iterator[None]:
+    """Drawing from loaders in here leaves their own random generators, and those of their samplers, as they were."""
+    owners = [owner for loader in loaders for owner in (loader, getattr(loader, "sampler", None), _sampler_of_batches(loader))]
+    found = [getattr(owner, "generator", None) for owner in owners]
+    generators = [generator for generator in found if isinstance(generator, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _sampler_of_batches(loader: Any) -> Any:
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", None)

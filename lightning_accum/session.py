@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.nonfinite import Guard
-from lightning_accum.policy import Policy
 from lightning_accum.splitting.batch_log import BatchLog
 from lightning_accum.splitting.outputs import Output, joined_extra, joined_loss
 from lightning_accum.splitting.plan import Mark, Plan
@@ -63,8 +62,8 @@ class Session:
         self._has_ranks = accumulation.ranks.world_size > 1
         self._has_sync = type(sync) is not GradientSync  # engines for several ranks have one on a single rank, too
         policy = accumulation.policy
-        self.finishes_after_backward = finishes_after_backward(policy)
-        self.counts_tokens_of_parts = counts_tokens_of_parts(policy)
+        self.finishes_after_backward = policy.finishes_after_backward
+        self.counts_tokens_of_parts = policy.counts_tokens_of_parts
         self.ends_by_tokens = policy.ends_by_tokens
         self._has_rounds = self.counts_tokens_of_parts or (sync.is_waited_for_in_forward and policy.micro_batch is not None)
 
@@ -348,6 +347,14 @@ def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn
     return list(parameters.values())
 
 
+def named_parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
+    """As :func:`parameters_of`, by names that are the same in another run."""
+    named = dict(module.named_parameters())
+    known = set(named.values())
+    left = [parameter for parameter in parameters_of(module, optimizers) if parameter not in known]
+    return {**named, **{f"optimizer.{index}": parameter for index, parameter in enumerate(left)}}
+
+
 def already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
     """A closure that ends a window, and has: its first call returns the ``result`` of that, others run it again, as LBFGS does."""
     is_first = True
@@ -358,16 +365,3 @@ def already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
         return result if was_first else closure()
 
     return run
-
-
-def finishes_after_backward(policy: Policy) -> bool:
-    """The last micro-batch of a window is as all others, and gradients are reduced after it: it may come to nothing."""
-    return policy.on_nonfinite != "propagate" or policy.micro_batch == "auto" or bool(policy.row_wise)
-
-
-def counts_tokens_of_parts(policy: Policy) -> bool:
-    """A window ends with any micro-batch of a split batch, as soon as it has its tokens.
-
-    With its last, where an attempt at a batch may fail, which cannot take a step back.
-    """
-    return policy.ends_by_tokens and policy.micro_batch not in (None, "auto")

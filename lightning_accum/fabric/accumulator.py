@@ -21,7 +21,7 @@ from lightning_accum.fabric.training import Fabric, Training, checked_clip
 from lightning_accum.fabric.words import Words
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
-from lightning_accum.session import Session, finishes_after_backward
+from lightning_accum.session import Session
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Split
 from lightning_accum.weighing.counts import Weight
@@ -130,7 +130,7 @@ class Accumulator:
             self._accumulation = accumulation = Accumulation(policy, training.ranks, words.rank_zero_warn, splits, sums)
             accumulation.row_wise = row_wise_of(policy, training.module, training.ranks, training.is_sharded)
         loss = None if loss_of is None else setup.loss_without_wrapper(loss_of, training)
-        training.sync = training.make_sync(finishes_after_backward(policy), sums, loss)
+        training.sync = training.make_sync(policy.finishes_after_backward, sums, loss)
         guard = setup.guard(training, accumulation, words)
         training.session = self._session = Session(
             training, training.module, accumulation, training.sync, training.snapshotter, guard, accumulation.row_wise

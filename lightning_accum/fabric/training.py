@@ -21,7 +21,7 @@ from lightning_accum.at_exit import wait_for_gloo_threads
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
-from lightning_accum.session import Session, parameters_of
+from lightning_accum.session import Session, named_parameters_of, parameters_of
 from lightning_accum.splitting.snapshot import Snapshot, StateSnapshotter
 from lightning_accum.sync import DDPSync, FSDP2Sync, GradientSync, WideDDPSync
 
@@ -171,10 +171,8 @@ class Training:
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """The same, by names that do not depend on what wraps the model."""
-        named = {name.replace("_orig_mod.", ""): parameter for name, parameter in self.module.named_parameters()}
-        known = set(named.values())
-        left = [parameter for parameter in self.parameters() if parameter not in known]
-        return {**named, **{f"optimizer.{index}": parameter for index, parameter in enumerate(left)}}
+        named = named_parameters_of(self.module, self.optimizers)
+        return {name.replace("_orig_mod.", ""): parameter for name, parameter in named.items()}
 
     # --- gradients --------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +19,7 @@ from lightning_accum.boundary import count_windows
 from lightning_accum.engine import Engine
 from lightning_accum.hook_table import callbacks_of
 from lightning_accum.policy import Policy
+from lightning_accum.randomness import generators_kept
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.counts import count_samples, expected_weight
@@ -124,7 +123,7 @@ class AccumulatingTrainer(pl.Trainer):
         if strategy.estimated_windows is None:
             fetcher = self.fit_loop._data_fetcher
             assert fetcher is not None
-            with isolate_rng(), _generators_kept(fetcher.combined_loader.flattened):
+            with isolate_rng(), generators_kept(*fetcher.combined_loader.flattened):
                 first = [item[0] for item in islice(fetcher.combined_loader, 8)]
                 iter(fetcher)  # it begins anew
             batches_there = [batch for batch in first if batch is not None]
@@ -152,15 +151,3 @@ def _weight_of_micro_batch(weight: float, samples: float, size: MicroBatchSize |
     if isinstance(size, Tokens):
         return min(weight, size.at(0))
     return weight * min(1.0, size / samples) if isinstance(size, int) else weight
-
-
-@contextmanager
-def _generators_kept(loaders: Iterable[Any]) -> Iterator[None]:
-    """Drawing from the loaders in here leaves their own random generators as they were."""
-    owners = [owner for loader in loaders for owner in (loader, getattr(loader, "sampler", None))]
-    found = [getattr(owner, "generator", None) for owner in owners]
-    generators = [generator for generator in found if isinstance(generator, torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    yield
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_accum.session import counts_tokens_of_parts, finishes_after_backward
 from lightning_accum.strategies.mixin import AccumulationMixin
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.sync import DDPSync, GradientSync, SyncPolicy, WideDDPSync
@@ -53,8 +52,8 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
         if (sums := self.accumulation.sums) is not None:
             return WideDDPSync(self.model, sums, self.accumulation.ranks)
         # when a window of tokens ends, some ranks may have run their last micro-batch and others not
-        sync_policy = "window" if counts_tokens_of_parts(self.policy) else self._sync_policy
-        return DDPSync(self.model, sync_policy, finishes_after_backward(self.policy))
+        sync_policy = "window" if self.policy.counts_tokens_of_parts else self._sync_policy
+        return DDPSync(self.model, sync_policy, self.policy.finishes_after_backward)
 
     @override
     def _engine(self) -> dict[str, Any]:

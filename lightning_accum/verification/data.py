@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -18,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_accum.randomness import generators_kept
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.joining import JoiningError
 from lightning_accum.splitting.joining import join as join_batches
@@ -164,7 +164,7 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
 
 
 def _first(loader: Iterable[Any], number: int) -> list[Any]:
-    with _generators_kept(loader):
+    with generators_kept(loader):
         return list(islice((batch for batch in loader if batch is not None), number))
 
 
@@ -173,7 +173,7 @@ def _collated(loader: Any, window: int, error: JoiningError) -> tuple[Any, list[
     if type(loader).__iter__ is not DataLoader.__iter__ or (loader.batch_size is None and loader.batch_sampler is None):
         return None
     dataset, collate = loader.dataset, loader.collate_fn
-    with _generators_kept(loader):
+    with generators_kept(loader):
         if isinstance(dataset, IterableDataset):
             samples = list(islice(dataset, window * loader.batch_size))
             groups = [samples[start : start + loader.batch_size] for start in range(0, len(samples), loader.batch_size)]
@@ -198,16 +198,3 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
         yield from (tensor for value in batch for tensor in _tensors(value))
     elif hasattr(batch, "__dict__") and not isinstance(batch, type):
         yield from _tensors(vars(batch))
-
-
-@contextmanager
-def _generators_kept(loader: Any) -> Iterator[None]:
-    """Leave the loader's own random generators as they were."""
-    holders = (loader, getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    generators = [g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
