@@ -48,7 +48,7 @@ def windows_of(by_rank: Sequence[Sequence[Any]], size: int = 2) -> list[Any]:
 # --- the promise ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_two_replicas_of_two_shards_equal_the_full_batch(optimizer: str) -> None:
     by_rank = dealt(5, ranks=4)  # two windows and a tail of one
@@ -126,6 +126,7 @@ def tasks(heads: Sequence[Sequence[int]], extra: Sequence[bool]) -> list[list[An
     ]
 
 
+@pytest.mark.exhaustive
 def test_parameters_that_some_micro_batches_and_ranks_do_not_use_equal_the_full_batch() -> None:
     heads = [[0, 1, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
     extra = [True, False, False, True, False, False]  # in the first of a window, at its end, in none
@@ -142,12 +143,14 @@ def test_parameters_that_some_micro_batches_and_ranks_do_not_use_equal_the_full_
     assert relative_error(module.heads.each[2].parameters(), SeveralTasks([]).heads.each[2].parameters()) == 0  # no weight decay
 
 
+@pytest.mark.exhaustive
 def test_dropped_tail_leaves_nothing_in_the_next_window() -> None:
     by_rank = dealt(5)
     run = fit(Dealt(by_rank), hybrid(2), window=1, callbacks=[GradientAccumulation(2, tail="drop")])
     assert error(run, by_hand(windows_of([rank[:4] for rank in by_rank]))) < EXACT
 
 
+@pytest.mark.exhaustive
 def test_checkpoint_inside_a_window_changes_nothing() -> None:
     by_rank = dealt(6)
     run = fit(Dealt(by_rank, "adamw"), hybrid(2), window=3, callbacks=[SavesInside()])

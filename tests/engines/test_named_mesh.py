@@ -109,7 +109,7 @@ def trained(module: pl.LightningModule, mesh: dict[str, int], devices: int, **kw
     return run
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("sync", ["window", "micro_batch", "shard"])
 def test_rows_whose_tokens_two_ranks_share_equal_the_full_batch(sync: str) -> None:
     run = trained(Parts(), {"data_parallel": 2, "context_parallel": 2}, 4, sync=sync)
