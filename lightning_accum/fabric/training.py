@@ -268,6 +268,15 @@ def _has_property(value: object, name: str) -> bool:
 class LoopDDPSync(DDPSync):
     """As its base, where the loop itself calls the wrapper: inside a window no forward may wait for other ranks."""
 
+    @override
+    def begin_backward(self, micro_batch: MicroBatch) -> None:
+        if micro_batch.is_boundary and not self._ddp.require_backward_grad_sync:
+            raise RuntimeError(
+                "The last backward of a window runs where the loop has switched the reduction of gradients off, so every rank would"
+                " take a step of its own. Leave fabric.no_backward_sync(...), or no_sync(), out of the loop: the Accumulator"
+                " reduces once a window."
+            )
+
     def note_loss(self, loss: Tensor) -> None:
         """A backward of this loss is next."""
         self._last_node = loss.grad_fn if self._ddp.require_backward_grad_sync else None
@@ -305,7 +314,22 @@ class _ShardedModel:
 
 
 class LoopFSDP2Sync(FSDP2Sync):
-    """As its base, where the loop itself has called the model."""
+    """As its base, where the loop itself has called the model, and may still switch the reduction on and off."""
+
+    @override
+    def begin_backward(self, micro_batch: MicroBatch) -> None:
+        super().begin_backward(micro_batch)
+        self._set_reduced(micro_batch.is_boundary)
+
+    @override
+    def reduce_accumulated(self) -> None:
+        self._set_reduced(True)
+        super().reduce_accumulated()
+
+    def _set_reduced(self, is_reduced: bool) -> None:
+        units: list[Any] = self.units
+        for unit in units:
+            unit.set_requires_gradient_sync(is_reduced, recurse=False)
 
     @override
     def forward_without_batch(self) -> None:

@@ -358,6 +358,43 @@ def test_ranks_without_a_loss_and_with_less_data_take_part_in_the_steps_of_other
     assert on_two(train, find_unused_parameters=True) == pytest.approx(2 * expected, rel=1e-12)
 
 
+SWITCHED_OFF = pytest.mark.parametrize("is_off", [lambda i: i % 2 == 0, lambda i: True], ids=["inside of windows", "always"])
+
+
+def switching(fabric: Fabric, is_off: Callable[[int], bool]) -> Trained | str:
+    """A loop with what is left of Fabric's own recipe for accumulation."""
+    model = gpt()
+    wrapped = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(OPTIMIZERS["adamw"](wrapped.parameters()))
+    accumulator, losses = Accumulator(fabric, wrapped, optimizer, 2, log=False), []
+    try:
+        for index, batch in enumerate(accumulator(in_batches(sentences(24), 4)[fabric.global_rank :: 2])):
+            with fabric.no_backward_sync(wrapped, enabled=is_off(index)):
+                accumulator.backward(loss_of(wrapped, batch))
+            if accumulator.step():
+                losses.append(accumulator.window_loss)
+    except RuntimeError as error:
+        return f"{error} {accumulator.optimizer_steps} steps"
+    return list(whole_parameters(model).values()), losses
+
+
+@SWITCHED_OFF
+def test_a_loop_that_still_switches_the_reduction_off_is_an_error_before_a_step(is_off: Callable[[int], bool]) -> None:
+    found = on_two(lambda fabric: switching(fabric, is_off))
+    assert "Leave fabric.no_backward_sync(...)" in found
+    assert found.endswith(" 0 steps")
+
+
+@needs_sharding_on_cpu
+@SWITCHED_OFF
+def test_a_loop_that_still_switches_the_reduction_of_shards_off_takes_the_steps_of_full_batches(
+    is_off: Callable[[int], bool],
+) -> None:
+    rows = sentences(24)
+    found = on_two(lambda fabric: switching(fabric, is_off), "fsdp2")
+    assert_same(found, by_hand("adamw", [pad(rows[:16]), pad(rows[16:])], epochs=1))
+
+
 def test_a_loader_that_fails_on_one_rank_ends_all() -> None:
     def train(fabric: Fabric) -> str:
         def failing() -> Iterator[Tensor]:
