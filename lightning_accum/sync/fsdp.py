@@ -217,7 +217,7 @@ class FSDP2Sync(ShardedSync):
     @override
     @contextmanager
     def blocked(self, micro_batch: MicroBatch) -> Iterator[None]:
-        kept: list[Any] = self._units_keptwhole_parameter() if self.policy == "window" else []
+        kept: list[Any] = self._units_kept_whole() if self.policy == "window" else []
         self._set_blocked(True, kept)
         try:
             yield
@@ -235,7 +235,7 @@ class FSDP2Sync(ShardedSync):
         for unit in kept:
             unit.set_reshard_after_backward(not is_blocked, recurse=False)
 
-    def _units_keptwhole_parameter(self) -> list[nn.Module]:
+    def _units_kept_whole(self) -> list[nn.Module]:
         """Those whose parameters stay gathered between forward and backward: so they may until the window ends.
 
         Torch advises it for accumulation, as it saves gathering them again. At the end of the second forward they are all there
