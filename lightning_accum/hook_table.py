@@ -273,6 +273,24 @@ def _is_step_bare(trainer: pl.Trainer) -> bool:
     )
 
 
+def warn_of_hooks_on_gradients(trainer: pl.Trainer, warn: Callable[[str], None]) -> None:
+    """Name whose ``on_after_backward`` looks at gradients, which are not those of a window yet.
+
+    Args:
+        trainer: whose windows have several micro-batches, or ranks.
+        warn: takes a warning to be seen once.
+    """
+    owners = [o for o in (*callbacks_of(trainer), trainer.lightning_module) if not type(o).__module__.startswith(_LIBRARIES)]
+    names = ("grad", "parameters", "named_parameters", "zero_grad")
+    found = [type(o).__name__ for o in owners if any(_reads(o, "on_after_backward", name) for name in names)]
+    if found:
+        warn(
+            f"on_after_backward of {' and '.join(found)} looks at gradients. It runs after every micro-batch, on what the window"
+            " has accumulated so far, before that is normalised: what it changes or measures is not what it would in the full"
+            " batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
+        )
+
+
 def _reads(owner: object, hook: str, name: str) -> bool:
     """Whether a hook of the user's reads an attribute of that name, by itself or in a method of the same object that it calls."""
     libraries = {*pl.LightningModule.__mro__, *pl.Callback.__mro__}

@@ -293,3 +293,58 @@ def test_ranks_look_at_buffers_together() -> None:
         warnings.simplefilter("error", AccumulationWarning)
         with pytest.raises(Exception, match="training_step changes the buffer 'queue'"):
             run.fit(Queue(), loader(batches()))
+
+
+# --- gradients that hooks see before their window is whole ---------------------------------------------------------------
+
+
+class Clamps(Net):
+    def on_after_backward(self) -> None:
+        for parameter in self.online.parameters():
+            parameter.grad.clamp_(-0.01, 0.01)
+
+
+class Times(Net):
+    def on_after_backward(self) -> None:
+        self.backwards = getattr(self, "backwards", 0) + 1
+
+
+class Measures(pl.Callback):
+    def on_after_backward(self, run: Any, module: Any) -> None:
+        self.norm = max(self.norm_of(parameter) for parameter in module.parameters())
+
+    def norm_of(self, parameter: nn.Parameter) -> float:
+        return 0.0 if parameter.grad is None else float(parameter.grad.norm())
+
+
+class ClampsOnce(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        Clamps.on_after_backward(self)
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "policy", "names"),
+    [
+        (Clamps, [], {"window": 3}, "Clamps"),
+        (Net, [Measures], {"micro_batch": 2}, "Measures"),
+        (Clamps, [Measures], {"window": 3}, "Measures and Clamps"),
+        (Clamps, [Measures], {"window": 1}, None),
+        (Times, [], {"window": 3}, None),
+        (ClampsOnce, [], {"window": 3}, None),
+    ],
+)
+def test_a_hook_that_looks_at_gradients_of_micro_batches_is_named(
+    module: type[Net], callbacks: list[Any], policy: dict[str, Any], names: str | None
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(callbacks=[GradientAccumulation(**policy), *(kind() for kind in callbacks)]).fit(module(), loader(batches()))
+    messages = [str(w.message) for w in caught if issubclass(w.category, AccumulationWarning)]
+    assert [message.partition(" looks at")[0] for message in messages] == ([f"on_after_backward of {names}"] if names else [])
+
+
+def test_gradients_that_are_clamped_before_the_optimizer_step_are_those_of_the_full_batch() -> None:
+    module, whole = ClampsOnce(), ClampsOnce()
+    trainer(callbacks=[GradientAccumulation(3)]).fit(module, loader(batches()))
+    trainer("auto").fit(whole, loader([torch.cat(batches()[first : first + 3]) for first in range(0, 12, 3)]))
+    assert relative_error(module.parameters(), whole.parameters()) < 1e-12
