@@ -24,7 +24,8 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
-from support import Scalar, ddp, fp16_on_cpu, loader, trainer, x
+from sharded import ShardedLanguage, fsdp2, needs_sharding_on_cpu
+from support import Scalar, ddp, fp16_on_cpu, loader, pad, sentences, trainer, x
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -239,6 +240,51 @@ def inside_on_two_ranks() -> tuple[list[int], int]:
             if steps // 2 > before // 2:
                 expected.append(steps)
     return expected, steps
+
+
+class Sharded(ShardedLanguage):
+    """Validates inside of windows, too, where these end inside of loader batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard, self.validated = 0, []
+
+    def train_dataloader(self) -> DataLoader:
+        rows = sentences(24)
+        return loader([pad(rows[i : i + 2]) for i in range(0, 24, 2)][self.trainer.global_rank :: 2])
+
+    def val_dataloader(self) -> DataLoader:
+        return loader([pad(sentences(2))])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validation", super().training_step(batch, batch_idx), sync_dist=True)
+        self.validated.append(self.trainer.global_step)
+
+    def on_window_end(self, window: Any) -> None:
+        self.heard += window.has_stepped
+
+    def on_train_end(self) -> None:
+        torch.save((self.trainer.global_step, self.heard, self.validated), f"rank{self.global_rank}.pt")
+
+
+@needs_sharding_on_cpu
+@pytest.mark.parametrize("policy", [{"window": 2}, {"window": Tokens(20), "micro_batch": 1}], ids=str)
+def test_validation_of_a_sharded_module_leaves_its_training_as_it_was(policy: dict[str, Any]) -> None:
+    found = []
+    for every in (3, None):
+        limit = {} if every else {"limit_val_batches": 0}
+        accumulation = GradientAccumulation(**policy, validate_every=every)
+        run = trainer(fsdp2(), devices=2, callbacks=[accumulation], max_epochs=2, num_sanity_val_steps=0, **limit)
+        run.fit(Sharded())
+        first, second = (torch.load(f"rank{rank}.pt") for rank in range(2))
+        assert first == second
+        steps, heard, validated = first
+        assert heard == steps > 3
+        # a loader batch has two micro-batches, so at most two of three steps
+        assert [step // 3 for step in validated] == (list(range(1, steps // 3 + 1)) if every else [])
+        found.append(run.whole)
+    for name, parameter in found[0].items():
+        assert torch.equal(parameter, found[1][name]), name
 
 
 # --- manual optimization -------------------------------------------------------------------------------------------------
