@@ -23,10 +23,8 @@ from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.weight import Contribution, Kind
 from lightning_accum.window_agreement import function_of_window, read_of_ranks
 from lightning_accum.window_totals import (
-    FLAG,
     HAS_FUNCTION,
     HAS_NEWS,
-    IS_LAST,
     NUMBERS,
     ClosedWindow,
     Totals,
@@ -302,23 +300,16 @@ class Window:
         self.discard()
         totals.check(read.kinds)
         disagree = (is_sum or not are_exact) and totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
-        closed = ClosedWindow(
-            math.nan,
-            0.0,
-            int(totals.micro_batches),
-            is_flagged=totals.has_flag(FLAG),
-            is_last=totals.has_flag(IS_LAST),
-            left_out=left_out,
-        )
+        closed = totals.empty_window(left_out)
         if totals.weight == 0 and not is_sum:
-            return replace(closed, is_empty=True)
+            return closed
         loss, slope = totals.loss if is_sum else totals.loss / weight, 1.0
         if is_function:
             size = totals.micro_batches if is_sum else weight
             loss, slope = function_of_window(function, contributions, loss, size, self._tensor_of, self._world_size, self._group)
         if is_sum:
             _scale(gradients, self._world_size * slope)
-            return replace(closed, loss=loss, weight=1.0, slope=slope)
+            return replace(closed, loss=loss, weight=1.0, is_empty=False, slope=slope)
         assert self._weight_scale is not None
         _scale(gradients, self._world_size * self._weight_scale / weight * slope)
         of_a_rank = weight / self._world_size
@@ -330,17 +321,20 @@ class Window:
             closed,
             loss=loss,
             weight=weight,
+            is_empty=False,
             do_terms_disagree=disagree and has_others,
-            do_factors_differ=read.is_some_zeroed or (disagree and not has_others),
+            do_factors_differ=(bool(read.zeroed) and read.is_some_zeroed) or (disagree and not has_others),
             is_miscounted=is_miscounted,
             slope=slope,
         )
 
     def _flags(self) -> list[float]:
-        has_ranks = self._world_size > 1
-        read = read_of(self._contributions)
-        has_news = has_ranks and bool(read.zeroed or not read.kinds.keys() <= self._agreed.keys())
-        flags = as_one_number(self.flag, self.is_last, has_news, has_ranks and self._function is not None)
+        has_news = has_function = False
+        if self._world_size > 1:
+            read = read_of(self._contributions)
+            has_news = bool(read.zeroed or not read.kinds.keys() <= self._agreed.keys())
+            has_function = self._function is not None
+        flags = as_one_number(self.flag, self.is_last, has_news, has_function)
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:

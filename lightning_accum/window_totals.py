@@ -81,6 +81,16 @@ class Totals(NamedTuple):
         """Whether any rank has raised the flag with this place among those of :func:`as_one_number`."""
         return self.flags // _MOST_RANKS**place % _MOST_RANKS > 0
 
+    def empty_window(self, left_out: int) -> ClosedWindow:
+        """What the window was, if it had no weight.
+
+        Args:
+            left_out: micro-batches that were not finite.
+        """
+        is_flagged, is_last = self.has_flag(FLAG), self.has_flag(IS_LAST)
+        micro_batches = int(self.micro_batches)
+        return ClosedWindow(math.nan, 0.0, micro_batches, True, is_flagged=is_flagged, is_last=is_last, left_out=left_out)
+
     def check(self, kinds: Collection[Kind]) -> None:
         """Refuse what does not add up to a full batch.
 

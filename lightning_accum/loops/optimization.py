@@ -157,10 +157,10 @@ class WindowOptimization(_AutomaticOptimization):
             if not accumulation.is_closed_empty:
                 optimizer._optimizer.step(already_run(closure, window_loss))
         progress.increment_completed()
-        is_empty = accumulation.is_closed_empty
+        closed, ranks = accumulation.closed, accumulation.ranks
+        is_empty = closed is not None and closed.is_empty
         is_changed = watch.end_step(is_empty)
         has_stepped = is_changed or is_empty
-        closed, ranks = accumulation.closed, accumulation.ranks
         if closed is not None and closed.is_last and ranks.size == ranks.world_size:
             trainer_state.stop(trainer)  # a rank was told to end: all do, after the loader batch under way
         accumulation.after_optimizer_step(has_stepped and accumulation.is_step)
