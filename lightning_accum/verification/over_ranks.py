@@ -81,7 +81,11 @@ class OverRanks:
     @property
     def loss(self) -> float:
         """Of the window over all ranks; NaN where the strategy does not know it."""
-        return self.worst.loss if isinstance(self.strategy, Engine) or str(self.strategy).startswith("accum") else math.nan
+        return self.worst.loss if self._is_of_this_package else math.nan
+
+    @property
+    def _is_of_this_package(self) -> bool:
+        return isinstance(self.strategy, Engine) or str(self.strategy).startswith("accum")
 
     @property
     def strategy_in_words(self) -> str:
@@ -222,10 +226,16 @@ class OverRanks:
                     " losses are right.",
                     "Reduce in the type of the gradients: leave out the hook that compresses them, or reduce_dtype.",
                 )
+        mend = "Look for hooks on gradients, and communication hooks, that go by the rank."
+        if not self._is_of_this_package:
+            mend = (
+                f"{self.strategy_in_words} may take the mean of the means of micro-batches, whatever their sizes, as Lightning's"
+                f' strategies do: strategy="accum_ddp" takes the step of the full batch. Otherwise: {mend[0].lower()}{mend[1:]}'
+            )
         return (
             "gradients of the ranks",
             f"The losses are right on every rank, and no multiples of the ranks' gradients add up to those of {listed(bad)}.",
-            "Look for hooks on gradients, and communication hooks, that go by the rank.",
+            mend,
         )
 
     def _shares(self, full: Step) -> list[dict[str, Tensor]] | None:

@@ -369,6 +369,15 @@ def test_bug_on_one_of_four_ranks_is_that_ranks() -> None:
     assert [one.name for one in report.breaks] == ["rank 1"], str(report)
 
 
+def test_means_of_micro_batches_of_several_sizes_are_named_where_lightnings_own_strategy_takes_their_mean() -> None:
+    rows = sentences(16)
+    batches = [pad(rows[start:stop]) for start, stop in ((0, 5), (5, 7), (7, 15), (15, 16))]
+    report = verify(Language(), batches, window=2, devices=2, strategy="ddp")
+    assert not report
+    assert "ddp may take the mean of the means of micro-batches" in " ".join(str(report).split())
+    assert verify(Language(), batches, window=2, devices=2, strategy="accum_ddp")
+
+
 def test_what_breaks_equality_in_one_process_is_named_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "run_on_ranks", None)
     report = verify(Language(), ROWS, devices=2, weight="equal")
