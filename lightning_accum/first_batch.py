@@ -273,6 +273,7 @@ def _conclude(checked: Checked, check: Check, verdict: Verdict, ways: Sequence[R
         accumulation.window.forget_readings()
     weigher.takes_functions, weigher.shares = check.takes_functions, check.shares
     weigher.fixed_counts = check.fixed_counts if do_add_up else ()
+    weigher.takes_numbers = checked.largest(float(verdict.deviation is None and verdict.is_unread)) == 0
     accumulation.window.constant = check.constant
     if do_add_up:
         is_unchecked = checked.largest(float(verdict.deviation is None))

@@ -21,7 +21,7 @@ from lightning_accum.weighing.measured import Measured, deviation, has_fixed_cou
 from lightning_accum.weighing.shares import ShareWeight, candidates, together
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.trial import Trial, random_state
-from lightning_accum.weighing.verdict import CannotCheckError, Rows, UnsuitableRowsError, Verdict
+from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, Rows, UnsuitableRowsError, Verdict
 from lightning_accum.weighing.weight import Contribution, Weigher
 
 Earlier: TypeAlias = "tuple[Callable[[], Any], float | None]"
@@ -240,7 +240,8 @@ class Check:
             elif whole is not None and of_mean is not None:
                 weigher.leave_out_function(loss)
                 slope = whole.slope
-            gradient = self._trial.together(lambda: self._trial.gradients(loss, share if whole is None else share * slope))
+            share_of_loss, scale = (share, 1.0) if whole is None else (share * slope, 1.0 if n is None else float(MOST_ROWS))
+            gradient = self._trial.together(lambda: self._trial.gradients(loss, share_of_loss, scale))
         finally:
             self._has_drawn |= drawn_before != random_state()
         has_terms = bool(weigher.unweighed_terms) or any(float(other) != n for other in contribution.others)

@@ -33,9 +33,11 @@ from lightning_accum.weighing.nodes import (
     Node,
     constant_operand,
     inputs_of,
+    is_choice,
     is_of_parameters_only,
     kind_of,
     reduced_numel,
+    sizes_of,
 )
 from lightning_accum.weighing.reductions import (
     LINEAR_IN_EACH,
@@ -59,13 +61,13 @@ class Reading:
         criterion: the main criterion, in words.
         weight: the denominator of its mean; None if it is a sum.
         others: the other terms that depend on the batch and may need another weight than the main one.
-        penalties: how many terms depend on parameters only.
+        penalties: terms that depend on parameters only, in words.
     """
 
     criterion: str
     weight: Denominator | None
     others: tuple[Term, ...] = ()
-    penalties: int = 0
+    penalties: tuple[str, ...] = ()
 
 
 def read_loss(loss: Tensor) -> Reading:
@@ -120,7 +122,11 @@ def _read(terms: Sequence[Term]) -> Reading:
         others = [term for term in varying if term is not main]
     else:  # sums add up to the batch's sum; what is not such a sum would be added once a micro-batch
         others = [t for t in terms if t is not main and (t.denominator is not None or not t.is_readable or t not in varying)]
-    return Reading(main.criterion, main.denominator, tuple(others), len(terms) - len(varying))
+    return Reading(main.criterion, main.denominator, tuple(others), tuple(_in_full(t) for t in terms if t not in varying))
+
+
+def _in_full(term: Term) -> str:
+    return f"{term.criterion} {sizes_of(term.node)}"
 
 
 def _main_term(terms: Sequence[Term]) -> Term:
@@ -208,7 +214,9 @@ def _walk(root: Node, output_index: int, rows: Rows) -> Iterator[Term]:
             descend([node.next_functions[index]], way)
         elif kind in ("Add", "Sub", "Rsub") or (kind in ("Addcmul", "Lerp") and _is_sum(node)):
             descend_into_summands(node, way)
-        elif kind in THROUGH:
+        elif kind == "Neg":
+            descend(inputs_of(node), way, operation("times", -1.0, node))
+        elif kind in THROUGH and not is_choice(node):
             descend(inputs_of(node), way)
         elif kind in ("Mul", "Div"):
             inputs = inputs_of(node)
@@ -262,13 +270,13 @@ def _times_in_sum(node: Node, place: int) -> list[Operation]:
     """What an addition multiplies a summand by."""
     kind, factors = kind_of(node), []
     if kind in ("Add", "Sub", "Rsub"):
-        if place == (kind != "Rsub") and node._saved_alpha != 1:
-            factors = [node._saved_alpha]
+        if place == (0 if kind == "Rsub" else 1):
+            factors = [node._saved_alpha if kind == "Add" else -node._saved_alpha]
     elif kind == "Lerp":
         factors = [node._saved_weight if place else 1 - node._saved_weight]
     elif kind == "Addcmul" and place:
         factors = [node._saved_value, node._saved_tensor2 if place == 1 else node._saved_tensor1]
-    return [operation("times", factor, node) for factor in factors]
+    return [operation("times", factor, node) for factor in factors if isinstance(factor, Tensor) or factor != 1]
 
 
 def _stacked_scalars(node: Node) -> tuple[Node | None, list[Node]]:

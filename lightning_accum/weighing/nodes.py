@@ -52,6 +52,11 @@ def inputs_of(node: Node) -> list[tuple[Node, int]]:
     return [(child, index) for child, index in node.next_functions if child is not None]
 
 
+def is_choice(node: Node) -> bool:
+    """Whether it is ``torch.where(condition, loss, other_loss)``, of one number each."""
+    return kind_of(node) == "Where" and len(inputs_of(node)) > 1 and node._saved_condition.numel() == 1
+
+
 def nodes_below(root: Node) -> Iterator[Node]:
     """``root`` and all nodes below it, each once."""
     stack, seen = [root], {root}

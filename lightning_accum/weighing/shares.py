@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.weighing.denominator import CRITERIA, UnreadableLossError, criterion_of
-from lightning_accum.weighing.nodes import CONTRACTIONS, SELECTIONS, SUMS, THROUGH, Node, is_of_parameters_only, kind_of
+from lightning_accum.weighing.nodes import CONTRACTIONS, SELECTIONS, SUMS, THROUGH, Node, is_choice, is_of_parameters_only, kind_of
 from lightning_accum.weighing.reductions import Rows, hides_a_reduction
 
 # What is linear in each of its operands, or only moves and selects.
@@ -210,7 +210,7 @@ def _in_order(root: Node) -> list[tuple[Node, dict[int, tuple[Node, int]] | None
 def _linear_operands(node: Node) -> dict[int, tuple[Node, int]] | None:
     """The operands in which ``node`` is linear, by their places, without penalties and factors of parameters; None for others."""
     kind = kind_of(node)
-    if kind not in _LINEAR:
+    if kind not in _LINEAR or is_choice(node):
         return None
     below = {place: pair for place, pair in enumerate(node.next_functions) if pair[0] is not None}
     below = {place: pair for place, pair in below.items() if not is_of_parameters_only(pair[0])} or below

@@ -157,20 +157,26 @@ class Trial:
 
     # --- one comparison ---------------------------------------------------------------------------------------------
 
-    def gradients(self, loss: Tensor, share: float) -> dict[int, Tensor]:
-        """The gradients of ``share`` times a loss, by parameter: some of their elements, in double precision."""
+    def gradients(self, loss: Tensor, share: float, scale: float = 1.0) -> dict[int, Tensor]:
+        """The gradients of ``share`` times a loss, by parameter: some of their elements, in double precision.
+
+        Args:
+            loss: with its graph.
+            share: what its backward begins with, times
+            scale: that gradients are divided by afterwards, as at the end of a window: a hook that clips them shows by it.
+        """
         if not self._trained:
             return {}
         try:
             with self._mode:
-                gradients = self.backward.gradients_of(loss, share, self._trained)
+                gradients = self.backward.gradients_of(loss, share * scale, self._trained)
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
                 raise
             self._trained = []  # reentrant checkpointing has no way to it; losses and weights are compared all the same
             return {}
         most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
-        return {index: _sample(gradient, most) for index, gradient in enumerate(gradients) if gradient is not None}
+        return {index: _sample(gradient, most) / scale for index, gradient in enumerate(gradients) if gradient is not None}
 
     def together(self, function: Callable[[], _T]) -> _T:
         """Call a function on all ranks: where it fails on one, it has failed on all."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
@@ -109,6 +110,8 @@ class Weigher:
         """What the weight was found to be, in words; None before the first micro-batch."""
         self.takes_functions = True
         """A loss that is a function of a mean is one over the window, whatever explicit weight it has."""
+        self.takes_numbers = True
+        """A sum divided by a number may be a mean: False where no part of a batch was found to be one."""
         self.shares: ShareWeight | None = None
         """Measures the weight, where it cannot be read and the check has found that so it adds up."""
         self.fixed_counts: tuple[float, ...] = ()
@@ -149,6 +152,8 @@ class Weigher:
             try:
                 terms = terms_of(loss, count_rows, below)
                 reading = read_terms(terms)
+                if not self.takes_numbers and any(term.number is not None for term in terms):
+                    raise UnreadableLossError("a sum divided by a number, which in parts of the first batch was no count of theirs")
             except UnreadableLossError as unreadable:
                 _refuse_functions(terms)
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
@@ -172,7 +177,7 @@ class Weigher:
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             penalties = reading.penalties
             if self.fixed_counts and not any(isinstance(other, Tensor) for other in others) and others == self.fixed_counts:
-                others, penalties = (), penalties + len(others)
+                others, penalties = (), (*penalties, *map(str, others))
             factors = _number_for(terms, penalties)
             signature = 0
             if self._reader is not None and others and reading.weight is not None:
@@ -284,9 +289,9 @@ def _are_same(one: Denominator | None, other: Denominator | None) -> bool:
     return math.isclose(first, second, rel_tol=0.0 if first.is_integer() and second.is_integer() else rounding)
 
 
-def _number_for(terms: Sequence[Term], penalties: int) -> Denominator:
-    """A number from 1 to 2 that is another one where a factor of a term is, or the number of penalties; in double precision."""
-    number: Denominator = penalties * (math.sqrt(5) - 2)
+def _number_for(terms: Sequence[Term], penalties: Sequence[str]) -> Denominator:
+    """A number from 1 to 2 that is another one where a factor of a term is, or a penalty; in double precision."""
+    number: Denominator = sum(zlib.crc32(penalty.encode()) for penalty in penalties) / 2**32
     for place, term in enumerate(terms, start=1):
         if term.factor not in (0.0, 1.0):
             number = number + (math.log(abs(term.factor)) + (term.factor < 0)) * (0.4 + place / math.pi)

@@ -13,12 +13,13 @@ from loss_table import (
     reinforcement,
     segmentation,
     self_supervised,
+    strange,
     vision,
 )
 from loss_table.rows import Loss
 
 _MODULES = (
     criteria, vision, segmentation, metric_learning, self_supervised, language, reinforcement, forecasting, multi_task, idioms,
-    libraries,
+    libraries, strange,
 )  # fmt: skip
 LOSSES: list[Loss] = [loss for module in _MODULES for loss in module.table]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -746,3 +747,37 @@ def test_a_factor_that_is_another_one_on_a_rank_is_warned_of_and_what_stands_for
     monkeypatch.chdir(tmp_path)
     trainer(callbacks=[GradientAccumulation(1, check=False)], strategy=ddp(), devices=2).fit(FactorsOfRanks(kind))
     assert [Path(f"rank{rank}").read_text() for rank in range(2)] == [str(is_doubtful)] * 2
+
+
+# --- what no row of the first batches shows ---------------------------------------------------------------------------
+
+_HAS_LATER = {
+    "another factor": lambda o, t, p, is_later: (2.0 if is_later else 1.0) * F.cross_entropy(o, t),
+    "another sign": lambda o, t, p, is_later: -F.cross_entropy(o, t) if is_later else F.cross_entropy(o, t),
+    "alpha": lambda o, t, p, is_later: torch.add(p.sum() * 0, F.cross_entropy(o, t), alpha=2 if is_later else 1),
+    "another term": lambda o, t, p, is_later: F.cross_entropy(o, t) + (o.square().mean() if is_later else 0.0),
+    "a penalty": lambda o, t, p, is_later: F.cross_entropy(o, t) + (p.square().sum() if is_later else 0.0),
+    "another penalty": lambda o, t, p, is_later: F.cross_entropy(o, t) + (p.square().sum() if is_later else p[0].square().sum()),
+    "a choice": lambda o, t, p, is_later: torch.where(
+        torch.tensor(is_later), o.square().sum(1).mean(), F.cross_entropy(o, t, reduction="none").mean()
+    ),
+    "the largest label": lambda o, t, p, is_later: F.cross_entropy(o, t, reduction="sum") / int(t.max() + 1),
+}
+
+
+@pytest.mark.parametrize("name", _HAS_LATER)
+def test_what_only_a_later_window_has_is_told_of(name: str) -> None:
+    data = batches(4, 8)
+    for _, labels in data:
+        labels.clamp_(max=2)
+    data[5][1][1] = 3
+    module = Classifier(lambda o, t: _HAS_LATER[name](o, t, module.net[0].weight, bool((t == 3).any())))
+    module.net[2].p = 0.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer(callbacks=[GradientAccumulation(4)]).fit(module, loader(data))
+        except ValueError as error:
+            assert re.search("found no denominator|another factor in each", str(error))
+            return
+    assert any(issubclass(each.category, AccumulationWarning) for each in caught)
