@@ -199,36 +199,6 @@ def with_hole(batch: Batch, kind: str) -> Batch | None:
     return {**batch, "returns_none": kind.removeprefix("None ")}
 
 
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("kind", HOLES)
-@ENGINES
-def test_nothing_on_one_of_two_ranks(engine: str, kind: str) -> None:
-    by_rank = dealt(7)
-    for rank, position in [(1, 1), (0, 2), (1, 5), (1, 6)]:  # at a boundary, at a beginning, at a boundary, as the tail
-        by_rank[rank][position] = with_hole(by_rank[rank][position], kind)
-    run = fit(Dealt(by_rank, "adamw"), strategy_of(engine))
-    assert error(run, by_hand(windows_of(by_rank), "adamw")) < EXACT
-
-
-@pytest.mark.some_cases(1)
-@ENGINES
-def test_nothing_on_one_of_two_ranks_with_a_reduction_at_every_micro_batch(engine: str) -> None:
-    by_rank = dealt(9)
-    for position, kind in enumerate(HOLES):
-        by_rank[position % 2][2 * position + 1] = with_hole(by_rank[position % 2][2 * position + 1], kind)
-        by_rank[(position + 1) % 2][2 * position + 2] = with_hole(by_rank[(position + 1) % 2][2 * position + 2], kind)
-    run = fit(Dealt(by_rank, "adamw"), strategy_of(engine, sync="micro_batch"))
-    assert error(run, by_hand(windows_of(by_rank), "adamw")) < EXACT
-
-
-def test_nothing_on_one_data_parallel_rank_beside_tensor_parallelism() -> None:
-    by_rank = dealt(4)
-    by_rank[1][1] = None
-    by_rank[0][3] = with_hole(by_rank[0][3], "None before the forward")
-    run = fit(Dealt(by_rank), {"strategy": fsdp2(2, 2, timeout=SHORT), "devices": 4}, max_epochs=1)
-    assert error(run, by_hand(windows_of(by_rank), epochs=1)) < EXACT
-
-
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     "kind",
@@ -251,18 +221,6 @@ def test_first_row_without_labels_on_one_rank_is_no_break() -> None:
     by_rank = dealt(3)
     by_rank[0][0]["labels"][0] = -100
     assert error(fit(Dealt(by_rank), strategy_of("fsdp2")), by_hand(windows_of(by_rank))) < EXACT
-
-
-@pytest.mark.some_cases(2)
-@ENGINES
-def test_window_with_nothing_on_any_rank_takes_no_step(engine: str) -> None:
-    by_rank = dealt(6)
-    by_rank[0][2], by_rank[1][2] = None, with_hole(by_rank[1][2], "None after the forward")
-    by_rank[0][3], by_rank[1][3] = (with_hole(rank[3], "all labels ignored") for rank in by_rank)
-    run = fit(Dealt(by_rank, "adamw"), strategy_of(engine), max_epochs=1)
-    batches = windows_of([rank[:2] + rank[4:] for rank in by_rank])
-    assert error(run, by_hand(batches, "adamw", epochs=1)) < EXACT
-    assert torch.load("rank0.pt")["global_step"] == 2
 
 
 def test_rank_whose_first_batch_is_none_is_told_what_to_do() -> None:

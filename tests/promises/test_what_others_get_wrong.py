@@ -98,24 +98,6 @@ def test_fp16_and_none_on_the_boundary_is_as_if_it_had_not_been_there(missing) -
 # --- on one rank only -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(4)
-@pytest.mark.parametrize("missing", [None, NONE_LOSS], ids=["batch", "loss"])
-@pytest.mark.parametrize("position", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"sync": "micro_batch"}],
-    ids=["plain", "find_unused", "static_graph", "sync_each"],
-)
-def test_nothing_on_one_of_two_ranks(missing, position: int, options: dict) -> None:
-    here, there = [x(1), x(2), x(3), x(4)], [x(10, 20), x(30), x(40), x(50)]
-    here[position] = missing
-    module = Scalar(by_rank=[here, there])
-    trainer(ddp(**options), devices=2, accumulate_grad_batches=4).fit(module)
-    present = [value for value in here if value is not missing]
-    expected = torch.cat(present + there).mean().item()  # Lightning: RuntimeError, or ranks that wait for each other
-    assert module.total == pytest.approx(expected, rel=1e-14)
-
-
 def test_rank_with_nothing_at_all_adds_nothing() -> None:
     module = Scalar(by_rank=[[x(7), x(5), None, None, None, NONE_LOSS], [x(6), x(6), x(2), x(4), x(1), x(3)]])
     trainer(ddp(), devices=2, accumulate_grad_batches=2).fit(module)

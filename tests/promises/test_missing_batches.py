@@ -1,0 +1,91 @@
+"""A batch that is None, a training_step that returns None, labels that are all ignored: the window is what is left of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_one_window_one_batch, dealt, on, windows_of
+from sharded import ShardedLanguage
+from support import pad, sentences
+from torch import Tensor
+
+ROWS = sentences(28)
+KINDS = ["no batch", "None before the forward", "None after the forward", "all labels ignored"]
+
+
+class Hole(list):
+    """Rows that are not in their window."""
+
+    def __init__(self, rows: Any, kind: str) -> None:
+        super().__init__()
+        self.rows, self.kind = rows, kind
+
+
+def collate(rows: Any) -> dict[str, Any] | None:
+    if not isinstance(rows, Hole):
+        return pad(rows)
+    batch = pad(rows.rows)
+    if rows.kind == "no batch":
+        return None
+    if rows.kind == "all labels ignored":
+        return {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    return {**batch, "returns_none": rows.kind.removeprefix("None ")}
+
+
+class Holed(ShardedLanguage):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
+        if "returns_none" not in batch:
+            return super().training_step(batch, batch_idx)
+        if batch["returns_none"] == "after the forward":
+            self.net(batch["input_ids"])
+        return None
+
+
+def with_holes(by_rank: list[list[Any]], kinds: list[str], places: list[tuple[int, int]]) -> list[list[Any]]:
+    """At places of ranks, with each of the kinds in turn."""
+    for index, (rank, place) in enumerate(places):
+        by_rank[rank][place] = Hole(by_rank[rank][place], kinds[index % len(kinds)])
+    return by_rank
+
+
+ENGINES = [
+    on("ddp"),
+    on("fsdp2"),
+    on("fsdp1"),
+    on("ddp", sync="micro_batch"),
+    on("fsdp2", sync="micro_batch"),
+    on("fsdp1", sync="micro_batch"),
+    on("ddp", find_unused_parameters=True),
+    on("ddp", static_graph=True),
+    on("fsdp2 and tensor"),
+]
+
+
+@pytest.mark.some_cases(6, 18)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("engine", "options"), ENGINES)
+def test_nothing_on_one_of_two_ranks(engine: str, options: dict[str, Any], kind: str) -> None:
+    """At a boundary, at a beginning, at a boundary, as the tail."""
+    by_rank = with_holes(dealt(ROWS, 2, engine), [kind], [(1, 1), (0, 2), (1, 5), (1, 6)])
+    assert_one_window_one_batch(partial(Holed, "adamw"), by_rank, windows_of(by_rank, 2), 2, engine, options, collate=collate)
+
+
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize(("engine", "options"), ENGINES)
+def test_nothing_of_every_kind_on_either_of_two_ranks(engine: str, options: dict[str, Any]) -> None:
+    first = [(0, 0)] if engine == "ddp" else []  # a shard needs a batch first, and is told so
+    places = [*first, (0, 1), (1, 2), (1, 3), (0, 4), (0, 5), (1, 6)]
+    by_rank = with_holes(dealt(ROWS, 2, engine), KINDS, places)
+    assert_one_window_one_batch(partial(Holed, "adamw"), by_rank, windows_of(by_rank, 2), 2, engine, options, collate=collate)
+
+
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize(("engine", "options"), [on("accum"), *ENGINES])
+def test_a_window_of_nothing_takes_no_step(engine: str, options: dict[str, Any]) -> None:
+    by_rank = dealt(ROWS[:24] if engine != "accum" else ROWS[:12], 2, engine)
+    for own, kind in zip(by_rank, ["no batch", "None after the forward"], strict=False):
+        own[2], own[3] = Hole(own[2], kind), Hole(own[3], "all labels ignored")
+    assert_one_window_one_batch(partial(Holed, "adamw"), by_rank, windows_of(by_rank, 2), 2, engine, options, collate=collate)
