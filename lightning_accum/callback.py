@@ -56,6 +56,10 @@ class GradientAccumulation(Callback):
     ``window/total_skipped_micro_batches`` if micro-batches that are not finite are skipped, and ``window/loss_epoch`` at the end of
     an epoch.
 
+    After each optimizer step ``on_window_end(trainer, pl_module, window)`` of callbacks and ``on_window_end(window)`` of the module
+    are called, where they have it. ``window`` has ``loss``, ``weight``, ``micro_batches``, ``loader_batches``, ``gradient_norm``
+    and ``has_stepped``.
+
     Args:
         window: loader batches in a window, on every rank. An int; a mapping ``{epoch: n}`` from the epoch (from 0) in which n
             begins to hold; a function ``f(optimizer steps so far) -> n``; None for the Trainer's ``accumulate_grad_batches``. Or
