@@ -191,7 +191,7 @@ class Training:
         if self.ddp is not None:
             return LoopDDPSync(self.ddp, "window", finishes_after_backward)
         if self.is_sharded:
-            return LoopFSDP2Sync(self.module, "window", _ShardedModel(self.snapshotter, loss_of))
+            return LoopFSDP2Sync(self.module, "window", _ShardedModel(self.snapshotter, loss_of), self.ranks)
         return GradientSync()
 
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:

@@ -145,7 +145,10 @@ _fsdp_state.FSDPState
     _is_root | - | None before its first forward | -
     _register_root_post_backward_final_callback | - | reduces what was accumulated, at the end of a backward | daf2b8e7 db468f59
 _fsdp_param_group.FSDPParamGroup
+    all_reduce_grads | - | whether a backward reduces gradients over replicas | -
     fsdp_params | - | the parameters of a module | -
+    post_backward | ReachedParameters | all parameters of a group are reduced, where any has a gradient | -
+    reduce_grads | - | whether a backward reduces gradients | -
     mesh_info | - | over which ranks gradients are averaged | -
     gradient_divide_factor | - | where it is: somebody divides gradients by a number of their own | -
     mp_policy | - | where it is: the type that gradients are added up in | -
@@ -164,8 +167,6 @@ HYBRID = table(
 _fsdp_param_group.FSDPParamGroup
     _is_hsdp | - | whether there are replicas of the shards | -
     _partial_reduce_output | - | what was scattered, and not all-reduced yet | -
-    all_reduce_grads | - | whether a backward all-reduces it | -
-    post_backward | - | takes the gradients of a backward and reduces them | -
 """,
 )
 """Only for ``sync="shard"``."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
@@ -20,7 +20,7 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.strategies.named_mesh import NamedMeshStrategy
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
-from lightning_accum.sync import FSDP2Sync, HybridSync, ShardedSyncPolicy, SharedRows, has_replicas
+from lightning_accum.sync import FSDP2Sync, ShardedSyncPolicy, SharedRows, has_replicas
 
 
 class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
@@ -106,11 +106,8 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
                 " elements."
             )
 
-    def _hybrid_sync(self) -> HybridSync:
+    def _refuse_without_replicas(self, module: nn.Module) -> None:
         seams.check_nothing_is_missing(seams.HYBRID)
-        module = self.lightning_module
-        assert module is not None
-        assert self.ranks is not None
         named = module.named_modules()
         if left := [name or "the module" for name, unit in named if isinstance(unit, FSDPModule) and not has_replicas(unit)]:
             raise MisconfigurationException(
@@ -119,14 +116,15 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
                 f" {type(module).__name__}.configure_model apply fully_shard with a mesh of two dimensions:"
                 ' init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
             )
-        return HybridSync(module, self, self.ranks)
 
     @override
     def _sync_of_units(self) -> FSDP2Sync:
         assert self.lightning_module is not None
         assert self.ranks is not None
         seams.check_nothing_is_missing(seams.FSDP2)
-        sync = self._hybrid_sync() if self._sync_policy == "shard" else FSDP2Sync(self.lightning_module, self._sync_policy, self)
+        if self._sync_policy == "shard":
+            self._refuse_without_replicas(self.lightning_module)
+        sync = FSDP2Sync(self.lightning_module, self._sync_policy, self, self.ranks)
         size = self.gradient_mesh["data_parallel"].size()
         sharded = sync.parameters()
         left = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in sharded]

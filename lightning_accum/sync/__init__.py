@@ -2,8 +2,7 @@
 
 from lightning_accum.sync.base import GradientSlot, GradientSync, ShardedSyncPolicy, SyncPolicy, forward_replaced
 from lightning_accum.sync.ddp import DDPSync
-from lightning_accum.sync.fsdp import FSDP1Sync, FSDP2Sync, ShardedSync
-from lightning_accum.sync.hybrid import HybridSync, has_replicas
+from lightning_accum.sync.fsdp import FSDP1Sync, FSDP2Sync, ShardedSync, has_replicas
 from lightning_accum.sync.shared_rows import SharedRows
 from lightning_accum.sync.wide import WideDDPSync, slots_of
 
@@ -13,7 +12,6 @@ __all__ = [
     "FSDP2Sync",
     "GradientSlot",
     "GradientSync",
-    "HybridSync",
     "ShardedSync",
     "ShardedSyncPolicy",
     "SharedRows",

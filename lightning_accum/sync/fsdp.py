@@ -14,8 +14,10 @@ from typing_extensions import override
 
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.sync.base import GradientSlot, GradientSync, ShardedSyncPolicy, SyncPolicy
+from lightning_accum.sync.reached import ReachedParameters, whole_gradient, whole_parameter
 from lightning_accum.sync.shared_rows import SharedRows
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
@@ -205,12 +207,15 @@ class FSDP2Sync(ShardedSync):
 
     Args:
         module: what they are in.
-        policy: reduce once a window, or at every micro-batch.
+        policy: reduce once a window, at every micro-batch, or of replicas of shards within the shards at every micro-batch and
+            over the replicas once a window.
         engine: runs it.
+        ranks: whose gradients are averaged.
     """
 
-    def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine) -> None:
+    def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine, ranks: Ranks) -> None:
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine)
+        self.reached = ReachedParameters((group for unit in self.units for group in groups_of(unit)), ranks)
         self._kept: list[nn.Module] | None = None
         self.can_forget_forward = hasattr(FSDPModule, "reset_iter_state")  # not in torch 2.9
 
@@ -223,6 +228,52 @@ class FSDP2Sync(ShardedSync):
             yield
         finally:
             self._set_blocked(False, kept)
+
+    @override
+    def begin_backward(self, micro_batch: MicroBatch) -> None:
+        super().begin_backward(micro_batch)
+        self.reached.begin_backward(is_of_window=not micro_batch.is_shadow_batch)
+
+    @override
+    def backward_without_loss(self) -> None:
+        self.reached.begin_backward(is_of_window=False)
+        super().backward_without_loss()
+
+    @override
+    def complete_reduction(self, micro_batch: MicroBatch) -> None:
+        self.reached.end_backward()
+        if micro_batch.is_boundary and self.reached.are_any_left():  # of modules that this backward has not come to
+            self.reduce_accumulated()
+
+    @override
+    def reduce_for_checkpoint(self) -> None:
+        super().reduce_for_checkpoint()
+        self.reached.leave_out_others()
+
+    @override
+    def drop_accumulated(self) -> None:
+        super().drop_accumulated()
+        self.reached.forget()
+
+    @override
+    def end_window(self) -> None:
+        super().end_window()
+        if self.reached.are_any_left():
+            raise RuntimeError('A window has ended, and fully_shard has not reduced all of its gradients: use sync="micro_batch".')
+        self.reached.leave_out_others()
+        self.reached.forget()
+
+    @override
+    def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+        try:
+            return super().gradients_of(loss, share, parameters)
+        finally:
+            self.reached.forget()  # it is in no window
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self.reached.close()
 
     def _set_blocked(self, is_blocked: bool, kept: list[Any]) -> None:
         units: list[Any] = self.units
@@ -316,21 +367,13 @@ def groups_of(unit: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def has_replicas(unit: FSDPModule) -> bool:
+    """Whether ``fully_shard`` has spread a module over a mesh of two dimensions: replicas of shards."""
+    return all(group._is_hsdp for group in groups_of(unit))
+
+
 def _sharded_of(unit: nn.Module) -> list[Any]:
     return [sharded for group in groups_of(unit) for sharded in group.fsdp_params]
-
-
-def whole_parameter(sharded: Any) -> nn.Parameter | None:
-    """What a module computes with; None before its first forward."""
-    whole: nn.Parameter | None = getattr(sharded, "_unsharded_param", None)
-    return whole
-
-
-def whole_gradient(sharded: Any) -> Tensor | None:
-    """What was accumulated and not reduced, in one of the two places where fully_shard may have it."""
-    whole = whole_parameter(sharded)
-    gradient: Tensor | None = sharded.unsharded_accumulated_grad
-    return whole.grad if gradient is None and whole is not None else gradient
 
 
 def _has_other_sum(sharded: Any) -> bool:

@@ -35,8 +35,8 @@ from lightning_accum import GradientAccumulation
 pytestmark = needs_sharding_on_cpu
 
 
-def hybrid(ranks: int = 4, **kwargs: Any) -> dict[str, Any]:
-    return {"strategy": fsdp2(ranks, sync="shard", timeout=SHORT, **kwargs), "devices": ranks}
+def hybrid(ranks: int = 4, sync: str = "shard") -> dict[str, Any]:
+    return {"strategy": fsdp2(ranks, sync=sync, timeout=SHORT), "devices": ranks}
 
 
 def windows_of(by_rank: Sequence[Sequence[Any]], size: int = 2) -> list[Any]:
@@ -126,8 +126,9 @@ def tasks(heads: Sequence[Sequence[int]], extra: Sequence[bool]) -> list[list[An
     ]
 
 
-@pytest.mark.exhaustive
-def test_parameters_that_some_micro_batches_and_ranks_do_not_use_equal_the_full_batch() -> None:
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("sync", ["window", "shard", "micro_batch"])
+def test_parameters_that_some_micro_batches_and_ranks_do_not_use_equal_the_full_batch(sync: str) -> None:
     heads = [[0, 1, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
     extra = [True, False, False, True, False, False]  # in the first of a window, at its end, in none
     by_rank = tasks(heads, extra)
@@ -138,7 +139,7 @@ def test_parameters_that_some_micro_batches_and_ranks_do_not_use_equal_the_full_
         optimizer.zero_grad()
         torch.cat([module(batch) for batch in window]).mean().backward()
         optimizer.step()
-    run = fit(SeveralTasks(by_rank), hybrid(), max_epochs=1, callbacks=[GradientAccumulation(2, check=False)], window=1)
+    run = fit(SeveralTasks(by_rank), hybrid(sync=sync), max_epochs=1, callbacks=[GradientAccumulation(2, check=False)], window=1)
     assert error(run, module) < EXACT
     assert relative_error(module.heads.each[2].parameters(), SeveralTasks([]).heads.each[2].parameters()) == 0  # no weight decay
 
