@@ -241,7 +241,8 @@ class Accumulator:
         if is_clipped:
             checked_clip(clip_norm, clip_value)
         micro_batch = self._running.take_step()
-        self._untouched.refuse_changes()
+        if self._running.ends_window or self._session.ends_by_tokens:  # else the next backward looks
+            self._untouched.refuse_changes()
         try:
             has_ended = self._end_window(micro_batch)
         except BaseException as error:
@@ -338,6 +339,7 @@ class Accumulator:
         """
         self._running.refuse_if_step_is_missing()
         self._running.refuse_after_failure()
+        self._untouched.refuse_changes()
         self._complete()
         accumulation, size, warn = self._accumulation, self._passes.window_size, self._words.rank_zero_warn
         own = accumulation.state_dict()

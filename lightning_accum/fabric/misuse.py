@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter, is_
 
 from torch import Tensor, nn
 
 from lightning_accum.user_warnings import rank_zero_warn
+
+_GRADIENT = attrgetter("grad")
 
 
 class UntouchedGradients:
@@ -19,13 +22,13 @@ class UntouchedGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._kept: list[tuple[nn.Parameter, Tensor | None, int]] = []
+        self._kept: list[Tensor | None] = []
+        self._versions: list[int] = []
         self._is_between_windows = self._has_warned = False
 
     def keep(self) -> None:
         """A backward is over."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        self._kept = [(p, g, 0 if g is None else g._version) for p, g in zip(self._parameters, gradients, strict=True)]
+        self._kept, self._versions = self._now()
         self._is_between_windows = False
 
     def keep_cleared(self) -> None:
@@ -37,35 +40,34 @@ class UntouchedGradients:
         """The window was dropped."""
         self._kept = []
 
+    def _now(self) -> tuple[list[Tensor | None], list[int]]:
+        gradients = list(map(_GRADIENT, self._parameters))  # in every micro-batch
+        return gradients, [0 if gradient is None else gradient._version for gradient in gradients]
+
     def refuse_changes(self) -> None:
         """Look at them again.
 
         Raises:
             RuntimeError: one was cleared or changed inside of a window.
         """
-        for parameter, gradient, version in self._kept:
-            now = parameter.grad
-            if now is gradient and (now is None or now._version == version):
-                continue
-            if self._is_between_windows:
-                self._warn_of_foreign(now)
-                continue
+        if not self._kept:
+            return
+        now, versions = self._now()
+        if versions == self._versions and all(map(is_, now, self._kept)):
+            return
+        if not self._is_between_windows:
             raise RuntimeError(
                 "The gradients were cleared or changed inside of a window. Leave optimizer.zero_grad(), clipping, and backward"
                 " calls of other losses out of the loop: accumulator.step(clip_norm=...) clears and clips where a window ends,"
                 " and accumulator.backward(loss_a + loss_b) takes all losses of a micro-batch."
             )
-
-    def _warn_of_foreign(self, gradient: Tensor | None) -> None:
-        """A gradient that a window is about to begin with, and that none of its own backwards has made."""
-        if gradient is None or self._has_warned:
-            return
-        self._has_warned = True
-        rank_zero_warn(
-            "There are gradients that accumulator.backward did not make, and the first accumulator.backward of a window clears"
-            " them. If a loss of the loop is to be trained on, add it to that of its micro-batch:"
-            " accumulator.backward(loss_a + loss_b)."
-        )
+        if not self._has_warned and any(gradient is not None for gradient in now):
+            self._has_warned = True
+            rank_zero_warn(
+                "There are gradients that accumulator.backward did not make, and the first accumulator.backward of a window clears"
+                " them. If a loss of the loop is to be trained on, add it to that of its micro-batch:"
+                " accumulator.backward(loss_a + loss_b)."
+            )
 
 
 def warn_of_division(loss: Tensor, size: float) -> None:
