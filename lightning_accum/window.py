@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
-from lightning_accum.weighing.weight import Contribution, Kind
+from lightning_accum.weighing.weight import Contribution
 from lightning_accum.window_agreement import function_of_window, read_of_ranks
 from lightning_accum.window_totals import (
     HAS_FUNCTION,
     HAS_NEWS,
+    NOTHING_READ,
     NUMBERS,
     ClosedWindow,
     Totals,
@@ -78,8 +79,8 @@ class Window:
         """What each weight has in it beside what adds up, as in ``sum / (count + 1e-8)``: the full batch has it once. The same on
         all ranks; None where that is not known.
         """
-        self._agreed: dict[Kind, None] = {}
-        """The kinds that weights had on all ranks when any of them had another than before."""
+        self._read = self._of_ranks = NOTHING_READ
+        """What this rank's graphs, and those of all ranks, showed when the ranks last exchanged that."""
         self._weight_scale = weight_scale
         self._grad_output: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where a tensor of one number is slower than a number
@@ -293,8 +294,8 @@ class Window:
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
         read, contributions = read_of(self._contributions), self._contributions
         if self._world_size > 1 and totals.has_flag(HAS_NEWS):
-            read = read_of_ranks(read, self._world_size, self._group)
-            self._agreed = read.kinds
+            self._read, read = read, read_of_ranks(read, self._world_size, self._group)
+            self._of_ranks = read
         is_function = self._function is not None if self._world_size == 1 else totals.has_flag(HAS_FUNCTION)
         function, weight, is_sum = self._function, self._total(numbers), bool(totals.sums)
         self.discard()
@@ -332,7 +333,8 @@ class Window:
         has_news = has_function = False
         if self._world_size > 1:
             read = read_of(self._contributions)
-            has_news = bool(read.zeroed or not read.kinds.keys() <= self._agreed.keys())
+            has_news = not read.kinds.keys() <= self._of_ranks.kinds.keys()
+            has_news |= bool(read.zeroed or self._of_ranks.zeroed) and read != self._read
             has_function = self._function is not None
         flags = as_one_number(self.flag, self.is_last, has_news, has_function)
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]

@@ -174,6 +174,9 @@ class Read(NamedTuple):
         return not self.forms.isdisjoint(self.zeroed)
 
 
+NOTHING_READ = Read({}, set(), set())
+
+
 def read_of(contributions: Sequence[Contribution]) -> Read:
     """Of the micro-batches of a rank."""
     weighed = [one for one in contributions if has_weight(one)]
