@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_accum.main_gradients import sparse_layers
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.sync.base import GradientSync, SyncPolicy, forward_replaced
 from lightning_accum.weighing.nodes import Node, nodes_below
@@ -36,6 +37,8 @@ class DDPSync(GradientSync):
         self._policy = policy
         self.is_reduced_inside = policy == "micro_batch"
         self._trainable = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+        layers = dict(ddp.module.named_modules())
+        self._sparse = frozenset(p for name in sparse_layers(ddp.module) for p in layers[name].parameters())
         self._used: list[nn.Parameter] = []
         self._stand_in: Tensor | None = None
         self._last_node: Node | None = None
@@ -105,7 +108,7 @@ class DDPSync(GradientSync):
                 left = [parameter for parameter in left if parameter.grad is not None]
             if not left:
                 raise
-            _backward_without_gradients(zero_loss_of(left))
+            _backward_without_gradients(zero_loss_of(left, self._sparse))
             self._ddp.reducer._check_reducer_finalized()
 
     @override
@@ -156,7 +159,7 @@ class DDPSync(GradientSync):
         """The gradients of an unfinished window were put back: torch has to know that these parameters were used."""
         if self._ddp.find_unused_parameters:
             with self._ddp.no_sync():
-                _backward_without_gradients(zero_loss_of(self._trainable))
+                _backward_without_gradients(zero_loss_of(self._trainable, self._sparse))
 
     def _settle(self) -> None:
         # In the forward after a reduction DistributedDataParallel sends buffers to all ranks, and after the first also the order in
@@ -177,7 +180,7 @@ class DDPSync(GradientSync):
         parameters = self._trainable
         if self._ddp.static_graph:  # it is an error to reach others than were recorded
             parameters = [parameter for parameter in self._trainable if parameter.grad is not None] or self._used or parameters
-        return zero_loss_of(parameters)
+        return zero_loss_of(parameters, self._sparse)
 
 
 def _backward_without_gradients(loss: Tensor) -> None:

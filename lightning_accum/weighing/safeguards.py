@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,7 +57,7 @@ def no_gradients(loss: Tensor) -> Iterator[None]:
     """
     nodes = () if loss.grad_fn is None else nodes_below(loss.grad_fn)
     leaves = [node for node in nodes if node.name().endswith("AccumulateGrad")]
-    handles = [leaf.register_prehook(lambda gradients: (None,) * len(gradients)) for leaf in leaves]
+    handles = [leaf.register_prehook(lambda gradients: tuple(map(_nothing, gradients))) for leaf in leaves]
     try:
         yield
     finally:
@@ -65,20 +65,30 @@ def no_gradients(loss: Tensor) -> Iterator[None]:
             handle.remove()
 
 
+def _nothing(gradient: Tensor | None) -> Tensor | None:
+    """No gradient; of a sparse one nothing, since DistributedDataParallel raises an error where there is none."""
+    return None if gradient is None or gradient.layout == torch.strided else torch.zeros_like(gradient)
+
+
 class _Zero(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.parameters = parameters
+    def forward(ctx: Any, sparse: Collection[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.parameters, ctx.sparse = parameters, sparse
         return parameters[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros_like(parameter) for parameter in ctx.parameters)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(torch.zeros_like(p, layout=torch.sparse_coo if p in ctx.sparse else None) for p in ctx.parameters))
 
 
-def zero_loss_of(parameters: Sequence[Tensor]) -> Tensor:
-    """A loss of 0 whose backward reaches each of ``parameters``, whatever their values, with a gradient of zeros."""
-    zero: Tensor = _Zero.apply(*parameters)  # type: ignore[no-untyped-call]
+def zero_loss_of(parameters: Sequence[Tensor], sparse: Collection[Tensor] = frozenset()) -> Tensor:
+    """A loss of 0 whose backward reaches each of ``parameters``, whatever their values, with a gradient of zeros.
+
+    Args:
+        parameters: that it reaches.
+        sparse: those of them whose gradients are sparse.
+    """
+    zero: Tensor = _Zero.apply(sparse, *parameters)  # type: ignore[no-untyped-call]
     return zero
 
 

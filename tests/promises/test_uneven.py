@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from sharded import DoublePrecision, ShardedScalar, fsdp1, fsdp2, needs_sharding_on_cpu, total_of
-from support import ListOfBatches, ddp, loader, trainer, x
+from support import ListOfBatches, ddp, loader, relative_error, trainer, x
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
@@ -500,3 +500,35 @@ def test_sampler_of_the_user_is_left_as_it_is(use_distributed_sampler: bool) -> 
         assert sorted(counts) == list(range(7))
         assert sorted(counts.values()) == [1] * 6 + [2]  # torch's repeats one
     assert total == pytest.approx(sum(means_of_asked(2, 2)), rel=1e-12)
+
+
+# --- sparse gradients ---------------------------------------------------------------------------------------------------
+
+
+class Embeds(pl.LightningModule):
+    """A table whose gradients are sparse, beside a layer whose are not. Each rank has batches of its own."""
+
+    def __init__(self, by_rank: Sequence[Sequence[Any]]) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table, self.layer = nn.Embedding(9, 2, sparse=True).double(), nn.Linear(2, 1).double()
+        self.by_rank = by_rank
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(self.table(batch)).square().mean()
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(self.by_rank[self.trainer.global_rank])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("tail", [[], [None, None]], ids=["out of data", "without a batch"])
+def test_a_rank_takes_part_in_the_reduction_of_sparse_gradients_without_data(tail: list[None]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 9, (n,), generator=generator) for n in (5, 2, 4, 1, 3, 2)]
+    module, whole = Embeds([ids[:4], [*ids[4:], *tail]]), Embeds([[torch.cat(ids[:2] + ids[4:]), torch.cat(ids[2:4])]])
+    trainer(ddp(), devices=2, max_epochs=EPOCHS, callbacks=[GradientAccumulation(2)]).fit(module)
+    trainer("auto", max_epochs=EPOCHS).fit(whole)
+    assert relative_error(module.parameters(), whole.parameters()) < 1e-12
