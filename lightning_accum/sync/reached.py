@@ -34,12 +34,13 @@ class ReachedParameters:
         """Those that were given zeros."""
         self._is_of_window = False
         """The backward under way is that of a micro-batch of the window, and none that only takes part."""
-        self._is_reduced = False
+        self._is_called = False
+        """``fully_shard`` reduces gradients where it is expected to."""
         for group in self._groups:
             group.post_backward = partial(self._reduce, group, group.post_backward)
 
     def _reduce(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
-        self._is_reduced = True
+        self._is_called = True
         trained = _trained_of(group)
         lacking = [sharded for sharded in trained if whole_gradient(sharded) is None]
         if self._is_of_window:
@@ -62,7 +63,7 @@ class ReachedParameters:
 
     def begin_backward(self, is_of_window: bool) -> None:
         """A backward is next."""
-        self._is_of_window, self._is_reduced = is_of_window, False
+        self._is_of_window = is_of_window
 
     def end_backward(self) -> None:
         """It is done.
@@ -70,7 +71,7 @@ class ReachedParameters:
         Raises:
             RuntimeError: fully_shard reduces in another way than the versions of torch that were read.
         """
-        if self._is_of_window and not self._is_reduced:
+        if self._is_of_window and not self._is_called and any(map(_has_gradient, self._trained)):
             raise RuntimeError(f"torch {torch.__version__} does not call FSDPParamGroup.post_backward to reduce gradients.")
         self._is_of_window = False
 
@@ -97,6 +98,10 @@ class ReachedParameters:
         """Let go of the groups."""
         for group in self._groups:
             del group.post_backward
+
+
+def _has_gradient(sharded: Any) -> bool:
+    return sharded.sharded_param.grad is not None or whole_gradient(sharded) is not None
 
 
 def _has_partial_sum(group: Any) -> bool:
