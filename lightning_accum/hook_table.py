@@ -274,7 +274,7 @@ def _is_step_bare(trainer: pl.Trainer) -> bool:
 
 
 def warn_of_hooks_on_gradients(trainer: pl.Trainer, warn: Callable[[str], None]) -> None:
-    """Name whose ``on_after_backward`` looks at gradients, which are not those of a window yet.
+    """Name hooks that get gradients which are not those of a window yet: of ``on_after_backward``, and of parameters.
 
     Args:
         trainer: whose windows have several micro-batches, or ranks.
@@ -288,6 +288,16 @@ def warn_of_hooks_on_gradients(trainer: pl.Trainer, warn: Callable[[str], None])
             f"on_after_backward of {' and '.join(found)} looks at gradients. It runs after every micro-batch, on what the window"
             " has accumulated so far, before that is normalised: what it changes or measures is not what it would in the full"
             " batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
+        )
+    module = trainer.lightning_module
+    # tensor hooks are found by the check: it runs them
+    hooked = [name for name, parameter in module.named_parameters() if getattr(parameter, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        which = ", ".join(hooked[:3]) + (f" and {len(hooked) - 3} more" if len(hooked) > 3 else "")
+        warn(
+            f"{which}: register_post_accumulate_grad_hook runs a function after every micro-batch, on what the window has"
+            " accumulated so far, before that is normalised. What it changes, or an optimizer that it steps, is not what it would"
+            " be in the full batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
         )
 
 

@@ -343,6 +343,33 @@ def test_a_hook_that_looks_at_gradients_of_micro_batches_is_named(
     assert [message.partition(" looks at")[0] for message in messages] == ([f"on_after_backward of {names}"] if names else [])
 
 
+class ClampsEach(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.online[2].weight.register_post_accumulate_grad_hook(self.clamp)
+
+    @staticmethod
+    def clamp(parameter: Tensor) -> None:
+        parameter.grad.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("policy", [{"window": 3}, {"micro_batch": 2}, {"window": 3, "accumulate_dtype": torch.float64}])
+def test_a_hook_of_a_parameter_that_gets_gradients_of_micro_batches_is_named(policy: dict[str, Any]) -> None:
+    with pytest.warns(
+        AccumulationWarning, match=r"^online\.2\.weight: register_post_accumulate_grad_hook runs .* every micro-batch"
+    ):
+        trainer(callbacks=[GradientAccumulation(**policy)]).fit(ClampsEach(), loader(batches()))
+
+
+def test_no_hook_of_a_parameter_is_named_where_there_is_none_of_the_users() -> None:
+    module = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccumulationWarning)
+        trainer(callbacks=[GradientAccumulation(1)]).fit(ClampsEach(), loader(batches()))
+        for _ in range(2):
+            trainer(callbacks=[GradientAccumulation(3, accumulate_dtype=torch.float64)]).fit(module, loader(batches()))
+
+
 def test_gradients_that_are_clamped_before_the_optimizer_step_are_those_of_the_full_batch() -> None:
     module, whole = ClampsOnce(), ClampsOnce()
     trainer(callbacks=[GradientAccumulation(3)]).fit(module, loader(batches()))
