@@ -29,7 +29,7 @@ os.register_at_fork(after_in_child=lambda: faulthandler.enable(2))  # a process 
 
 def pytest_report_header(config: Any) -> str:
     """How long it will take, for those who run everything."""
-    return "lightning_accum: the tests take about 5 minutes on 2 quiet cores, and failures are shown as they come"
+    return "lightning_accum: the tests take about 6 minutes on 2 quiet cores, and failures are shown as they come"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -213,6 +213,7 @@ def test_compressed_gradients_are_those_of_the_full_batch_but_for_rounding(
     assert ranks[1][2] == buckets
 
 
+@pytest.mark.exhaustive
 def test_wrapped_hook_is_called_once_a_window() -> None:
     ranks = hooked(allreduce_hook, ddp_comm_wrapper=fp16_compress_wrapper)
     assert ranks[0][2] == ranks[1][2] == [0] * STEPS
@@ -247,6 +248,7 @@ class Forward(nn.Module):
         return self.module.training_step(batch, 0)
 
 
+@pytest.mark.exhaustive
 def test_power_sgd_equals_a_hand_written_loop_with_the_same_hook() -> None:
     """The hook scales with its gradients, its error feedback too, so where all windows have one weight it does not matter when they
     are divided by it. What it computes is rounded differently then, and orthogonalization loses a few digits of that."""

@@ -118,6 +118,7 @@ def test_rows_whose_tokens_two_ranks_share_equal_the_full_batch(sync: str) -> No
     assert relative_error([run.whole[name] for name, _ in expected.named_parameters()], expected.parameters()) < EXACT
 
 
+@pytest.mark.exhaustive
 def test_named_dimensions_beside_tensor_parallelism_equal_the_full_batch() -> None:
     by_rank = dealt(3)
     strategy = strategy_of({"data_parallel": 2, "tensor_parallel": 2})

@@ -170,7 +170,7 @@ class Saves(pl.Callback):
         trainer.save_checkpoint("bucket://runs/last.ckpt")
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.exhaustive
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("is_distributed", [True, False], ids=["a folder", "one file"])
 def test_training_goes_on_from_a_checkpoint_under_a_url(is_distributed: bool, bucket: Path) -> None:

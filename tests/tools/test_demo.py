@@ -193,6 +193,7 @@ def test_a_rank_that_fails_ends_the_others_and_shows_why(
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_does_not_end_is_ended_with_all_its_processes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train_module, "SECONDS_TO_START", -1)
     monkeypatch.setattr(train_module, "SECONDS_AN_EPOCH", 0)
