@@ -360,6 +360,7 @@ def test_a_window_sends_its_gradients_once_and_eight_numbers() -> None:
     assert sent() == [[], [], [], ONCE]
 
 
+@pytest.mark.exhaustive
 def test_split_batches_send_nothing_between_micro_batches() -> None:
     module = Profiled()
     rows = ROWS * 2

@@ -126,6 +126,7 @@ def test_note_that_comes_after_the_end_of_the_connection_is_waited_for() -> None
     assert said[1].startswith("RankFailedError: Rank 0 failed first, with KeyError: 'late'. ")
 
 
+@pytest.mark.exhaustive
 def test_error_of_communication_is_not_noted() -> None:
     def work(rank: int) -> None:
         error = dist.DistNetworkError("gone") if rank == 0 else RuntimeError("NCCL communicator was aborted")

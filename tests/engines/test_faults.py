@@ -406,7 +406,7 @@ def test_rank_that_raises_in_the_middle_of_a_window_ends_all_and_is_named(strate
     assert end.all("step") == 1
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(1)
 @strategies("ddp", "fsdp2")
 @pytest.mark.parametrize(("where", "rank"), [("setup", 1), ("configure_optimizers", 0), ("configure_optimizers", 1)])
 def test_rank_that_raises_before_training_ends_all_and_is_named(strategy: str, where: str, rank: int) -> None:
@@ -444,6 +444,7 @@ def test_forked_rank_that_raises_ends_all_and_is_named(strategy: str, rank: int)
         assert "ValueError: boom on rank 1" in end.said[0]
 
 
+@pytest.mark.some_cases(1)
 @strategies("ddp", "fsdp2")
 def test_rank_that_raises_in_validation_ends_all_and_is_named(strategy: str) -> None:
     fault = Fault("raises", {1: 1}, "validation_step")
@@ -494,7 +495,7 @@ def test_loader_that_raises_on_one_rank_ends_all_and_is_named(strategy: str, ran
     assert end.all("step") == 1
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(1)
 @strategies("ddp", "fsdp1", "fsdp2")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_loader_of_unknown_length_that_raises_is_named_by_all_ranks(strategy: str, rank: int) -> None:

@@ -56,7 +56,7 @@ def test_two_replicas_of_two_shards_equal_the_full_batch(optimizer: str) -> None
     assert error(run, by_hand(windows_of(by_rank), optimizer)) < EXACT
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_uneven_ranks_with_nothing_in_some_of_their_batches_equal_the_full_batch(optimizer: str) -> None:
     by_rank = dealt(7, ranks=4)

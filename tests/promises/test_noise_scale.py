@@ -352,7 +352,7 @@ def test_a_quadratic_with_known_noise_is_found_within_its_standard_error(devices
     assert estimate.weight_high - estimate.weight_low == pytest.approx(width, rel=0.25)
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("smoothing", [1.0, 0.98])
 def test_the_interval_covers_the_truth_as_often_as_it_says(smoothing: float) -> None:
     torch.manual_seed(0)

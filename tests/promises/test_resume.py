@@ -181,7 +181,7 @@ def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: str) -> None:
         assert_goes_on(expected, found, f"checkpoint after {after}")
 
 
-@pytest.mark.some_cases(1, 2)
+@pytest.mark.some_cases(0, 3)
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 @pytest.mark.parametrize("policy", ["3", "3, split", "tokens"])
 def test_on_two_ranks_too(policy: str, sync: str) -> None:
