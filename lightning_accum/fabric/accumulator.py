@@ -184,6 +184,8 @@ class Accumulator:
                     running.begin(micro_batch, ends_window)
                     yield micro_batch.batch
                     running.end()
+                    self._complete()
+                    running.forget()
         finally:
             running.leave()
             self._complete()

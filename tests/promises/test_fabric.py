@@ -650,6 +650,24 @@ def test_a_pass_that_is_broken_off_goes_on_in_the_next() -> None:
     assert gradients == [(1 + 2 + 4 + 6 + 8) / 5]
 
 
+@pytest.mark.parametrize("tail", ["step", "drop", "carry"])
+@pytest.mark.parametrize("is_step_left_out", [False, True], ids=["", "step only where a window ends"])
+def test_between_passes_no_loader_batch_of_one_is_done(tail: str, is_step_left_out: bool) -> None:
+    model = scalar()
+    accumulator = accumulator_of(model, window=2, tail=tail)
+    seen, batches = [], [column(1), column(2), column(4), column(6)]
+    for epoch in range(3):
+        assert (accumulator.passes, accumulator.loader_batches) == (epoch, 0)
+        for number, batch in enumerate(accumulator(batches, skip=accumulator.loader_batches)):
+            assert accumulator.loader_batches == number
+            seen.append(number)
+            accumulator.backward(model(batch).mean())
+            if number % 2 or not is_step_left_out:
+                accumulator.step()
+    assert (accumulator.passes, accumulator.loader_batches, accumulator.optimizer_steps) == (3, 0, 6)
+    assert seen == [0, 1, 2, 3] * 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
