@@ -87,7 +87,7 @@ def test_a_name_of_torch_that_has_gone_is_an_error_before_training(monkeypatch: 
 
 
 def test_a_seam_that_broke_says_where_to_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pyproject = (Path(lightning_accum.__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     (address,) = re.findall(r'^Issues = "(https://.*?)"', pyproject, re.MULTILINE)
     installed = Message()
     installed["Project-URL"] = "Documentation, https://docs.invalid"
