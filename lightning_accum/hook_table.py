@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_accum import seams
+from lightning_accum.user_warnings import listed
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -293,9 +294,8 @@ def warn_of_hooks_on_gradients(trainer: pl.Trainer, warn: Callable[[str], None])
     # tensor hooks are found by the check: it runs them
     hooked = [name for name, parameter in module.named_parameters() if getattr(parameter, "_post_accumulate_grad_hooks", None)]
     if hooked:
-        which = ", ".join(hooked[:3]) + (f" and {len(hooked) - 3} more" if len(hooked) > 3 else "")
         warn(
-            f"{which}: register_post_accumulate_grad_hook runs a function after every micro-batch, on what the window has"
+            f"{listed(hooked)}: register_post_accumulate_grad_hook runs a function after every micro-batch, on what the window has"
             " accumulated so far, before that is normalised. What it changes, or an optimizer that it steps, is not what it would"
             " be in the full batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -49,3 +50,13 @@ def _users_frame() -> tuple[FrameType | None, int]:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
         frame, depth = frame.f_back, depth + 1
     return frame, 2 if frame is None else depth
+
+
+def listed(names: Sequence[str], what: str = "") -> str:
+    """The first three, and how many more.
+
+    Example:
+        >>> listed(["a", "b", "c", "d"], " places")
+        'a, b, c and 1 more places'
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more{what}" if len(names) > 3 else "")

@@ -21,6 +21,7 @@ from lightning_accum.strategies.named_mesh import NamedMeshStrategy
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
 from lightning_accum.sync import FSDP2Sync, ShardedSyncPolicy, SharedRows, has_replicas
+from lightning_accum.user_warnings import listed
 
 
 class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
@@ -112,7 +113,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
         if left := [name or "the module" for name, unit in named if isinstance(unit, FSDPModule) and not has_replicas(unit)]:
             raise MisconfigurationException(
                 f'{type(self).__name__}(sync="shard") reduces gradients over the replicas of shards once a window, but'
-                f' {_names(left)} is sharded over all ranks, without replicas. Use sync="micro_batch", or in'
+                f' {listed(left)} is sharded over all ranks, without replicas. Use sync="micro_batch", or in'
                 f" {type(module).__name__}.configure_model apply fully_shard with a mesh of two dimensions:"
                 ' init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
             )
@@ -130,7 +131,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
         left = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in sharded]
         if left and size > 1:
             raise MisconfigurationException(
-                f"Nothing averages the gradients of {_names(left)} over the {size} data-parallel ranks: apply fully_shard to what"
+                f"Nothing averages the gradients of {listed(left)} over the {size} data-parallel ranks: apply fully_shard to what"
                 f" they are in, in {type(self.lightning_module).__name__}.configure_model."
             )
         expected = set(dist.get_process_group_ranks(self.ranks.group))
@@ -151,10 +152,6 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
         if self.policy.accumulate_dtype is not None:
             self._check_accumulate_dtype(sync, self.policy.accumulate_dtype)
         return sync
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _ranks_in_words(ranks: set[int]) -> str:

@@ -145,13 +145,3 @@ def mended_by_row_wise(found: Break, names: Sequence[str]) -> Break:
     if found.name in ("weight", "terms of the loss"):
         mend = f"{found.mend} Or, for a loss of pairs or of statistics of the batch: {mend}"
     return replace(found, mend=mend)
-
-
-def listed(names: Sequence[str], what: str = "") -> str:
-    """The first three, and how many more.
-
-    Example:
-        >>> listed(["a", "b", "c", "d"], " places")
-        'a, b, c and 1 more places'
-    """
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more{what}" if len(names) > 3 else "")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_accum.user_warnings import listed
 from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Comparison
 from lightning_accum.verification.measure import Difference, Fit, is_same_step, minus, most_noise, tolerance, weights_that_fit
@@ -132,7 +133,7 @@ class Diagnosis:
             frozen, frozen_window = self._runner.full(self._comparison.full, change), self._runner.accumulated(batches, change)
             without = _difference(frozen_window, frozen)
             if without < left:
-                self.breaks.append(breaks.named("BatchNorm", left, breaks.listed(layers), without=without))
+                self.breaks.append(breaks.named("BatchNorm", left, listed(layers), without=without))
                 self._change, full, window, left = change, frozen, frozen_window, without
         if not left <= self.tolerance and len(batches) > 1:
             change = replace(self._change, fixes_batch_idx=True)
@@ -158,7 +159,7 @@ class Diagnosis:
         """What cannot be taken out."""
         nonlinearity = self._nonlinearity(full)
         if not nonlinearity <= self.tolerance:
-            hooked = breaks.listed(full.gradient_hooks)
+            hooked = listed(full.gradient_hooks)
             hooks = f", as the hooks on the gradients of {hooked} may" if hooked else ""
             return breaks.named("backward that is not linear", nonlinearity, hooks)
         if full.is_contrastive or any("contrastive" in warning for warning in warnings):
@@ -244,9 +245,9 @@ class Diagnosis:
         updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in changed)]
         left = self.gradient.largest
         if updated:
-            self.breaks.append(breaks.named("BatchNorm", left, breaks.listed(updated)))
+            self.breaks.append(breaks.named("BatchNorm", left, listed(updated)))
         else:
-            self.breaks.append(breaks.named("buffers", left, breaks.listed(list(changed)), max(changed.values())))
+            self.breaks.append(breaks.named("buffers", left, listed(list(changed)), max(changed.values())))
 
 
 def _difference(step: Step, full: Step) -> float:

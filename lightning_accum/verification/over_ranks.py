@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_accum.engine import Engine
-from lightning_accum.verification.breaks import listed
+from lightning_accum.user_warnings import listed
 from lightning_accum.verification.data import Comparison
 from lightning_accum.verification.examination import Diagnosis
 from lightning_accum.verification.factors import (

@@ -18,7 +18,7 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.families import by_module
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.snapshot import Snapshot
-from lightning_accum.verification.breaks import listed
+from lightning_accum.user_warnings import listed
 from lightning_accum.verification.data import Comparison, Join, read_data
 from lightning_accum.verification.examination import Diagnosis
 from lightning_accum.verification.over_ranks import OverRanks

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.denominator import Term
 from lightning_accum.weighing.nodes import kind_of, nodes_below
 
@@ -129,13 +130,12 @@ def warn_of_batch_norm(module: nn.Module, is_split: bool, is_window_long: bool, 
     """
     if not (is_window_long or is_split) or not (layers := batch_norm_layers(module)):
         return
-    names = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
     mend = 'GradientAccumulation(micro_batch="offload") runs a loader batch whole.'
     if is_window_long:
         mend = f"Have the loader yield batches as large as the window: {mend}"
     warn(
-        f"BatchNorm ({names}) normalises each micro-batch by its own statistics, and updates its running statistics at each: with"
-        f" it a window differs from its full batch. {mend}"
+        f"BatchNorm ({listed(layers)}) normalises each micro-batch by its own statistics, and updates its running statistics at"
+        f" each: with it a window differs from its full batch. {mend}"
     )
 
 
