@@ -2,7 +2,9 @@
 
 from lightning_accum.sync.base import GradientSlot, GradientSync, ShardedSyncPolicy, SyncPolicy, forward_replaced
 from lightning_accum.sync.ddp import DDPSync
-from lightning_accum.sync.fsdp import FSDP1Sync, FSDP2Sync, ShardedSync, has_replicas
+from lightning_accum.sync.fsdp1 import FSDP1Sync
+from lightning_accum.sync.fsdp2 import FSDP2Sync, has_replicas
+from lightning_accum.sync.sharded import ShardedSync
 from lightning_accum.sync.shared_rows import SharedRows
 from lightning_accum.sync.wide import WideDDPSync, slots_of
 

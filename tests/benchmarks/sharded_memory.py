@@ -48,7 +48,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
-from lightning_accum.sync.fsdp import groups_of
+from lightning_accum.sync.fsdp2 import groups_of
 
 WINDOW, ROWS = 4, 8
 FORGET_PEAK = Path("/proc/self/clear_refs")  # of Linux

@@ -1,0 +1,198 @@
+"""Reduction of the gradients of sharded modules: what FSDP1 and FSDP2 have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.splitting.snapshot import Snapshot
+from lightning_accum.sync.base import GradientSync, ShardedSyncPolicy
+from lightning_accum.sync.shared_rows import SharedRows
+from lightning_accum.weighing.safeguards import gradients_of_zero
+
+NO_WAY_BACK = (
+    "training_step failed on a few rows of the first batch, and what its sharded modules have begun cannot be taken back here."
+    " Leave out the check: GradientAccumulation(check=False)."
+)
+
+
+class ShardedEngine(Protocol):
+    """What the reduction of sharded modules asks of their engine."""
+
+    def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step as the engine wants it."""
+
+    def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
+        """The loss of a batch that had one before, of which nothing is logged."""
+
+    def snapshot(self) -> Snapshot:
+        """What puts back what a step changes."""
+
+
+class ShardedSync(GradientSync):
+    """What FSDP1 and FSDP2 have in common: each forward and backward gathers parameters, and waits for the other ranks.
+
+    Without reduction, gradients of all parameters are held whole on every rank until the window ends. ``"micro_batch"`` reduces,
+    and holds shards only. Both are exact: a sum of averages is the average of sums.
+
+    Where this rank has no loss, it takes part in the forward and backward of the others: with what its sharded modules have given
+    before training_step returned None, or else with the last micro-batch that had a loss, again. Its gradients are zeros, nothing
+    that it logs is taken, and what it changed in the module is put back.
+
+    Args:
+        units: the modules that were sharded.
+        policy: reduce once a window, at every micro-batch, or in part at every micro-batch and in part once a window.
+        engine: runs them.
+    """
+
+    is_waited_for_in_forward = True
+    is_reduced_inside = True
+
+    def __init__(self, units: list[nn.Module], policy: ShardedSyncPolicy, engine: ShardedEngine) -> None:
+        self.units = units
+        self.policy = policy
+        self.batch_on_host: Any = None
+        """The loader batch that was drawn last, as it was before it was moved to the device."""
+        self._engine = engine
+        self._last: tuple[Any, bool] | None = None
+        """The batch that had a loss last, or the last part of one, and whether it is on the device."""
+        self._shadow_loss: Tensor | None = None
+        self._snapshot: Snapshot | None = None
+        below = {child for unit in units for child in unit.modules() if child is not unit}
+        self._roots = [unit for unit in units if unit not in below]
+        self._unused_roots = set(self._roots)
+        self.may_lack_loss = True
+        """Where this rank has no loss, it can take part all the same."""
+        self.shared_rows: SharedRows | None = None
+        """Where ranks have parts of the same rows, what they have in common."""
+        self._outputs: list[Tensor] = []
+        self._handles = [unit.register_forward_hook(self._note_output) for unit in units]
+
+    def _note_output(self, unit: nn.Module, arguments: Any, output: Any) -> None:
+        self._unused_roots.discard(unit)
+        if self.may_lack_loss and torch.is_grad_enabled():
+            tensors = [output] if isinstance(output, Tensor) else torch.utils._pytree.tree_leaves(output)
+            self._outputs += [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
+
+    @override
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def step_or_shadow(*args: Any, **kwargs: Any) -> Any:
+            self._outputs.clear()
+            output = step(*args, **kwargs)
+            if output is None:
+                output = self._shadow_loss = self._loss_without_batch()
+            return output
+
+        self._shadow_loss = None
+        output = self._engine.run_in_engine(step_or_shadow, *args, **kwargs)
+        if self._shadow_loss is None:
+            return output
+        self._shadow_loss = output  # as the engine returned it
+        return None
+
+    def _loss_without_batch(self) -> Tensor:
+        """A loss that depends on all that the other ranks' losses do."""
+        if not self.may_lack_loss:
+            raise RuntimeError(
+                f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer of them than others, and cannot take part in"
+                f" what row-wise submodules run there, with {type(self._engine).__name__}. Have each loader batch of each rank give"
+                ' a loss, or use Trainer(strategy="accum_ddp").'
+            )
+        outputs, self._outputs = self._outputs, []
+        if outputs:
+            return torch.stack([output.flatten()[:1].sum().float() for output in outputs]).sum()
+        if self._last is None:
+            raise RuntimeError(
+                f"Rank {dist.get_rank()} has had no batch with a loss yet, so it cannot take part in the forward and backward that"
+                f" the other ranks wait for with {type(self._engine).__name__}. Begin with a batch that has one."
+            )
+        self._snapshot = self._engine.snapshot()
+        return self._engine.loss_again(*self._last)
+
+    @override
+    def forward_without_batch(self) -> None:
+        self.forward(lambda: None)
+
+    @override
+    def backward_without_loss(self) -> None:
+        loss, self._shadow_loss = self._shadow_loss, None
+        snapshot, self._snapshot = self._snapshot, None
+        if loss is None:
+            return
+        self._outputs.clear()
+        self._note(has_loss=False)
+        with gradients_of_zero(loss):
+            torch.autograd.backward(loss)
+        if snapshot is not None:
+            snapshot.restore()
+
+    @override
+    def begin_backward(self, micro_batch: MicroBatch) -> None:
+        self._outputs.clear()  # logits are large, and a backward does not need them
+        self._note(has_loss=not micro_batch.is_shadow_batch)
+        if self._last is None or not micro_batch.is_shadow_batch:
+            # a part of a batch is on the device, a whole one stays on the host
+            is_part = micro_batch.number > 1
+            self._last = (micro_batch.batch if is_part else self.batch_on_host, is_part)
+
+    @override
+    def reduce_accumulated(self) -> None:
+        # sharded modules give out what they have not reduced yet only when they reduce it
+        if self.policy != "micro_batch" and not self._reduce_without_forward():
+            self.forward_without_batch()
+            self.backward_without_loss()
+
+    @override
+    def reduce_for_checkpoint(self) -> None:
+        self.reduce_accumulated()
+
+    def _note(self, has_loss: bool) -> None:
+        if self.shared_rows is not None:
+            self.shared_rows.note(has_loss)
+
+    @override
+    def without_weight(self, loss: Tensor, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        if self.shared_rows is None or micro_batch.is_shadow_batch:
+            return super().without_weight(loss, micro_batch)
+        return nullcontext()  # other parts of the rows attend to this one, and have losses of their own
+
+    @override
+    def drop_accumulated(self) -> None:
+        self.reduce_accumulated()
+        if self.shared_rows is not None:
+            self.shared_rows.forget()
+
+    @override
+    def end_window(self) -> None:
+        if self.shared_rows is not None:
+            self.shared_rows.end_window()
+
+    @override
+    def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with nullcontext() if share or self.shared_rows is not None else gradients_of_zero(loss):
+                torch.autograd.backward(loss, torch.full_like(loss, share))
+            return [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def _reduce_without_forward(self) -> bool:
+        """Reduce what was accumulated without reduction. Returns whether that is possible without another forward and backward."""
+        return False
+
+    def close(self) -> None:
+        """Let go of the modules."""
+        self._outputs.clear()
+        for handle in self._handles:
+            handle.remove()
