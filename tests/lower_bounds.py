@@ -1,9 +1,10 @@
 """Run the tests on the oldest versions that pyproject.toml allows.
 
 ``python tests/lower_bounds.py`` makes a virtual environment in a temporary directory, installs each dependency, the demo's too,
-at its lower bound and this package as a wheel, runs the tests there and exits with pytest's code. Arguments that are not listed
-by ``--help`` go to pytest: ``python tests/lower_bounds.py tests/unit/test_graph.py -k cross_entropy``. Tests that need a peer, such
-as transformers, skip themselves where it is missing.
+at its lower bound, both of Lightning's packages among them, and this package as a wheel, runs the tests there and exits with
+pytest's code. Arguments that are not listed by ``--help`` go to pytest:
+``python tests/lower_bounds.py tests/unit/test_graph.py -k cross_entropy``. Tests that need a peer, such as transformers, skip
+themselves where it is missing.
 
 Where packages come from is pip's own configuration. The Linux wheels of torch bring several GB of CUDA libraries; an index with
 CPU wheels saves them. The environment variable ``TMPDIR`` moves the directory, ``--environment DIR`` keeps it for the next time.
@@ -35,7 +36,9 @@ def lower_bounds(pyproject: str, key: str) -> list[str]:
 def install(environment: Environment) -> None:
     """Each dependency at its lower bound, and this package as a wheel."""
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    environment.pip_install(*lower_bounds(pyproject, "dependencies"), *lower_bounds(pyproject, "demo"), *TEST_TOOLS)
+    pinned = lower_bounds(pyproject, "dependencies") + lower_bounds(pyproject, "demo")
+    second = [f"pytorch-{pin}" for pin in pinned if pin.startswith("lightning==")]  # which lightning requires in any version
+    environment.pip_install(*pinned, *second, *TEST_TOOLS)
     environment.pip_install("--no-deps", "--force-reinstall", str(ROOT))
 
 

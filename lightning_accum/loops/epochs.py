@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
     from lightning_accum.loops.loggers import WindowRows
     from lightning_accum.manual.windows import ManualWindows
-
-_SHARES_SIGTERM = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
 
 
 class AccumulatingEpochLoop(ValidatingEpochLoop):
@@ -83,7 +80,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             super().advance(data_fetcher)
             return
         # as Lightning does, without the calls of hooks that nobody has: they cost 100 us
-        if trainer.world_size > 1 and _SHARES_SIGTERM:
+        if trainer.world_size > 1:
             self._broadcast_sigterm_tensor()
         connector = trainer._logger_connector
         batch, batch_idx, outputs = next(data_fetcher)[0], self.batch_idx + 1, None
@@ -282,9 +279,6 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             self._drop_manual_window(self.strategy.manual.windows, seen)
             return
         if accumulation is None or accumulation.boundary.position(seen) <= 0:
-            return
-        if accumulation.is_passthrough() and self.begun != seen:
-            accumulation.discard(seen)  # on_train_batch_start has ended the epoch; in Lightning 2.5 nothing else ends its batch
             return
         if accumulation.policy.tail == "drop":
             self._tell_dropped(accumulation.discard(seen))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_accum.seams.seam import table
 
-READ = "Lightning 2.5.0 to 2.6.6"
+READ = "Lightning 2.6.0 to 2.6.6"
 """The versions that fingerprints are of."""
 
 # An owner, and below it in each line a name, what stands in for it here, why, and the fingerprints of what was read.
@@ -13,14 +13,14 @@ LIGHTNING = table(
     """
 trainer.trainer.Trainer
     _data_connector _logger_connector _signal_connector | specialised | have other classes during a fit | -
-    _run | - | connects the strategy, sets it up, trains, takes it down, in this order | 3da8155b 4156b686
+    _run | - | connects the strategy, sets it up, trains, takes it down, in this order | 4156b686
     _teardown | - | ends the fit, also one that failed | c4b98fdd
     callback_metrics | AccumulatingTrainer | has the last window's metrics | dfe7727b
     logged_metrics | AccumulatingTrainer | has the last window's metrics | ca73e550
     training | AccumulatingTrainer | is asked 13 times a loader batch | cddd33f0
     estimated_stepping_batches | AccumulatingTrainer | is the number of windows | 781d79c6
 trainer.call
-    _call_and_handle_interrupt | - | launches the fit, and tears it down where it failed | 26f54bdb bdd3ea3c
+    _call_and_handle_interrupt | - | launches the fit, and tears it down where it failed | bdd3ea3c
     _call_callback_hooks | - | calls a hook of every callback | b74f68cd
     _call_lightning_module_hook | - | calls a hook of the module, once, and returns what it returned | 71767112
     _call_strategy_hook | - | calls a hook of the strategy, once, and returns what it returned | 967314ae
@@ -37,7 +37,7 @@ strategies.strategy.Strategy
     batch_to_device | Engine | is left out for a batch that is there | f914efb7
     training_step | - | runs the module's training_step once, and returns what it returned | 022c774d
     post_training_step | - | does nothing | fa7ddeab
-    load_checkpoint | ShardedMixin | reads from remote file systems | e1696d57 423a5533
+    load_checkpoint | ShardedMixin | reads from remote file systems | e1696d57
     save_checkpoint | ShardedMixin | a checkpoint is written whole, or not at all | 5bd2a608
     backward | Engine | runs the backward of a micro-batch once, with gradient= | 910f9f26
     optimizer_step | Engine | the window ends before the optimizer's step | f2e3a488
@@ -48,7 +48,7 @@ strategies.ddp.DDPStrategy
     configure_ddp | DDPAccumulationStrategy | leaves BatchNorm to joint runs | daffde51
     setup | - | wraps the module, and calls Strategy.setup | 86bfe418
     pre_backward | - | prepares DistributedDataParallel's reduction | b2401dc8
-    post_backward | DDPAccumulationStrategy | since 2.6: reduces what manual optimization delayed | 46a7c777
+    post_backward | DDPAccumulationStrategy | reduces what manual optimization delayed | 46a7c777
     optimizer_step | - | calls Strategy.optimizer_step | 4760d0d5
 strategies.model_parallel.ModelParallelStrategy
     _data_parallel_size _tensor_parallel_size _device_mesh | NamedMeshStrategy | are those of mesh= | -
@@ -61,10 +61,10 @@ strategies.launchers.subprocess_script._SubprocessScriptLauncher
 loops.fit_loop._FitLoop
     _combined_loader _data_fetcher | - | the loaders, and what draws from them | -
     _last_train_dl_reload_epoch | - | when the loaders were made | -
-    setup_data | AccumulatingFitLoop | ranks of different lengths end together | ee7116e3 f0180ab3 f09c9a94
+    setup_data | AccumulatingFitLoop | ranks of different lengths end together | f0180ab3 f09c9a94
     reset | AccumulatingFitLoop | a checkpoint of an epoch's end begins the next | 75843e08
     run | - | sets up the data, trains epoch by epoch, ends the run | e4c8eaeb
-    on_run_start | - | calls the hooks on_train_start | afb58bab 993d7d3c
+    on_run_start | - | calls the hooks on_train_start | 993d7d3c
     advance | - | runs the epoch loop | 289c0111
     on_save_checkpoint | AccumulatingFitLoop | loaders are where training is, not where it has drawn ahead to | 3266f8a1
     on_run_end | AccumulatingFitLoop | the last window ends with the training | b5d1b621
@@ -75,15 +75,15 @@ loops.training_epoch_loop._TrainingEpochLoop
     _batches_that_stepped | - | the step that loggers get | -
     done | AccumulatingEpochLoop | a window that was counted before it ran is not left inside | 20215631
     run | AccumulatingEpochLoop | an unfinished window ends with its epoch | ad885a6e
-    on_run_start | AccumulatingEpochLoop | a checkpoint of an epoch's end begins the next | d3f11993 085e5587
+    on_run_start | AccumulatingEpochLoop | a checkpoint of an epoch's end begins the next | 085e5587
     reset | - | where the epoch goes on | dbe637c4
-    advance | AccumulatingEpochLoop | trains on a loader batch | 35c7ba5b dc19a722 9b9b8410
+    advance | AccumulatingEpochLoop | trains on a loader batch | 9b9b8410
     on_advance_end | AccumulatingEpochLoop | validates, steps plateau schedulers, stops at SIGTERM | e66f9489
-    _broadcast_sigterm_tensor | AccumulatingEpochLoop | since 2.5.2: ranks tell each other of SIGTERM with the weights | f63f4808
+    _broadcast_sigterm_tensor | AccumulatingEpochLoop | ranks tell each other of SIGTERM with the weights | f63f4808
     _build_kwargs | AccumulatingEpochLoop | the signature of training_step is inspected once | 909b6965
     _num_ready_batches_reached | - | a loader batch is the last of its epoch | 20f625b9
     _should_accumulate | AccumulatingEpochLoop | a window ends where the boundary says | 75952ac1
-    _should_check_val_fx | ValidatingEpochLoop | validation may count optimizer steps | 0112fc62 0ae30d22
+    _should_check_val_fx | ValidatingEpochLoop | validation may count optimizer steps | 0ae30d22
     on_save_checkpoint | ValidatingEpochLoop | validation goes on counting them | 18155a51
     on_load_checkpoint | ValidatingEpochLoop | validation goes on counting them | af6d3a59
     _should_check_val_epoch | AccumulatingEpochLoop | looks for validation once an epoch | 91a9a650
@@ -110,7 +110,7 @@ loops.optimization.manual._ManualOptimization
     _on_before_step | WindowManualOptimization | counts the steps that do not wait | 158c1bd3
     _on_after_step | WindowManualOptimization | counts the steps that do not wait | 44da92f0
 loops.optimization.manual.ManualResult
-    from_training_step_output | - | what on_train_batch_end gets | 6ebe462c 82da99e5
+    from_training_step_output | - | what on_train_batch_end gets | 82da99e5
 loops.utilities
     _block_parallel_sync_behavior | - | blocks the reduction inside a window | 094165ef
 loops.fetchers._PrefetchDataFetcher
@@ -131,7 +131,7 @@ trainer.connectors.logger_connector.logger_connector._LoggerConnector
     on_batch_end | - | a loader batch ends | 328cf288
     should_update_logs | WindowRows | loggers get metrics at this step, or at one of its loader batch | a446a83e
     should_reset_tensors | - | compares _current_fx | b5b2448f
-    log_metrics | WindowRows | a window's metrics are in the row of its step | 5e7802b7 e81ba200
+    log_metrics | WindowRows | a window's metrics are in the row of its step | e81ba200
     update_train_step_metrics | WindowRows | a window's metrics are in the row of its step | 577833c6
 trainer.connectors.logger_connector.result._ResultCollection
     update_metrics | BatchResults | what a shadow batch logs has no weight | 0120c270
@@ -139,7 +139,7 @@ trainer.connectors.logger_connector.result._ResultMetric
     update | - | reads a metric's _forward_cache | 3ee4c0f0
 trainer.connectors.signal_connector._SignalConnector
     register_signal_handlers | PatientSignals | Lightning takes over SIGTERM | 9b086123
-    _sigterm_notifier_fn | PatientSignals | SIGTERM waits until all ranks know | abcd0011 b1525db4
+    _sigterm_notifier_fn | PatientSignals | SIGTERM waits until all ranks know | b1525db4
 plugins.precision.precision.Precision
     pre_backward | - | returns the loss, scaled where there is a GradScaler | 1ca40e35
     backward | - | calls the module's backward, with gradient= | d82f461a
@@ -169,14 +169,14 @@ core.module.LightningModule
     configure_gradient_clipping | - | calls clip_gradients | 9c6cad26
     clip_gradients | - | clips where the Trainer was asked to | a53993a4
     lr_scheduler_step | - | steps a scheduler once | 0ae03eb1
-    log | collecting_logs | what micro-batches log is put together | ad4009e5 74202ade
+    log | collecting_logs | what micro-batches log is put together | 74202ade
 callbacks.model_checkpoint.ModelCheckpoint
     _every_n_train_steps | - | optimizer steps from one checkpoint to the next | -
 trainer.setup
-    _val_check_time_interval | - | since 2.6: validation by the clock, of a Trainer | -
+    _val_check_time_interval | - | validation by the clock, of a Trainer | -
 loops.loop._Loop
     _restarting | - | a checkpoint was loaded | -
-    _resuming_from_checkpoint | - | since 2.6: a checkpoint was loaded | -
+    _resuming_from_checkpoint | - | a checkpoint was loaded | -
 core.mixins.hparams_mixin.HyperparametersMixin
     _hparams | - | what a module was made with | -
 strategies.single_device.SingleDeviceStrategy

@@ -63,7 +63,7 @@ class Seam(NamedTuple):
     @property
     def is_optional(self) -> bool:
         """Some versions that were read do not have it."""
-        return self.why.startswith(("since ", "where it is: "))
+        return self.why.startswith("where it is: ")
 
 
 def table(below: str, rows: str) -> tuple[Seam, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import multiprocessing
 import os
@@ -727,7 +726,6 @@ def test_every_checkpoint_that_is_there_is_whole(strategy: str, fault: Fault, st
     assert found == pytest.approx({step: parameter_after(step) for step in found}, rel=1e-15)
 
 
-@pytest.mark.skipif("save_on_exception" not in inspect.signature(ModelCheckpoint).parameters, reason="new in Lightning 2.6")
 @strategies("ddp", "fsdp2")
 def test_sigterm_saves_a_whole_checkpoint_where_one_is_asked_for(strategy: str) -> None:
     asked = ModelCheckpoint("checkpoints", "{step}", every_n_train_steps=100, save_on_exception=True)

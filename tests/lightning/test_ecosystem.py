@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -105,8 +106,7 @@ def test_stochastic_weight_averaging_with_batch_norm_passes_over_the_data_withou
 
 
 def test_weight_averaging() -> None:
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
-    runs = both(lambda: [averaging.EMAWeightAveraging(decay=0.9)])
+    runs = both(lambda: [EMAWeightAveraging(decay=0.9)])
     assert_same_parameters(runs)
 
 

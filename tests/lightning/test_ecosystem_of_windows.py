@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     DeviceStatsMonitor,
     EarlyStopping,
+    EMAWeightAveraging,
     ModelCheckpoint,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
@@ -633,14 +634,13 @@ def test_early_stopping_by_the_loss_of_the_epochs_windows(name: str, is_last: bo
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_weight_averaging_takes_in_every_optimizer_step_once(name: str) -> None:
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     policy, windows, _ = two_epochs(name)
     _, parameters = by_hand(windows)
     average = parameters[0]
     for w in parameters[1:]:
         average = 0.75 * average + 0.25 * w
     module = Distance(SEVEN)
-    callbacks = [GradientAccumulation(policy), averaging.EMAWeightAveraging(decay=0.75)]
+    callbacks = [GradientAccumulation(policy), EMAWeightAveraging(decay=0.75)]
     trainer(callbacks=callbacks, max_epochs=2).fit(module)
     assert module.w.item() == pytest.approx(average, rel=1e-13)
 
@@ -684,7 +684,6 @@ class CountsItsSteps(Distance):
 
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_callbacks_that_count_optimizer_steps_see_each_of_several_in_a_loader_batch(tokens: int) -> None:
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     numbers, w, average, parameters, losses = [float(n) for batch in SEVEN for n in batch], 0.0, None, [], []
     for _ in range(2):
         for window in (numbers[i : i + tokens] for i in range(0, len(numbers), tokens)):
@@ -693,7 +692,7 @@ def test_callbacks_that_count_optimizer_steps_see_each_of_several_in_a_loader_ba
             average = w if average is None else 0.75 * average + 0.25 * w
             parameters.append(w)
     module, steps, batches = CountsItsSteps(), CountsSteps(), CountsBatches()
-    callbacks = [GradientAccumulation(Tokens(tokens), micro_batch=1), averaging.EMAWeightAveraging(decay=0.75), steps, batches]
+    callbacks = [GradientAccumulation(Tokens(tokens), micro_batch=1), EMAWeightAveraging(decay=0.75), steps, batches]
     trainer(callbacks=callbacks, max_epochs=2).fit(module)
     assert module.w.item() == pytest.approx(average, rel=1e-13)
     assert [w for w, _ in steps.parameters] == pytest.approx(parameters, rel=1e-13)

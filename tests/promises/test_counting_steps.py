@@ -17,6 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
+    EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
     ProgressBar,
@@ -103,9 +104,7 @@ def averaged(parameters: list[float]) -> float:
 
 
 def ema() -> Callback:
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
-    callback: Callback = averaging.EMAWeightAveraging(decay=0.75)
-    return callback
+    return EMAWeightAveraging(decay=0.75)
 
 
 def saved_steps(directory: str) -> list[int]:
