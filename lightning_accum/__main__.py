@@ -130,9 +130,8 @@ def _folder(text: str) -> Path:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    missing = [name for name in ("matplotlib", "rich") if find_spec(name) is None]
-    if missing:
-        print(f"The demo needs {' and '.join(missing)}: pip install 'lightning-accum[demo]'", file=sys.stderr)
+    if find_spec("matplotlib") is None:
+        print("The demo needs matplotlib: pip install 'lightning-accum[demo]'", file=sys.stderr)
         return 1
     from lightning_accum.demo.run import run_demo
 

@@ -17,40 +17,29 @@ class CorpusError(RuntimeError):
 
 
 def docstrings(folder: Path) -> list[str]:
-    """All docstrings below ``folder``, each once, in an order that depends on the files alone.
-
-    Files that are no Python of this version are passed over.
+    """All docstrings below ``folder``, each once, in an order that depends on the files alone. What does not parse has none.
 
     Example:
         >>> import lightning_accum.demo
         >>> "AdamW" in " ".join(docstrings(Path(lightning_accum.demo.__file__).parent))
         True
     """
-    texts: dict[str, None] = {}  # a set that keeps its order
+    texts: dict[str | None, None] = {}  # a set that keeps its order
     for path in sorted(folder.rglob("*.py")):
-        if not SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # old escape sequences in other people's strings
-                tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
-                text := ast.get_docstring(node)
-            ):
-                texts[text] = None
-    return list(texts)
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # old escape sequences in other people's strings
+                    tree = ast.parse(path.read_bytes())
+            except (OSError, SyntaxError, ValueError):
+                continue
+            documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            texts |= {ast.get_docstring(node): None for node in ast.walk(tree) if isinstance(node, documented)}
+    return [text for text in texts if text]
 
 
 def sample_corpus(samples: int, longest: int, folder: Path | None = None) -> list[bytes]:
-    """Draw docstrings, the same ones at every call.
-
-    Args:
-        samples: how many.
-        longest: bytes at which a docstring is cut.
-        folder: where to look; None for the standard library.
+    """Draw docstrings, the same ones at every call, each cut at ``longest`` bytes; by default those of the standard library.
 
     Raises:
         CorpusError: there are fewer docstrings than ``samples``.
@@ -62,5 +51,4 @@ def sample_corpus(samples: int, longest: int, folder: Path | None = None) -> lis
             f"The demo trains on {samples} docstrings of Python's standard library, but {folder} has {len(found)}: this Python"
             " comes without its source files. Run it with one that has them, for example from python.org or conda."
         )
-    chosen = random.Random(0).sample(found, samples)
-    return [text.encode("utf-8", errors="replace")[:longest] for text in chosen]
+    return [text.encode("utf-8", errors="replace")[:longest] for text in random.Random(0).sample(found, samples)]

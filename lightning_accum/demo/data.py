@@ -18,10 +18,7 @@ EDGE = 0
 
 
 def collate(texts: Sequence[bytes]) -> dict[str, Tensor]:
-    """Pad texts to the longest of them.
-
-    Returns:
-        ``input_ids`` and ``labels``, both (batch, length); a label is the input at its own position, or -100 on padding.
+    """Pad texts to the longest: ``input_ids`` and ``labels``, both (batch, length); a label is -100 on padding, else the input.
 
     Example:
         >>> collate([b"ab", b"c"])["labels"].tolist()
@@ -40,13 +37,9 @@ def count_targets(labels: Tensor) -> Tensor:
 
 
 def loader_of(corpus: Sequence[bytes], batch: int) -> DataLoader[bytes]:
-    """The corpus in batches, in a new order every epoch: each rank's share of it, whatever the number of ranks.
+    """The corpus in batches, in a new order every epoch: each rank's share of it.
 
     However many ranks there are, and whatever their batch, the first 32 samples together are the same 32, and so on.
-
-    Args:
-        corpus: the texts.
-        batch: samples in a loader batch.
 
     Example:
         >>> [batch["input_ids"].shape[0] for batch in loader_of([b"a", b"b", b"c"], batch=2)]

@@ -25,13 +25,7 @@ NOTATION = "\n\nranks x\nbatches in a window x\nsamples in a batch\n\n32/4: batc
 
 
 def draw(curves: Mapping[Mix, Sequence[float]], epochs: int, path: Path) -> None:
-    """Write a figure with two panels: the loss of every optimizer step, and its difference from the full batch.
-
-    Args:
-        curves: the losses of every run, the full batch among them.
-        epochs: over how many passes.
-        path: the file.
-    """
+    """Write a figure with two panels: the loss of every optimizer step of all runs, and its difference from the full batch."""
     full = curves[FULL_BATCH]
     figure = Figure(figsize=(11, 8), layout="constrained")
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
@@ -47,13 +41,17 @@ def draw(curves: Mapping[Mix, Sequence[float]], epochs: int, path: Path) -> None
         for place, mix in enumerate(runs):
             colour = COLOURS[engine, mix.parallelism]
             style: dict[str, Any] = {"color": colour, "marker": MARKERS[place], "markerfacecolor": "none", "linewidth": 1.2}
-            is_mine = engine == "lightning_accum"  # those lie on each other: marked at steps of their own, and side by side
-            every, drawn = (place, len(runs)) if is_mine else None, "none" if is_mine and place else "-"
-            losses.plot(range(1, len(full) + 1), curves[mix], **style, markevery=every, linestyle=drawn)
-            aside = 0.105 * (place - (len(runs) - 1) / 2) if is_mine else 0.0
-            steps = [step + aside for step in range(1, len(full) + 1)]
-            line, label = "none" if is_mine else "-", f"{engine} {mix.shape}"
-            differences.plot(steps, differences_from(full, curves[mix]), **style, linestyle=line, label=label)
+            steps, every, line, aside = range(1, len(full) + 1), None, "-", 0.0
+            if engine == "lightning_accum":  # those lie on each other: marked at steps of their own, and side by side
+                every, line, aside = (place, len(runs)), "none", 0.105 * (place - (len(runs) - 1) / 2)
+            losses.plot(steps, curves[mix], **style, markevery=every, linestyle="-" if not place else line)
+            differences.plot(
+                [step + aside for step in steps],
+                differences_from(full, curves[mix]),
+                **style,
+                linestyle=line,
+                label=f"{engine} {mix.shape}",
+            )
     differences.set_yscale("symlog", linthresh=1e-17, linscale=0.3)
     differences.set_yticks([0, *(10.0**exponent for exponent in range(-15, 1, 3))])
     differences.set_ylim(-2e-17, 10)

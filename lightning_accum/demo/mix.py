@@ -41,17 +41,9 @@ class Mix:
 
     @property
     def shape(self) -> str:
-        """Ranks x window x batch, and what keeps the ranks at one model.
-
-        Example:
-            >>> Mix("lightning_accum", ranks=2, window=4, batch=4).shape
-            '2 x 4 x 4 DDP'
-            >>> Mix("lightning_accum", ranks=1, window=1, batch=32, micro_batch=4).shape
-            '1 x 1 x 32/4'
-        """
+        """Ranks x window x batch, and what keeps the ranks at one model: ``"2 x 4 x 4 DDP"``, ``"1 x 1 x 32/4"``."""
         split = "" if self.micro_batch is None else f"/{self.micro_batch}"
-        suffix = f" {self.parallelism}" if self.ranks > 1 else ""
-        return f"{self.ranks} x {self.window} x {self.batch}{split}{suffix}"
+        return f"{self.ranks} x {self.window} x {self.batch}{split}" + (f" {self.parallelism}" if self.ranks > 1 else "")
 
     def steps(self, samples: int, epochs: int) -> int:
         """Optimizer steps in a training that steps on its tails as well."""

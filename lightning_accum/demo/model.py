@@ -20,15 +20,14 @@ class ByteModel(pl.LightningModule):
     Args:
         width: features of a position.
         depth: transformer blocks.
-        heads: attention heads of a block.
         longest: positions that it can see.
-        learning_rate: the peak of the schedule.
     """
 
-    def __init__(self, width: int = 48, depth: int = 2, heads: int = 2, longest: int = 258, learning_rate: float = 1e-2) -> None:
+    learning_rate = 1e-2
+
+    def __init__(self, width: int = 48, depth: int = 2, longest: int = 258) -> None:
         super().__init__()
-        self.learning_rate = learning_rate
-        self.net = _Transformer(width, depth, heads, longest)
+        self.net = _Transformer(width, depth, longest)
 
     @override
     def configure_model(self) -> None:
@@ -63,11 +62,11 @@ class ByteModel(pl.LightningModule):
 
 
 class _Transformer(nn.Module):
-    def __init__(self, width: int, depth: int, heads: int, longest: int) -> None:
+    def __init__(self, width: int, depth: int, longest: int) -> None:
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.positions = nn.Embedding(longest, width)
-        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(_Block(width) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.next_byte = nn.Linear(width, 256, bias=False)
 
@@ -80,9 +79,8 @@ class _Transformer(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
         # without a bias: the gradient of the keys' bias is zero but for rounding, and Adam blows rounding up to whole steps
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
@@ -91,8 +89,8 @@ class _Block(nn.Module):
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        split = self.queries_keys_values(self.attention_norm(hidden)).unflatten(-1, (3, self.heads, -1))
-        queries, keys, values = split.permute(2, 0, 3, 1, 4)  # each (batch, head, position, feature)
+        split = self.queries_keys_values(self.attention_norm(hidden)).unflatten(-1, (3, 2, -1))
+        queries, keys, values = split.permute(2, 0, 3, 1, 4)  # each (batch, one of two heads, position, feature)
         attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         hidden = hidden + self.attention_out(attended.transpose(1, 2).flatten(-2))
         out: Tensor = hidden + self.feed_forward(hidden)

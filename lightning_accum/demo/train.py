@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import multiprocessing
 import os
-import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,7 +18,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.nn import functional as F  # noqa: N812
 from typing_extensions import override
 
@@ -28,16 +25,10 @@ from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrat
 from lightning_accum.demo.data import collate, count_targets, loader_of
 from lightning_accum.demo.mix import GLOBAL_BATCH, Mix
 from lightning_accum.demo.model import IGNORED, ByteModel, new_model
+from lightning_accum.verification.processes import run_on_ranks
 
-OnStep: TypeAlias = Callable[[float], None]
-"""Called after each optimizer step with its loss."""
-
-SECONDS_TO_START, SECONDS_AN_EPOCH = 180, 60
+SECONDS_TO_START, SECONDS_AN_EPOCH = 180.0, 60.0
 """When a run is given up: some ten times what it takes on two slow cores."""
-
-
-class RunError(RuntimeError):
-    """A training run failed, or did not end."""
 
 
 @dataclass(frozen=True)
@@ -61,28 +52,18 @@ class Trained:
     parameters: dict[str, Tensor]
 
 
-def train(mix: Mix, corpus: Sequence[bytes], epochs: int, on_step: OnStep) -> Trained:
-    """Train the model once.
-
-    Args:
-        mix: who accumulates, and how the global batch is cut.
-        corpus: the texts to train on.
-        epochs: how often to pass over them.
-        on_step: called after every optimizer step, on every rank.
-    """
-    record = _Record(on_step)
+def train(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
+    """Train the model once, in this process: as all of a run, or as one rank of it."""
+    record = _Record()
+    callbacks, strategy = [record], "ddp" if mix.ranks > 1 else "auto"
+    arguments: dict[str, Any] = {"strategy": strategy, "callbacks": callbacks, "accumulate_grad_batches": mix.window}
     if mix.engine == "lightning_accum":
-        strategy: Any = (
-            ModelParallelAccumulationStrategy(mix.ranks, 1) if mix.is_sharded else "accum_ddp" if mix.ranks > 1 else "accum"
-        )
-        accumulation: dict[str, Any] = {"callbacks": [GradientAccumulation(mix.window, micro_batch=mix.micro_batch), record]}
-    else:
-        strategy = "ddp" if mix.ranks > 1 else "auto"
-        accumulation = {"callbacks": [record], "accumulate_grad_batches": mix.window}
+        sharded = ModelParallelAccumulationStrategy(mix.ranks, 1) if mix.is_sharded else None
+        accumulation = GradientAccumulation(mix.window, micro_batch=mix.micro_batch)
+        arguments = {"strategy": sharded or ("accum_ddp" if mix.ranks > 1 else "accum"), "callbacks": [accumulation, record]}
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=mix.ranks,
-        strategy=strategy,
         precision="32-true" if mix.is_sharded else "64-true",  # Lightning has FSDP2 in no other; the model is float64 by itself
         max_epochs=epochs,
         logger=False,
@@ -90,12 +71,11 @@ def train(mix: Mix, corpus: Sequence[bytes], epochs: int, on_step: OnStep) -> Tr
         enable_progress_bar=False,
         enable_model_summary=False,
         plugins=[LightningEnvironment()],  # also on a cluster: the demo stays on this machine
-        **accumulation,
+        **arguments,
     )
     model, whole = new_model(), new_model()
     trainer.fit(model, loader_of(corpus, mix.batch))
-    gathered = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
-    whole.load_state_dict(gathered)
+    whole.load_state_dict({n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()})
     return Trained(
         final_loss=mean_loss(whole, corpus),
         losses=record.losses,
@@ -122,10 +102,9 @@ def mean_loss(model: ByteModel, corpus: Sequence[bytes]) -> float:
 class _Record(Callback):
     """Notes the loss of every optimizer step's whole batch, and the time."""
 
-    def __init__(self, on_step: OnStep) -> None:
+    def __init__(self) -> None:
         self.losses: list[float] = []
         self.seconds = 0.0
-        self._on_step = on_step
         self._loss_and_targets = torch.zeros(2, dtype=torch.float64)
 
     @override
@@ -148,73 +127,29 @@ class _Record(Callback):
             loss = total / count
         self._loss_and_targets.zero_()
         self.losses.append(loss)
-        self._on_step(loss)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.seconds = time.perf_counter() - self._started
 
 
-# --- processes ----------------------------------------------------------------------------------------------------------
-
-
-def train_in_processes(mix: Mix, corpus: Sequence[bytes], epochs: int, on_step: OnStep) -> Trained:
-    """Do what :func:`train` does, with a process for each rank.
+def train_in_processes(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Trained:
+    """As :func:`train`, with a process for each rank.
 
     Raises:
-        RunError: one of them failed, or the run does not end. All have been ended.
+        RanksFailedError: one of them failed, or they do not end. All have been ended.
     """
     # what takes seconds to import is imported once, by a server that the ranks are forked from; Windows has none
     method = "spawn" if sys.platform == "win32" else "forkserver"
-    multiprocessing.set_forkserver_preload([__name__])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    messages = multiprocessing.get_context(method).SimpleQueue()
-    limit = SECONDS_TO_START + SECONDS_AN_EPOCH * epochs
-    started, result, has_ended = time.monotonic(), None, False
-    ranks = start_processes(  # type: ignore[no-untyped-call]
-        _train_rank, (mix, port, corpus, epochs, messages), mix.ranks, join=False, daemon=True, start_method=method
-    )
-    try:
-        while not has_ended:
-            if time.monotonic() - started > limit:
-                raise RunError(f"The run {mix} did not end in {limit} s.")
-            has_ended = ranks.join(timeout=0.1)
-            while not messages.empty():
-                message = messages.get()
-                if isinstance(message, bytes):
-                    result = torch.load(io.BytesIO(message), weights_only=True)
-                else:
-                    on_step(message)
-    except ProcessException as error:
-        raise RunError(f"The run {mix} failed.\n{error}") from error
-    finally:
-        for process in ranks.processes:
-            process.kill()
-    assert result is not None
-    return Trained(**result)
+    job = partial(_train_rank, mix, corpus, epochs)
+    trained: Trained = run_on_ranks(job, mix.ranks, SECONDS_TO_START + SECONDS_AN_EPOCH * epochs, method, __name__)
+    return trained
 
 
-def _train_rank(rank: int, mix: Mix, port: int, corpus: Sequence[bytes], epochs: int, messages: Any) -> None:
-    """One process of a run: as if a launcher had started it, so that Lightning starts none."""
-    for stream in (sys.stdout, sys.stderr):  # an exception is a message of its own
+def _train_rank(mix: Mix, corpus: Sequence[bytes], epochs: int, hand_over: Callable[[Trained], None]) -> None:
+    for stream in (sys.stdout, sys.stderr):  # an exception is handed over
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     logging.disable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # matrices this small are no faster on more
-    place = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": mix.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-
-    def on_step(loss: float) -> None:
-        if rank == 0:
-            messages.put(loss)
-
-    trained = train(mix, corpus, epochs, on_step)
-    if rank == 0:
-        file = io.BytesIO()
-        torch.save(vars(trained), file)
-        messages.put(file.getvalue())
-    if torch.distributed.is_initialized():
-        # Lightning leaves gloo's threads to the end of the interpreter, where now and then they abort it
-        torch.distributed.destroy_process_group()
+    hand_over(train(mix, corpus, epochs))

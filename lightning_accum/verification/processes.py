@@ -1,4 +1,4 @@
-"""The processes that a verification over ranks runs in: forked here, or one beside each that torchrun has started."""
+"""The processes that the ranks of a verification, or of the demo, run in: started here, or one beside each of torchrun's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 MOST_SECONDS = 300.0
-"""That the ranks may take, all together."""
+"""That the ranks of a step may take, all together."""
 _GRACE = 5.0
 """Seconds that the others have to end by themselves, once a rank has failed."""
 
@@ -50,12 +50,16 @@ def is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def run_on_ranks(job: Callable[[Callable[[Any], None]], None], devices: int) -> Any:
-    """Run a job on every rank, in processes that have what this one has.
+def run_on_ranks(
+    job: Callable[[Callable[[Any], None]], None], devices: int, seconds: float | None = None, method: str = "fork"
+) -> Any:
+    """Run a job on every rank, in a process of its own; one that is forked has what this one has.
 
     Args:
         job: gets a function that hands over its result, and ends the process.
         devices: ranks.
+        seconds: that they may take, all together.
+        method: of :mod:`multiprocessing`, that starts them.
 
     Returns:
         The result of the first rank that was started here.
@@ -76,45 +80,43 @@ def run_on_ranks(job: Callable[[Callable[[Any], None]], None], devices: int) -> 
                 "TORCHELASTIC_RUN_ID": "verify",
             }
             environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(devices)]
-        context = multiprocessing.get_context("fork")
+        context: Any = multiprocessing.get_context(method)
         paths = [Path(folder) / str(number) for number in range(len(environments))]
-        processes: list[BaseProcess] = [
-            context.Process(target=_run, args=(job, environment, path), daemon=True)
-            for environment, path in zip(environments, paths, strict=True)
-        ]
+        jobs = zip(environments, paths, strict=True)
+        processes: list[BaseProcess] = [context.Process(target=_run, args=(job, *each), daemon=True) for each in jobs]
         for process in processes:
             process.start()
+        seconds = MOST_SECONDS if seconds is None else seconds
         try:
-            _wait(processes)
+            _wait(processes, seconds)
         finally:
             for process in processes:
-                if process.is_alive():
-                    process.kill()
+                process.kill()
                 process.join()
-        return _result(paths)
+        return _result(paths, seconds)
 
 
-def _wait(processes: list[BaseProcess]) -> None:
+def _wait(processes: list[BaseProcess], seconds: float) -> None:
     """Until all have ended, or one has failed and the others had time to."""
-    end = time.monotonic() + MOST_SECONDS
+    end = time.monotonic() + seconds
     while any(process.is_alive() for process in processes) and time.monotonic() < end:
         if any(process.exitcode for process in processes):
             end = min(end, time.monotonic() + _GRACE)
         time.sleep(0.02)
 
 
-def _result(paths: list[Path]) -> Any:
+def _result(paths: list[Path], seconds: float) -> Any:
     results = [pickle.loads(path.read_bytes()) if path.is_file() else None for path in paths]
     failures = [(number, result[1]) for number, result in enumerate(results) if result is not None and result[0] == "error"]
     if failures:
         # one that only lost its connection says less
         number, (kind, message, trace) = min(failures, key=lambda failure: "onnection" in failure[1][1])
-        raise RanksFailedError(f"On rank {_rank(number)} the step failed, with {kind}: {message}") from RuntimeError(trace)
+        raise RanksFailedError(f"On rank {_rank(number)} training failed, with {kind}: {message}") from RuntimeError(trace)
     missing = [_rank(number) for number, result in enumerate(results) if result is None]
     if missing:
         raise RanksFailedError(
-            f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} took no optimizer step within {MOST_SECONDS:g} seconds:"
-            " the ranks wait for each other. Does a rank enter a collective that others do not, or return no loss?"
+            f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} took no optimizer step within {seconds:g} seconds: the"
+            " ranks wait for each other. Does a rank enter a collective that others do not, or return no loss?"
         )
     return results[0][1]  # type: ignore[index]
 

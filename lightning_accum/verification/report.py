@@ -113,9 +113,7 @@ class Report:
             paragraphs.append([f"{found.name}: {found.found} {_effect(found)}", f"    To mend it: {found.mend}"])
         full, window = self.losses
         numbers = [("all parameters", self.gradient, self.update), *((row.name, row.gradient, row.update) for row in self.worst)]
-        table = [("relative difference", "gradient", "update"), *((name, number(g), number(u)) for name, g, u in numbers)]
-        width = max(len(name) for name, _, _ in table)
-        lines = [f"{name:<{width}}  {gradient:>9}  {update:>9}" for name, gradient, update in table]
+        lines = aligned([("relative difference", "gradient", "update"), *((n, number(g), number(u)) for n, g, u in numbers)])
         if len(self.parameters) > SHOWN:
             lines.append(f"... and {len(self.parameters) - SHOWN} more that are closer")
         of_window = f", {window:.12g} of the micro-batches" if window == window else ""
@@ -162,6 +160,17 @@ class Report:
         if path is not None:
             figure.savefig(path, dpi=130)
         return figure
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, whose first column is to the left and the others to the right.
+
+    Example:
+        >>> aligned([("parameter", "off by"), ("a", "0.25")])
+        ['parameter  off by', 'a            0.25']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([n.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]) for n, *numbers in rows]
 
 
 def number(value: float) -> str:
