@@ -95,7 +95,7 @@ def what_to_use_instead_of(strategy: Strategy) -> str:
             f" {sharded}; or stay with DeepSpeed and its gradient_accumulation_steps, without this callback."
         )
     if isinstance(strategy, (XLAStrategy, SingleDeviceXLAStrategy)):
-        return "A loss that XLA computes does not tell its weight. Leave this callback out, or use another device."
+        return "The weight of a loss that XLA computes cannot be read. Leave this callback out, or use another device."
     if isinstance(strategy, FSDPStrategy):
         return 'Use Trainer(strategy="accum_fsdp"), or FSDPAccumulationStrategy(...) with the same arguments.'
     if isinstance(strategy, ModelParallelStrategy):

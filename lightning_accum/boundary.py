@@ -185,7 +185,7 @@ class StepClock:
 
 @dataclass
 class ValidationClock:
-    """Tells when validation every n optimizer steps is due.
+    """Decides when validation every n optimizer steps is due.
 
     Attributes:
         every: optimizer steps between validations.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RankStatus:
     """What a rank has when a loader batch is due; after :meth:`Ranks.agree`, what any rank has.
 
     Attributes:
@@ -66,12 +66,12 @@ class Ranks:
             # from host to host: the answer is needed there, and asking for it on the device would wait for all that it has to do
             self._world, self._device = dist.new_group(backend="gloo", timeout=timeout), torch.device("cpu")
 
-    def agree(self, turn: Turn) -> Turn:
+    def agree(self, status: RankStatus) -> RankStatus:
         """What any of the ranks has. Called on all of them."""
-        values = torch.tensor([int(value) for value in astuple(turn)], device=self._device)
+        values = torch.tensor([int(value) for value in astuple(status)], device=self._device)
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._world)
         is_alive, batch_from, has_more, lacks_batch, is_stopped, failed = values.tolist()
-        return Turn(bool(is_alive), batch_from, bool(has_more), bool(lacks_batch), bool(is_stopped), failed)
+        return RankStatus(bool(is_alive), batch_from, bool(has_more), bool(lacks_batch), bool(is_stopped), failed)
 
     def sum(self, number: float) -> float:
         """The sum over those whose gradients are averaged. Called on all."""

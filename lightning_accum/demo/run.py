@@ -64,7 +64,10 @@ class Row:
     @property
     def in_words(self) -> tuple[str, ...]:
         """The columns of the table."""
-        deviations, steps = (f"{self.loss_deviation:.1e}", f"{self.deviation:.1e}"), f"{self.optimizer_steps}, {self.scheduler_steps}"
+        deviations, steps = (
+            (f"{self.loss_deviation:.1e}", f"{self.deviation:.1e}"),
+            f"{self.optimizer_steps}, {self.scheduler_steps}",
+        )
         return f"{self.engine} {self.run}", f"{self.final_loss:.6f}", *deviations, steps, f"{self.tokens_per_second:,.0f}"
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset
 
 from lightning_accum.failures import raise_failure_of_loader
-from lightning_accum.ranks import Ranks, Turn
+from lightning_accum.ranks import Ranks, RankStatus
 
 
 class LoaderBatch(NamedTuple):
@@ -99,8 +99,8 @@ def _by_agreement(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]:
             except Exception as error:
                 failure = error
         own = None if batch is _END else batch
-        turn = ranks.agree(
-            Turn(
+        status = ranks.agree(
+            RankStatus(
                 is_alive=batch is not _END,
                 batch_from=0 if own is None else ranks.rank + 1,
                 has_more=following is not _END,
@@ -108,12 +108,12 @@ def _by_agreement(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]:
                 failed=0 if failure is None else ranks.rank + 1,
             )
         )
-        if turn.failed:
-            raise_failure_of_loader(failure, ranks, turn.failed - 1)
-        if not turn.is_alive:
+        if status.failed:
+            raise_failure_of_loader(failure, ranks, status.failed - 1)
+        if not status.is_alive:
             return
-        if turn.lacks_batch and turn.batch_from:
-            shared = ranks.share(own, turn.batch_from - 1)
+        if status.lacks_batch and status.batch_from:
+            shared = ranks.share(own, status.batch_from - 1)
             last = shared if own is None and last is None else last
         last = last if own is None else own
-        yield LoaderBatch(last, not turn.has_more, is_shadow_batch=own is None and last is not None)
+        yield LoaderBatch(last, not status.has_more, is_shadow_batch=own is None and last is not None)

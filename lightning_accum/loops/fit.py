@@ -13,7 +13,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.loops.ahead import AheadFetcher, drawing_ahead
 from lightning_accum.loops.epochs import AccumulatingEpochLoop
 from lightning_accum.loops.specialised import specialised
-from lightning_accum.loops.uneven import EvenFetcher, Lengths
+from lightning_accum.loops.uneven import UnevenDataFetcher, Lengths
 
 
 class AccumulatingFitLoop(_FitLoop):
@@ -61,8 +61,8 @@ class AccumulatingFitLoop(_FitLoop):
             self._take_length(int(longest) if longest != float("inf") else longest)
         if type(fetcher) is not _PrefetchDataFetcher:
             return
-        self.seams.enter_context(specialised(fetcher, EvenFetcher, strategy=strategy))
-        even = cast("EvenFetcher", fetcher)
+        self.seams.enter_context(specialised(fetcher, UnevenDataFetcher, strategy=strategy))
+        even = cast("UnevenDataFetcher", fetcher)
         # beside tensor parallelism the weights of a window do not go to all ranks, and a SIGTERM neither
         if longest != float("inf") and ranks.size == ranks.world_size:
             even.lengths = Lengths(int(longest), int(-shortest), int(source))

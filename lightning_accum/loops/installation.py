@@ -24,7 +24,7 @@ from lightning_accum.loops.progress import BarOfLoaderBatches
 from lightning_accum.loops.results import BatchResults
 from lightning_accum.loops.specialised import specialised
 from lightning_accum.loops.trainer import AccumulatingTrainer
-from lightning_accum.loops.uneven import PatientSignals, UnrepeatingData
+from lightning_accum.loops.uneven import DeferredSigterm, NonPaddingSampling
 from lightning_accum.seams import SeamError
 
 
@@ -35,7 +35,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
     Afterwards the Trainer, its loops and its connectors have the types and attributes that they had.
 
     Raises:
-        SIGTERMException: (at the end) SIGTERM has come, and there was no window any more that could have told the other ranks.
+        SIGTERMException: (at the end) SIGTERM has come, and no window followed in which the other ranks would have learned of it.
     """
     strategy = cast("Engine", trainer.strategy)
     fit_loop, epoch_loop, signals = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector
@@ -43,15 +43,15 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
     with (
         nullcontext() if bar is None else specialised(bar, BarOfLoaderBatches, is_users_first=True),
         specialised(trainer, AccumulatingTrainer, is_users_first=True, window_metrics={}),
-        specialised(trainer._data_connector, UnrepeatingData),
-        specialised(signals, PatientSignals, before_training=ExitStack()),
+        specialised(trainer._data_connector, NonPaddingSampling),
+        specialised(signals, DeferredSigterm, before_training=ExitStack()),
         specialised(trainer._logger_connector, WindowRows, pending={}),
         specialised(fit_loop, AccumulatingFitLoop, seams=ExitStack()),
         specialised(epoch_loop, AccumulatingEpochLoop, strategy=strategy),
         specialised(epoch_loop.automatic_optimization, WindowOptimization, strategy=strategy),
         specialised(epoch_loop.manual_optimization, WindowManualOptimization, strategy=strategy),
         specialised(epoch_loop._results, BatchResults, strategy=strategy),
-        cast("PatientSignals", signals).before_training,
+        cast("DeferredSigterm", signals).before_training,
         cast("AccumulatingFitLoop", fit_loop).seams,
     ):
         yield
@@ -60,12 +60,12 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         is_over = trainer.state.status == TrainerStatus.RUNNING
         if is_over and strategy.watch.is_unfinished:
             raise SeamError("Training is over, and _FitLoop.on_run_end was not called: an unfinished window took no step.")
-        is_unheard = cast("PatientSignals", signals).is_waiting and not signals.received_sigterm
-    if is_unheard and is_over:
+        is_unanswered = cast("DeferredSigterm", signals).is_waiting and not signals.received_sigterm
+    if is_unanswered and is_over:
         raise SIGTERMException
 
 
 def handle_sigterm_before_training(trainer: pl.Trainer) -> None:
     """The ranks of a fit are connected: have one that gets SIGTERM name itself on the others."""
-    signals = cast("PatientSignals", trainer._signal_connector)
+    signals = cast("DeferredSigterm", trainer._signal_connector)
     signals.before_training.enter_context(signals.handled_before_training())

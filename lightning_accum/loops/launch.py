@@ -52,7 +52,7 @@ def _fit_on_rank(is_forked: bool, function: Callable[..., Any], *args: Any, **kw
     try:
         with reraise_first_rank_error(passing=(SIGTERMException,)):
             return function(*args, **kwargs)
-    except SIGTERMException as told:
+    except SIGTERMException as error:
         if is_forked:
-            told.code = 128 + signal.SIGTERM  # with status 0 the process that forked this one waits for its result
+            error.code = 128 + signal.SIGTERM  # with status 0 the process that forked this one waits for its result
         raise

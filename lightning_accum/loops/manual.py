@@ -21,7 +21,7 @@ from lightning_accum.loops.step_hooks import call_window_hooks
 
 
 class WindowManualOptimization(_ManualOptimization):
-    """Counts the steps that are not deferred, and tells where a micro-batch begins and ends."""
+    """Counts the steps that are not deferred, and begins and ends micro-batches."""
 
     strategy: Engine
 

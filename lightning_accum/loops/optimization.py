@@ -162,7 +162,7 @@ class WindowOptimization(_AutomaticOptimization):
         is_changed = watch.end_step(is_empty)
         has_stepped = is_changed or is_empty
         if closed is not None and closed.is_last and ranks.size == ranks.world_size:
-            trainer_state.stop(trainer)  # a rank was told to end: all do, after the loader batch under way
+            trainer_state.stop(trainer)  # a rank got SIGTERM: all end, after the loader batch under way
         accumulation.after_optimizer_step(has_stepped and accumulation.is_step)
         if not accumulation.is_step:  # none is counted
             for tracker in (progress.total, progress.current):

@@ -1,4 +1,4 @@
-"""What a Trainer tells: how many optimizer steps a training will have, and what the windows were."""
+"""A Trainer whose numbers are those of windows: the optimizer steps that a training will have, metrics, when to validate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Trainer in a fit is asked and told; its loops and connectors are of the classes of this folder by then."""
+"""Reads and sets the state of a Trainer in a fit, whose loops and connectors are of the classes of this folder by then."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def flush_metrics(trainer: pl.Trainer) -> None:
 
 
 def stop(trainer: pl.Trainer) -> None:
-    """All ranks know that one was told to end: Lightning ends them after the loader batch in hand."""
+    """All ranks know that one got SIGTERM: Lightning ends them after the current loader batch."""
     trainer._signal_connector.received_sigterm = True
 
 

@@ -23,7 +23,7 @@ from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.engine import Engine
 from lightning_accum.failures import note_failure, raise_failure_of_loader
 from lightning_accum.loops.trainer_state import stop
-from lightning_accum.ranks import Turn
+from lightning_accum.ranks import RankStatus
 from lightning_accum.samplers import SameOrderSampler, leave_out_repeats
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Lengths:
 
     Attributes:
         longest: of the rank that has the most.
-        shortest: of that with the fewest; 0 for a rank that will need the batch of another to stand in.
+        shortest: of that with the fewest; 0 where a rank has none and runs a shadow batch of another.
         a_rank_with_batches: one of those that have any.
         is_shared: the ranks without have got that batch.
     """
@@ -47,12 +47,12 @@ class Lengths:
     is_shared: bool = False
 
 
-class EvenFetcher(_PrefetchDataFetcher):
+class UnevenDataFetcher(_PrefetchDataFetcher):
     """Yields as many batches as that of the rank that has the most.
 
-    A rank that has none gets its last one again, marked as standing in: it weighs nothing. So it takes part in all that the other
-    ranks wait for, in the module, in callbacks and in Lightning. Where lengths are known, the ranks tell them to each other when
-    the loaders are set up; else each tells before every batch what it has.
+    A rank that has none gets its last one again, as a shadow batch: it weighs nothing. So it takes part in all that the other
+    ranks wait for, in the module, in callbacks and in Lightning. Where lengths are known, the ranks exchange them when the
+    loaders are set up; else they exchange before every batch what each has.
     """
 
     strategy: Engine
@@ -61,7 +61,7 @@ class EvenFetcher(_PrefetchDataFetcher):
     _last: Any = None
 
     @override
-    def __iter__(self) -> EvenFetcher:
+    def __iter__(self) -> UnevenDataFetcher:
         super().__iter__()
         self.begin()
         return self
@@ -97,7 +97,7 @@ class EvenFetcher(_PrefetchDataFetcher):
 
         Raises:
             StopIteration: no rank has one.
-            SIGTERMException: a rank was told to end.
+            SIGTERMException: a rank got SIGTERM.
             RankFailedError: the loader of another rank failed.
         """
         ranks, trainer = accumulation.ranks, self.strategy.trainer()
@@ -107,8 +107,8 @@ class EvenFetcher(_PrefetchDataFetcher):
         except Exception as error:
             failure = error
             note_failure(error, ranks.rank)
-        turn = ranks.agree(
-            Turn(
+        status = ranks.agree(
+            RankStatus(
                 is_alive=is_there,
                 batch_from=0 if batch is None else ranks.rank + 1,
                 has_more=not self._own_done,
@@ -117,17 +117,17 @@ class EvenFetcher(_PrefetchDataFetcher):
                 failed=0 if failure is None else ranks.rank + 1,
             )
         )
-        if turn.failed:
-            raise_failure_of_loader(failure, ranks, turn.failed - 1)
-        if turn.is_stopped:
+        if status.failed:
+            raise_failure_of_loader(failure, ranks, status.failed - 1)
+        if status.is_stopped:
             stop(trainer)
             raise SIGTERMException
-        self.done = not turn.has_more
-        if not turn.is_alive:
+        self.done = not status.has_more
+        if not status.is_alive:
             self.done = True
             raise StopIteration
-        if turn.lacks_batch and turn.batch_from:
-            shared = ranks.share(batch, turn.batch_from - 1)
+        if status.lacks_batch and status.batch_from:
+            shared = ranks.share(batch, status.batch_from - 1)
             if batch is None and self._last is None:
                 self._last = shared
         return batch
@@ -151,10 +151,10 @@ class EvenFetcher(_PrefetchDataFetcher):
 
 def is_agreeing(trainer: pl.Trainer) -> bool:
     """Whether this package keeps the ranks together; not where training_step draws its batches by itself."""
-    return isinstance(trainer.fit_loop._data_fetcher, EvenFetcher)
+    return isinstance(trainer.fit_loop._data_fetcher, UnevenDataFetcher)
 
 
-class UnrepeatingData(_DataConnector):
+class NonPaddingSampling(_DataConnector):
     """Every sample counts once an epoch: the sampler that Lightning puts into a loader repeats none to even out the ranks."""
 
     @override
@@ -194,7 +194,7 @@ class UnrepeatingData(_DataConnector):
         return sampler
 
 
-class PatientSignals(_SignalConnector):
+class DeferredSigterm(_SignalConnector):
     """In a fit over ranks, SIGTERM waits until all ranks know of it: by the end of the window, in validation by that of the next.
 
     Lightning broadcasts from inside of the handler, between whatever collectives the ranks are in, and stops a rank by itself.

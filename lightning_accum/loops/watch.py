@@ -179,7 +179,7 @@ class Watch:
         self._expect_schedulers()
         self.attend(optimizer, accumulation)
         self._depth, self._steps, self._is_stepping = 0, 0, True
-        self._has_stepped = not self._forget_optimizer  # nothing tells
+        self._has_stepped = not self._forget_optimizer  # no hook can be registered
         if not self._is_read:
             self._versions = [(parameter, parameter._version) for parameter in _parameters_of(optimizer)]
 

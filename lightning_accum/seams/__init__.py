@@ -49,8 +49,8 @@ def check_nothing_is_missing(table: Iterable[Seam] = ALWAYS) -> None:
         SeamError: something has gone that has to be there.
     """
     if gone := [seam for seam in table if seam.found() is None and not seam.is_optional]:
-        told = [f"{seam} ({seam.replaced_by or 'relied on'}: {seam.why})" for seam in gone]
-        raise SeamError(f"{_library(gone[0])} does not have {', '.join(told)}.")
+        missing = [f"{seam} ({seam.replaced_by or 'relied on'}: {seam.why})" for seam in gone]
+        raise SeamError(f"{_library(gone[0])} does not have {', '.join(missing)}.")
 
 
 class SeamError(RuntimeError):

@@ -79,7 +79,7 @@ loops.training_epoch_loop._TrainingEpochLoop
     reset | - | where the epoch goes on | dbe637c4
     advance | AccumulatingEpochLoop | trains on a loader batch | 9b9b8410
     on_advance_end | AccumulatingEpochLoop | validates, steps plateau schedulers, stops at SIGTERM | e66f9489
-    _broadcast_sigterm_tensor | AccumulatingEpochLoop | ranks tell each other of SIGTERM with the weights | f63f4808
+    _broadcast_sigterm_tensor | AccumulatingEpochLoop | ranks learn of SIGTERM with the weights | f63f4808
     _build_kwargs | AccumulatingEpochLoop | the signature of training_step is inspected once | 909b6965
     _num_ready_batches_reached | - | a loader batch is the last of its epoch | 20f625b9
     _should_accumulate | AccumulatingEpochLoop | a window ends where the boundary says | 75952ac1
@@ -114,15 +114,15 @@ loops.optimization.manual.ManualResult
 loops.utilities
     _block_parallel_sync_behavior | - | blocks the reduction inside a window | 094165ef
 loops.fetchers._PrefetchDataFetcher
-    __iter__ | EvenFetcher, AheadFetcher | ranks of different lengths end together; windows are drawn ahead | 46027b64
-    __next__ | EvenFetcher, AheadFetcher | ranks of different lengths end together; windows are drawn ahead | 7dee5f74
+    __iter__ | UnevenDataFetcher, AheadFetcher | ranks of different lengths end together; windows are drawn ahead | 46027b64
+    __next__ | UnevenDataFetcher, AheadFetcher | ranks of different lengths end together; windows are drawn ahead | 7dee5f74
 loops.fetchers._DataFetcher
-    teardown | EvenFetcher | forgets the last batch | 14cb701a
+    teardown | UnevenDataFetcher | forgets the last batch | 14cb701a
 utilities.combined_loader.CombinedLoader
     _state_dicts | - | what a checkpoint holds of the loaders | 2032a772
 trainer.connectors.data_connector._DataConnector
-    _prepare_dataloader | UnrepeatingData | deals SameOrderSampler and BalancedBatchSampler to the ranks | 7ca31a88
-    _resolve_sampler | UnrepeatingData | Lightning's own sampler repeats no samples | 53f73aba
+    _prepare_dataloader | NonPaddingSampling | deals SameOrderSampler and BalancedBatchSampler to the ranks | 7ca31a88
+    _resolve_sampler | NonPaddingSampling | Lightning's own sampler repeats no samples | 53f73aba
 trainer.connectors.logger_connector.logger_connector._LoggerConnector
     _current_fx | - | the hook that logged last | -
     _callback_metrics _logged_metrics | - | what was logged last | -
@@ -138,8 +138,8 @@ trainer.connectors.logger_connector.result._ResultCollection
 trainer.connectors.logger_connector.result._ResultMetric
     update | - | reads a metric's _forward_cache | 3ee4c0f0
 trainer.connectors.signal_connector._SignalConnector
-    register_signal_handlers | PatientSignals | Lightning takes over SIGTERM | 9b086123
-    _sigterm_notifier_fn | PatientSignals | SIGTERM waits until all ranks know | b1525db4
+    register_signal_handlers | DeferredSigterm | Lightning takes over SIGTERM | 9b086123
+    _sigterm_notifier_fn | DeferredSigterm | SIGTERM waits until all ranks know | b1525db4
 plugins.precision.precision.Precision
     pre_backward | - | returns the loss, scaled where there is a GradScaler | 1ca40e35
     backward | - | calls the module's backward, with gradient= | d82f461a

@@ -115,7 +115,7 @@ torch.nn.parallel.distributed.DistributedDataParallel
     will_sync_module_buffers | - | whether it does so in the next forward | 53930c47 3ee8dcb1
 torch.distributed.Reducer
     _check_reducer_finalized | - | raises where a backward did not reach a parameter | -
-    _rebuild_buckets | - | tells all ranks the order of gradients | -
+    _rebuild_buckets | - | sends the order of gradients to all ranks | -
 torch.distributed.distributed_c10d
     _get_default_store | - | where a rank leaves what it failed with | aa26792a
 torch.utils._python_dispatch

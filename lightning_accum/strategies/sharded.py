@@ -102,5 +102,5 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
         return loss
 
     def snapshot(self) -> Snapshot:
-        """What puts back what a step changes."""
+        """What restores all that a step changes."""
         return self.snapshotter.take(watches_parameters=False)
