@@ -13,7 +13,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.loops.ahead import AheadFetcher, drawing_ahead
 from lightning_accum.loops.epochs import AccumulatingEpochLoop
 from lightning_accum.loops.specialised import specialised
-from lightning_accum.loops.uneven import UnevenDataFetcher, Lengths
+from lightning_accum.loops.uneven import Lengths, UnevenDataFetcher
 
 
 class AccumulatingFitLoop(_FitLoop):

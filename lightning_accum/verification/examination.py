@@ -13,7 +13,17 @@ from torch import Tensor
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Comparison
-from lightning_accum.verification.measure import Difference, Fit, is_same_step, minus, most_noise, tolerance, weights_that_fit
+from lightning_accum.verification.measure import (
+    Difference,
+    Fit,
+    flat,
+    is_same_step,
+    minus,
+    most_noise,
+    orderable,
+    tolerance,
+    weights_that_fit,
+)
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, NoStepError, StepRunner
 from lightning_accum.verification.watch import Step
@@ -205,7 +215,7 @@ class Diagnosis:
             scaled = self._runner.full(batch, replace(change, factor=factor)).of_backward
             multiple = {name: gradient * factor for name, gradient in full.of_backward.items()}
             found.append(Difference.between(scaled, multiple).largest)
-        return max(found, key=lambda value: math.inf if math.isnan(value) else value)
+        return max(found, key=orderable)
 
     def _state_carried(self, full: Step) -> float:
         """The mean of the same batch twice is the batch's own: what differs was carried from one to the other."""
@@ -215,8 +225,8 @@ class Diagnosis:
     def _weights_that_fit(self, full: Step, batches: Sequence[Any]) -> tuple[Fit, list[float | None]]:
         """How near any weights come to the full batch; and the weights that were used."""
         window = self._runner.accumulated(batches, self._change, keeps_micro_batches=True)
-        pieces = torch.stack([_flat(piece) for piece in window.micro_batch_gradients], 1)
-        return weights_that_fit(pieces, _flat(full.of_backward)), window.weights
+        pieces = torch.stack([flat(piece) for piece in window.micro_batch_gradients], 1)
+        return weights_that_fit(pieces, flat(full.of_backward)), window.weights
 
     # --- what comes after the gradients -------------------------------------------------------------------------------
 
@@ -252,10 +262,6 @@ class Diagnosis:
 
 def _difference(step: Step, full: Step) -> float:
     return Difference.between(step.gradients, full.gradients).largest
-
-
-def _flat(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.cat([gradient.to(torch.float64).flatten() for gradient in gradients.values()])
 
 
 def _buffer_difference(found: Tensor | None, expected: Tensor) -> float:

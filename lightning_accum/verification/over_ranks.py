@@ -14,8 +14,9 @@ from lightning_accum.engine import Engine
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.data import Comparison
 from lightning_accum.verification.examination import Diagnosis
-from lightning_accum.verification.factors import (
-    Named,
+from lightning_accum.verification.measure import (
+    Difference,
+    Tensors,
     are_close,
     common_factor,
     factor_of_numbers,
@@ -26,12 +27,14 @@ from lightning_accum.verification.factors import (
     is_near,
     is_rounding,
     is_same_number,
+    is_same_step,
+    minus,
     only,
     orderable,
     sum_of,
     times,
+    weights_that_fit,
 )
-from lightning_accum.verification.measure import Difference, is_same_step, minus, weights_that_fit
 from lightning_accum.verification.ranks import steps_over_ranks
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import StepRunner
@@ -215,7 +218,7 @@ class OverRanks:
             )
         return self._unknown(bad, shares)
 
-    def _unknown(self, bad: Sequence[str], shares: Sequence[Named]) -> tuple[str, str, str]:
+    def _unknown(self, bad: Sequence[str], shares: Sequence[Tensors]) -> tuple[str, str, str]:
         worst = max(orderable(Difference.between(step.of_backward, self.alone.full.of_backward).overall) for step in self.steps)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             eps = torch.finfo(dtype).eps

@@ -18,7 +18,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accum.callback import GradientAccumulation
 from lightning_accum.engine import Engine
 from lightning_accum.loops.launch import forks_or_spawns
 from lightning_accum.randomness import SameForEveryRow, seed_everything
@@ -33,17 +32,11 @@ from lightning_accum.verification.step import (
     trainer_of_one_step,
     uncompiled,
 )
-from lightning_accum.verification.watch import ShareRecorder, Step, StepTakenError
+from lightning_accum.verification.watch import BackwardRecorder, Step, StepTakenError
 
 
 def steps_over_ranks(runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | Strategy, change: Change) -> list[Step]:
-    """The step of a window over ranks, as each rank saw it.
-
-    Args:
-        runner: whose module, policy and Trainer these are.
-        shares: the loader batches of each rank.
-        strategy: what trains.
-        change: what is taken out of the module.
+    """The step of a window over ranks, as each rank saw it, of whose loader batches these are the ``shares``.
 
     Raises:
         RanksFailedError: there was none.
@@ -82,7 +75,7 @@ def _train(
         batches = [apply_to_collection(batch, Tensor, _in_double) for batch in batches]
     callbacks: list[Any] = []
     if isinstance(strategy, Engine) or (isinstance(strategy, str) and strategy.startswith("accum")):
-        callbacks.append(GradientAccumulation(**{"log": False, "check": False, **runner.policy, "window": window}))
+        callbacks.append(runner.callback(window))
     else:
         arguments["accumulate_grad_batches"] = window
     if isinstance(strategy, str):
@@ -105,7 +98,7 @@ def _train(
     trainer.fit(runner.module, **loader_of(batches, runner.hooks))
 
 
-class _RankRecorder(ShareRecorder):
+class _RankRecorder(BackwardRecorder):
     """Hands over what a rank saw, once its step is taken."""
 
     def __init__(self, ranks: int, finish: Callable[[Step], None]) -> None:

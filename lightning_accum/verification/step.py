@@ -24,14 +24,7 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.randomness import SameForEveryRow, seed_everything
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.state import ModuleState
-from lightning_accum.verification.watch import (
-    MicroBatchRecorder,
-    ReferenceRecorder,
-    ShareRecorder,
-    Step,
-    StepRecorder,
-    StepTakenError,
-)
+from lightning_accum.verification.watch import BackwardRecorder, Step, StepRecorder, StepTakenError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 
 STEPS_IN_AN_EPOCH = 100
@@ -79,63 +72,34 @@ class StepRunner:
     hooks: pl.LightningDataModule | None = None
 
     def full(self, batch: Any, change: Change = Change(), seed: int = 0, gradients: Mapping[str, Tensor] | None = None) -> Step:
-        """The step of plain Lightning on one batch.
-
-        Args:
-            batch: the batch.
-            change: what is taken out of the module.
-            seed: of the random generators.
-            gradients: what the optimizer is given instead of the batch's gradients.
-        """
-        recorder = ReferenceRecorder(seed, gradients)
+        """The step of plain Lightning on one batch; its optimizer may be given other ``gradients``."""
         trainer = dict(self.trainer)
         if gradients is not None:  # they have been clipped
             trainer["gradient_clip_val"] = None
-        return self._run([batch], change, recorder, [], strategy="auto", **trainer)
+        return self._run([batch], change, BackwardRecorder(seed, gradients), [], strategy="auto", **trainer)
 
     def twice(self, batch: Any, change: Change = Change()) -> Step:
-        """The step of plain Lightning on the mean of one batch with itself.
-
-        Args:
-            batch: the batch.
-            change: what is taken out of the module.
-        """
+        """The step of plain Lightning on the mean of one batch with itself."""
         return self._run([batch] * 2, change, StepRecorder(), [], strategy="auto", accumulate_grad_batches=2, **self.trainer)
 
     def accumulated(self, batches: Sequence[Any], change: Change = Change(), keeps_micro_batches: bool = False) -> Step:
-        """The step of this package on a window.
-
-        Args:
-            batches: those of the loader.
-            change: what is taken out of the module.
-            keeps_micro_batches: whether to keep the gradient of each micro-batch.
-        """
-        recorder = MicroBatchRecorder() if keeps_micro_batches else StepRecorder()
-        policy = {"log": False, "check": False, **self.policy, "window": len(batches)}
-        callbacks = [GradientAccumulation(**policy)]
-        return self._run(batches, change, recorder, callbacks, strategy="accum", **self.trainer)
+        """The step of this package on a window of these loader batches."""
+        recorder = BackwardRecorder(keeps_micro_batches=True) if keeps_micro_batches else StepRecorder()
+        return self._run(batches, change, recorder, [self.callback(len(batches))], strategy="accum", **self.trainer)
 
     def share(self, batches: Sequence[Any], change: Change = Change()) -> Step:
-        """What one rank of several adds to a window, by itself, without clipping.
-
-        Args:
-            batches: those of its loader.
-            change: what is taken out of the module.
-        """
-        policy = {"log": False, "check": False, **self.policy, "window": len(batches)}
+        """What one rank of several adds to a window, by itself, without clipping."""
         trainer = {**self.trainer, "gradient_clip_val": None}
-        return self._run(batches, change, ShareRecorder(), [GradientAccumulation(**policy)], strategy="accum", **trainer)
+        return self._run(batches, change, BackwardRecorder(), [self.callback(len(batches))], strategy="accum", **trainer)
 
     def row_wise(self, batch: Any, size: int, change: Change = Change()) -> Step:
-        """The step of this package on one batch, with the submodules row-wise that ``row_wise="auto"`` chooses.
-
-        Args:
-            batch: the batch.
-            size: of a micro-batch.
-            change: what is taken out of the module.
-        """
+        """The step of this package on one batch, with the submodules row-wise that ``row_wise="auto"`` chooses."""
         policy = GradientAccumulation(1, micro_batch=size, row_wise="auto", weight="equal", check=False, log=False)
         return self._run([batch], change, StepRecorder(), [policy], strategy="accum", **self.trainer)
+
+    def callback(self, window: int) -> GradientAccumulation:
+        """The policy, for a window of so many loader batches."""
+        return GradientAccumulation(**{"log": False, "check": False, **self.policy, "window": window})
 
     def _run(self, batches: Sequence[Any], change: Change, recorder: StepRecorder, callbacks: list[Any], **arguments: Any) -> Step:
         module = uncompiled(self.module)
@@ -149,7 +113,7 @@ class StepRunner:
         ):
             warnings.simplefilter("always")
             keep_to_one_step(module, change, noise)
-            if isinstance(recorder, ReferenceRecorder) and recorder.gradients is not None:
+            if isinstance(recorder, BackwardRecorder) and recorder.gradients is not None:
                 module.configure_gradient_clipping = lambda *args, **kwargs: None
             seed_everything(0)  # for what setup and configure_model make
             trainer = trainer_of_one_step([*callbacks, recorder], devices=1, **arguments)

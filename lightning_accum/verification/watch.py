@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -45,7 +46,7 @@ class Step:
         batch_norm: the layers that normalise by statistics of the batch they see.
         gradient_hooks: the parameters that have hooks on their gradients.
         row_wise: the submodules that ran row-wise.
-        losses: of the micro-batches, in a share of a window; so are the next three.
+        losses: of the micro-batches.
         total_weight: of the window; 1 for a loss that is a sum.
         buffers_before: those of the module, before the step.
         seed: of torch's generator, after the step.
@@ -104,7 +105,7 @@ class StepRecorder(pl.Callback):
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         ]
         seed_everything(self._seed)
-        self.step.before = _copies(self._trained)
+        self.step.before, self.step.buffers_before = _copies(self._trained), _copies(pl_module.named_buffers())
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._after_step)
 
@@ -119,12 +120,12 @@ class StepRecorder(pl.Callback):
         is_last = batch_idx + 1 >= trainer.accumulate_grad_batches
         if not (self.step.after or is_last):
             return
-        self.step.buffers = {name: buffer.detach().cpu().clone() for name, buffer in pl_module.named_buffers()}
+        self.step.buffers, self.step.seed = _copies(pl_module.named_buffers()), torch.initial_seed()
         accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Engine) else None
         if accumulation is not None and accumulation.row_wise is not None:
             self.step.row_wise = accumulation.row_wise.names
         if accumulation is not None and accumulation.closed is not None:
-            self.step.loss = float(accumulation.closed.loss)
+            self.step.loss, self.step.total_weight = float(accumulation.closed.loss), float(accumulation.closed.weight)
             self.step.micro_batches = accumulation.closed.micro_batches
             self.step.weight = accumulation.weigher.criterion
             if accumulation.splitting is not None and accumulation.splitting.plan is not None:
@@ -134,20 +135,44 @@ class StepRecorder(pl.Callback):
         raise StepTakenError
 
 
-class ReferenceRecorder(StepRecorder):
-    """Also looks at the loss, and may give the optimizer other gradients."""
+class BackwardRecorder(StepRecorder):
+    """Looks at each backward, too, and may give the optimizer other gradients.
 
-    def __init__(self, seed: int, gradients: Mapping[str, Tensor] | None) -> None:
+    Args:
+        seed: of the random generators.
+        gradients: what the optimizer is given instead of its own; None to leave them.
+        keeps_micro_batches: whether to keep the gradient of each micro-batch.
+    """
+
+    def __init__(self, seed: int = 0, gradients: Mapping[str, Tensor] | None = None, keeps_micro_batches: bool = False) -> None:
         super().__init__(seed)
         self.gradients = gradients
+        self._keeps_micro_batches = keeps_micro_batches
+        self._sum: dict[str, Tensor] = {}
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self.step.dtype = narrowest_dtype(loss)
-        try:
+        with suppress(UnreadableLossError):
             self.step.is_contrastive = bool(is_contrastive(terms_of(loss)))
-        except UnreadableLossError:
-            self.step.is_contrastive = False
+        is_divided = not isinstance(trainer.strategy, Engine)
+        self.step.losses.append(float(loss.detach()) * (trainer.accumulate_grad_batches if is_divided else 1))
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._keeps_micro_batches:
+            return
+        now = {name: gradient.to(torch.float64) for name, gradient in _gradients(self._trained).items()}
+        added = {name: gradient - self._sum.get(name, 0.0) for name, gradient in now.items()}
+        self._sum = now
+        strategy = cast("Engine", trainer.strategy)
+        accumulation, factor = strategy.accumulation, 1.0 / strategy.loss_scale()
+        assert accumulation is not None
+        weight = accumulation.window.last_weight
+        if accumulation.window.terms is None and weight:  # a sum has none
+            factor *= (accumulation.window.weight_scale or 1.0) / float(weight)
+        self.step.micro_batch_gradients.append({name: gradient * factor for name, gradient in added.items()})
+        self.step.weights.append(None if weight is None else float(weight))
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
@@ -155,56 +180,6 @@ class ReferenceRecorder(StepRecorder):
         for name, parameter in self._trained:
             if self.gradients is not None and parameter.grad is not None:
                 parameter.grad = self.gradients[name].to(parameter.device, parameter.dtype)
-
-
-class MicroBatchRecorder(StepRecorder):
-    """Also keeps the gradient of each micro-batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sum: dict[str, Tensor] = {}
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        now = {name: gradient.to(torch.float64) for name, gradient in _gradients(self._trained).items()}
-        added = {name: gradient - self._sum.get(name, 0.0) for name, gradient in now.items()}
-        self._sum = now
-        accumulation, weight, factor = None, None, 1.0
-        if isinstance(trainer.strategy, Engine) and (accumulation := trainer.strategy.accumulation) is not None:
-            weight = accumulation.window.last_weight
-            factor /= cast("Any", trainer.strategy).loss_scale()
-            if accumulation.window.terms is None and weight:  # a sum has none
-                factor *= (accumulation.window.weight_scale or 1.0) / float(weight)
-        self.step.micro_batch_gradients.append({name: gradient * factor for name, gradient in added.items()})
-        self.step.weights.append(None if weight is None else float(weight))
-
-
-class ShareRecorder(StepRecorder):
-    """Also notes what a rank adds to a window: its losses, and the gradients before hooks around the step and clipping."""
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self.step.buffers_before = {name: buffer.detach().cpu().clone() for name, buffer in pl_module.named_buffers()}
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        is_divided = not isinstance(trainer.strategy, Engine)
-        self.step.losses.append(float(loss.detach()) * (trainer.accumulate_grad_batches if is_divided else 1))
-
-    @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self.step.of_backward = _gradients(self._trained)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.step.seed = torch.initial_seed()
-        accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Engine) else None
-        if accumulation is not None and accumulation.closed is not None:
-            self.step.total_weight = float(accumulation.closed.weight)
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
 def narrowest_dtype(loss: Tensor) -> torch.dtype:
@@ -236,7 +211,7 @@ def trained(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tupl
         yield from ((f"parameter {index} outside of the module, in optimizer {number}", p) for index, p in enumerate(others))
 
 
-def _copies(parameters: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _copies(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: _whole(parameter.detach()).cpu().clone() for name, parameter in parameters}
 
 
