@@ -15,9 +15,6 @@ from typing import Any
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Args:
-        argv: the arguments; None for those of the process.
-
     Returns:
         The exit status: 0 for success, 1 where the command ran and failed, 130 where it was interrupted.
 

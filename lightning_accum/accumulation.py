@@ -291,13 +291,7 @@ class Accumulation(Windows):
     # --- the end of a window --------------------------------------------------------------------------------------
 
     def close(self, seen: int, parameters: Iterable[Tensor], is_inside_batch: bool = False) -> ClosedWindow:
-        """End the window: its gradients become the full batch's.
-
-        Args:
-            seen: the number of the loader batch that it ends with.
-            parameters: what has the gradients.
-            is_inside_batch: the rest of that loader batch begins the next window.
-        """
+        """End the window: its gradients become the full batch's."""
         if self.changes.is_under_way:
             self.changes.end(self.window.micro_batches)
         if self.sums is None:

@@ -64,11 +64,7 @@ class Boundary:
         return seen >= (self.ends_at if is_known else self.closed_at + size())
 
     def is_cut_by_the_end(self, is_end_of_training: bool) -> bool:
-        """Whether an unfinished window ends where the data does.
-
-        Args:
-            is_end_of_training: it is the end of the last epoch.
-        """
+        """Whether an unfinished window ends where the data does."""
         return self.tail == "step" or (self.tail == "carry" and is_end_of_training)
 
     def position(self, seen: int) -> int:
@@ -76,12 +72,7 @@ class Boundary:
         return seen - self.closed_at
 
     def left(self, seen: int, size: Callable[[], float]) -> float:
-        """Loader batches that the window has after number ``seen``, if none of them is the last of the data.
-
-        Args:
-            seen: loader batches so far.
-            size: returns the loader batches in a window that has not begun; see :meth:`begin`.
-        """
+        """Loader batches that the window has after number ``seen``, if none of them is the last of the data."""
         return (self.size if self.is_under_way else size()) - self.position(seen)
 
     def cut_short(self, seen: int) -> None:
@@ -206,11 +197,7 @@ class ValidationClock:
     after: int = 0
 
     def is_due(self, steps: int) -> bool:
-        """Whether a multiple of :attr:`every` was reached since the last validation.
-
-        Args:
-            steps: optimizer steps so far.
-        """
+        """Whether a multiple of :attr:`every` was reached since the last validation."""
         return steps // self.every > self.steps // self.every
 
     def begin(self, steps: int, seen: int) -> None:

@@ -15,11 +15,6 @@ _EXCHANGES = 4
 def share_evenly(costs: Sequence[float], shares: int, at_least: int = 0) -> list[list[int]]:
     """Shares of the positions in ``costs`` whose sums are as even as possible: R. L. Graham's longest first (1969), and exchanges.
 
-    Args:
-        costs: none of them negative.
-        shares: how many.
-        at_least: positions in each share.
-
     Example:
         >>> [sorted(share) for share in share_evenly([5, 4, 3, 3, 3], 2)]  # longest first alone has sums of 8 and 10
         [[0, 1], [2, 3, 4]]
@@ -50,14 +45,7 @@ def _fill_up(groups: list[list[int]], at_least: int) -> None:
 
 
 def _exchange(costs: Sequence[float], groups: list[list[int]], by_load: list[tuple[float, int]], at_least: int) -> None:
-    """Move what evens the largest and the smallest share best, or exchange it for something cheaper, until they are even.
-
-    Args:
-        costs: by position.
-        groups: the shares, changed in place.
-        by_load: their sums and numbers, sorted.
-        at_least: positions in each share.
-    """
+    """Move what evens the largest and the smallest share best, or exchange it for something cheaper, until they are even."""
     limit = (1 + _EVEN_ENOUGH) * sum(load for load, _ in by_load) / len(by_load)
     for _ in range(_EXCHANGES * len(groups)):
         (most, dear), (least, cheap) = by_load[-1], by_load[0]

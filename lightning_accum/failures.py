@@ -103,11 +103,6 @@ def raise_failure_of_loader(own: Exception | None, ranks: Ranks, source: int) ->
 
     The rank sends it by itself: a note is gone where that was rank 0, and has ended already.
 
-    Args:
-        own: what the loader of this rank failed with; None where it did not.
-        ranks: all of them.
-        source: the rank that sends.
-
     Raises:
         RankFailedError: the loader of another rank failed, and not that of this one.
     """

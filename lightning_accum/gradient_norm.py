@@ -45,10 +45,6 @@ def noting_gradient_norm(trainer: pl.Trainer, strategy: Engine) -> Iterator[None
 def clip_sharded_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
     """As :func:`torch.nn.utils.clip_grad_norm_`, for DTensors on different meshes too, which torch 2.13 refuses to add up.
 
-    Args:
-        parameters: some are sharded over the data-parallel ranks, some over those of tensor parallelism too.
-        largest: the norm to scale down to.
-
     Returns:
         The norm of all gradients together, one number, the same on all ranks.
     """

@@ -275,12 +275,7 @@ def _is_step_bare(trainer: pl.Trainer) -> bool:
 
 
 def warn_of_hooks_on_gradients(trainer: pl.Trainer, warn: Callable[[str], None]) -> None:
-    """Name hooks that get gradients which are not those of a window yet: of ``on_after_backward``, and of parameters.
-
-    Args:
-        trainer: whose windows have several micro-batches, or ranks.
-        warn: takes a warning to be seen once.
-    """
+    """Name hooks that get gradients which are not those of a window yet: of ``on_after_backward``, and of parameters."""
     owners = [o for o in (*callbacks_of(trainer), trainer.lightning_module) if not type(o).__module__.startswith(_LIBRARIES)]
     names = ("grad", "parameters", "named_parameters", "zero_grad")
     found = [type(o).__name__ for o in owners if any(_reads(o, "on_after_backward", name) for name in names)]

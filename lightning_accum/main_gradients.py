@@ -78,10 +78,6 @@ class GradientSums:
         """Average the sums over the ranks, in their own type. Called on all ranks.
 
         A parameter that only other ranks have used gets their sum, and one that no rank has used stays without.
-
-        Args:
-            ranks: those whose gradients are averaged.
-            parameters: those of the module, in the same order on all ranks.
         """
         average(self._sums, parameters, ranks, lambda parameter: torch.zeros_like(parameter, dtype=self.dtype_of(parameter)))
 

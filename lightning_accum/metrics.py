@@ -72,14 +72,7 @@ class WindowMetrics:
     def log(
         self, closed: ClosedWindow, total_weight: Tensor | float, steps: int, others: Mapping[str, Tensor | float] = _NOTHING
     ) -> None:
-        """Show a window.
-
-        Args:
-            closed: what it was.
-            total_weight: of all windows so far.
-            steps: optimizer steps so far.
-            others: more to be shown, by name.
-        """
+        """Show a window."""
         self._epoch.append((closed.loss, closed.weight))
         if len(self._epoch) == 100:
             self._fold_epoch()

@@ -79,10 +79,6 @@ class Guard:
     def watching(self, loss: Tensor, weight: Denominator | None) -> Iterator[None]:
         """The backward of a micro-batch runs in here.
 
-        Args:
-            loss: its loss. One without weight may be anything.
-            weight: its weight; None for a sum.
-
         Raises:
             FloatingPointError: it is not finite, and such are not to be left out.
         """

@@ -94,11 +94,6 @@ class Policy:
     def smallest_from(self, epoch: int, epochs: int | None, step: int) -> int | None:
         """Loader batches in the smallest window that begins before an optimizer step follows, in ``epoch`` or a later one.
 
-        Args:
-            epoch: from 0.
-            epochs: how many there will be; None or -1 where that is not known.
-            step: optimizer steps so far.
-
         Returns:
             None where the Trainer or tokens say.
         """
@@ -107,11 +102,7 @@ class Policy:
         return min((size for start in (epoch, *later) if (size := self.size_at(start, step)) is not None), default=None)
 
     def in_words(self, size: int) -> str:
-        """What ends a window, for a comparison with that of a checkpoint.
-
-        Args:
-            size: loader batches in a window now.
-        """
+        """What ends a window, for a comparison with that of a checkpoint."""
         if isinstance(self.window, Tokens):
             what = "tokens as a function tells" if callable(self.window.count) else f"{self.window.count} tokens"
         elif isinstance(self.window, Mapping):

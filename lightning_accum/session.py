@@ -256,11 +256,6 @@ class Session:
     def run_without_batch(self, inside: InsideBatch, seen: int, ends_window: bool) -> Tensor | None:
         """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0.
 
-        Args:
-            inside: what may happen between its micro-batches.
-            seen: its number, counted from 1 over all epochs.
-            ends_window: its window ends with it.
-
         Returns:
             The loss of the window, if it ends one.
         """

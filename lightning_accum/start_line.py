@@ -12,13 +12,7 @@ from lightning_accum.whole.offload import offload_in_words
 
 
 def window_in_words(loader_batches: int, ranks: int, samples: int | None) -> str:
-    """A window, for the line at the start.
-
-    Args:
-        loader_batches: in a window, on each rank.
-        ranks: that have batches of their own.
-        samples: in the first loader batch; None where that is not known.
-    """
+    """A window, for the line at the start."""
     words = f"a window is {loader_batches} loader batch{'es' if loader_batches != 1 else ''}"
     if ranks > 1:
         words += f" on each of {ranks} ranks"
@@ -30,15 +24,7 @@ def window_in_words(loader_batches: int, ranks: int, samples: int | None) -> str
 def start_line(
     accumulation: Accumulation, micro_batch: MicroBatch, weighed: Weighed, samples: int | None, loader_batches: int
 ) -> str:
-    """One line: what was understood.
-
-    Args:
-        accumulation: the windows.
-        micro_batch: the first that has a loss, and
-        weighed: what it brought in.
-        samples: in the first loader batch; None where that is not known.
-        loader_batches: in a window.
-    """
+    """One line: what was understood."""
     policy = accumulation.policy
     if isinstance(policy.window, Tokens):
         tokens, unit = policy.window.at(float(accumulation.total_weight)), _unit(accumulation, micro_batch, weighed)
@@ -77,15 +63,7 @@ def _unit(accumulation: Accumulation, micro_batch: MicroBatch, weighed: Weighed)
 def warn_of_windows_never_full(
     accumulation: Accumulation, micro_batch: MicroBatch, weighed: Weighed, batch: Any, loader_batches: float
 ) -> None:
-    """Called at the first micro-batch.
-
-    Args:
-        accumulation: the windows.
-        micro_batch: it, and
-        weighed: what it brought in.
-        batch: the loader batch that it is part of.
-        loader_batches: in an epoch, on each rank.
-    """
+    """Called at the first micro-batch."""
     policy = accumulation.policy
     if not isinstance(policy.window, Tokens) or policy.tail == "carry" or not weighed.weight:
         return

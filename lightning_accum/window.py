@@ -110,10 +110,6 @@ class Window:
     def add(self, loss: Tensor, contribution: Contribution) -> Tensor | None:
         """Take in a micro-batch before its backward.
 
-        Args:
-            loss: its loss, one number.
-            contribution: its weight.
-
         Returns:
             What backward takes as ``gradient``, of the loss's type and shape; None where it is 1 (for a loss that is a sum, too).
 

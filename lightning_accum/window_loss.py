@@ -26,13 +26,7 @@ class WindowLoss:
     sums: GradientSums | None = None
 
     def warn_of(self, closed: ClosedWindow, warn: Callable[[str], None], how_to_weigh_terms: str = "") -> None:
-        """Name what keeps a window that has ended from being its full batch.
-
-        Args:
-            closed: how it ended.
-            warn: takes a warning to be seen once.
-            how_to_weigh_terms: what to do about terms that have different denominators.
-        """
+        """Name what keeps a window that has ended from being its full batch."""
         if closed.do_terms_disagree:
             warn(
                 f"The terms of the loss are means over counts that are not proportional from micro-batch to micro-batch. All of"

@@ -82,20 +82,13 @@ class Totals(NamedTuple):
         return self.flags // _MOST_RANKS**place % _MOST_RANKS > 0
 
     def empty_window(self, left_out: int) -> ClosedWindow:
-        """What the window was, if it had no weight.
-
-        Args:
-            left_out: micro-batches that were not finite.
-        """
+        """What the window was, if it had no weight."""
         is_flagged, is_last = self.has_flag(FLAG), self.has_flag(IS_LAST)
         micro_batches = int(self.micro_batches)
         return ClosedWindow(math.nan, 0.0, micro_batches, True, is_flagged=is_flagged, is_last=is_last, left_out=left_out)
 
     def check(self, kinds: Collection[Kind]) -> None:
         """Refuse what does not add up to a full batch.
-
-        Args:
-            kinds: what the losses of all ranks were divided by.
 
         Raises:
             ValueError: a weight is negative or NaN, or of another kind than others, or there are means and sums.

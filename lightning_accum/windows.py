@@ -68,11 +68,7 @@ class Windows(ABC):
         """Those of ``training_step``, in the order of their backward calls."""
 
     def in_words(self, size: int) -> str:
-        """What ends a window, for a comparison with that of a checkpoint.
-
-        Args:
-            size: loader batches in a window now.
-        """
+        """What ends a window, for a comparison with that of a checkpoint."""
         return self.policy.in_words(size)
 
     def warn_once(self, message: str) -> None:
@@ -186,15 +182,7 @@ class Windows(ABC):
     def partial_window(
         self, size: int, named: Mapping[str, nn.Parameter], is_reduced: bool, is_kept: bool, scale: float
     ) -> PartialWindow:
-        """The unfinished window, for a checkpoint. Called on all ranks.
-
-        Args:
-            size: loader batches in a window now.
-            named: the parameters, in the same order on all ranks.
-            is_reduced: their gradients were averaged over the ranks already.
-            is_kept: whether this rank keeps them.
-            scale: by which a GradScaler has multiplied them.
-        """
+        """The unfinished window, for a checkpoint. Called on all ranks."""
         left_out = sum(loss.window.left_out for loss in self.losses)
         return PartialWindow(
             self.in_words(size),
@@ -210,12 +198,6 @@ class Windows(ABC):
 
     def restore(self, partial: PartialWindow, named: Mapping[str, nn.Parameter], rank: int, scale: float) -> None:
         """Go on with the weights and gradients of a window of :meth:`restart`, on as many ranks as then or on others.
-
-        Args:
-            partial: the window in the checkpoint.
-            named: the parameters.
-            rank: of this one among those whose gradients are averaged.
-            scale: by which a GradScaler multiplies gradients now.
 
         Raises:
             ValueError: a gradient has another shape than its parameter.

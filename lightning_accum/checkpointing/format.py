@@ -26,12 +26,6 @@ def check_format(state: Mapping[str, Any]) -> None:
 def check_keys(state: Mapping[str, Any], needed: Iterable[str], optional: Iterable[str], what: str) -> None:
     """Refuse a state that lacks a key, or has one that nobody would read.
 
-    Args:
-        state: of the checkpoint.
-        needed: the keys that it has to have.
-        optional: those that it may have.
-        what: whose state it is.
-
     Raises:
         ValueError: it has other keys.
     """

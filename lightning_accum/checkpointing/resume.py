@@ -87,15 +87,7 @@ class PartialWindow:
 
 
 def gather_loss(loss: WindowLoss, named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool, is_kept: bool) -> PartialLoss:
-    """What all ranks have of a loss. Called on all of them.
-
-    Args:
-        loss: of the window.
-        named: the parameters, in the same order on all ranks.
-        ranks: those whose gradients are averaged.
-        is_reduced: they were averaged already, so that one rank's are those of all.
-        is_kept: whether this rank keeps them.
-    """
+    """What all ranks have of a loss. Called on all of them."""
     weighed = [loss.window.weighed()]
     if ranks.size > 1:
         of_all: list[Any] = [None] * ranks.size
@@ -152,16 +144,6 @@ def restore_loss(
     warn: Callable[[str], None],
 ) -> None:
     """Give a loss and the parameters what a checkpoint holds, on as many ranks as then or on others.
-
-    Args:
-        loss: of the window.
-        kept: what the checkpoint holds of it, as a part of
-        partial: its unfinished window.
-        named: the parameters.
-        ranks: those whose gradients are averaged now.
-        rank: of this one among them.
-        scale: by which a GradScaler multiplies the losses now.
-        warn: takes a warning to be seen once.
 
     Raises:
         ValueError: a gradient has another shape than its parameter.

@@ -34,15 +34,7 @@ class Training(Protocol):
 def unfinished_window(
     training: Training, windows: Windows, size: int, warn: Callable[[str], None], inform: Callable[[str], None]
 ) -> PartialWindow | None:
-    """The unfinished window of a training; None at a boundary. Called on all ranks.
-
-    Args:
-        training: whose parameters have the gradients.
-        windows: its windows.
-        size: loader batches in a window now.
-        warn: takes a warning where the gradients are those of a part of a loader batch, and so cannot be kept.
-        inform: takes a line that has the size of the gradients.
-    """
+    """The unfinished window of a training; None at a boundary. Called on all ranks."""
     if windows.position == 0:
         return None
     if not windows.is_between_loader_batches:

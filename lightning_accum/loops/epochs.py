@@ -171,10 +171,6 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     def begin_loader_batch(self, boundary: Boundary, runs: str) -> bool:
         """A loader batch begins, and a window with it, unless one is under way.
 
-        Args:
-            boundary: where windows end.
-            runs: the loop of Lightning's that runs it.
-
         Returns:
             Whether the window ends with it.
         """

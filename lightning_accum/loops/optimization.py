@@ -214,11 +214,7 @@ class WindowClosure(AbstractClosure[ClosureResult]):
         return ClosureResult(self(*args, **kwargs))
 
     def consume_outputs(self, is_seen: bool) -> dict[str, Any]:
-        """What ``on_train_batch_end`` gets.
-
-        Args:
-            is_seen: by anybody.
-        """
+        """What ``on_train_batch_end`` gets."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             self.consume_result()  # raises that the closure was not called

@@ -17,13 +17,7 @@ from lightning_accum.loops.results import BatchResults, current_hook
 
 
 def call_window_hooks(trainer: pl.Trainer, listeners: list[Any], window: EndedWindow) -> None:
-    """Call ``on_window_end`` of those that have it.
-
-    Args:
-        trainer: in whose fit the window ended.
-        listeners: callbacks, and maybe the module.
-        window: that has ended.
-    """
+    """Call ``on_window_end`` of those that have it."""
     module = trainer.lightning_module
     with _logging(trainer):
         for owner in listeners:
@@ -31,15 +25,7 @@ def call_window_hooks(trainer: pl.Trainer, listeners: list[Any], window: EndedWi
 
 
 def call_step_counters(trainer: pl.Trainer, strategy: Engine, since: int, batch: Any, batch_idx: int) -> None:
-    """Have those that count optimizer steps at the end of loader batches see one that no end of a loader batch comes after.
-
-    Args:
-        trainer: in whose fit the step was made.
-        strategy: its own.
-        since: optimizer steps before.
-        batch: the loader batch that the step was made in, or came last.
-        batch_idx: of this batch.
-    """
+    """Have those that count optimizer steps at the end of loader batches see one that no end of a loader batch comes after."""
     accumulation, module = strategy.accumulation, trainer.lightning_module
     assert accumulation is not None
     if trainer.global_step == since or not strategy.hooks.step_counters:
@@ -56,12 +42,6 @@ def call_checkpoints(trainer: pl.Trainer, since: int, batch: Any, batch_idx: int
     """Have ModelCheckpoint save where one of its every n optimizer steps was not the last of its loader batch.
 
     A checkpoint is one of whole loader batches, since training cannot go on inside of one: it is taken at the end of the batch.
-
-    Args:
-        trainer: in whose fit the steps were made.
-        since: optimizer steps before them.
-        batch: the loader batch that has ended.
-        batch_idx: of this batch.
     """
     for callback in callbacks_of(trainer):
         if not isinstance(callback, ModelCheckpoint):

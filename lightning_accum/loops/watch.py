@@ -201,11 +201,7 @@ class Watch:
         self._has_stepped |= not (isinstance(found_inf, Tensor) and bool(found_inf))
 
     def end_step(self, is_empty: bool) -> bool:
-        """The step of a window is over. Returns whether the optimizer has stepped: a GradScaler that found an inf calls none.
-
-        Args:
-            is_empty: the window had no weight, so that there is no step.
-        """
+        """The step of a window is over. Returns whether the optimizer has stepped: a GradScaler that found an inf calls none."""
         closed = None if self._accumulation is None else self._accumulation.closed
         self._close_windows -= closed is not None
         self.is_close = self._close_windows > 0

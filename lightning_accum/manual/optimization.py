@@ -147,12 +147,7 @@ class ManualOptimization:
     # --- what one sees ----------------------------------------------------------------------------------------------
 
     def announce(self, batch: Any, loader_batches: int) -> None:
-        """Say in one line what was understood, once a ``training_step`` has called backward.
-
-        Args:
-            batch: the loader batch that it ran on.
-            loader_batches: in a window.
-        """
+        """Say in one line what was understood, once a ``training_step`` has called backward."""
         windows = self.windows
         if self._is_announced or not windows.calls:
             return
@@ -179,11 +174,6 @@ def _name_of(optimizer: Optimizer, optimizers: list[Optimizer]) -> str:
 
 def begin_manual(strategy: ManualEngine, batches: int, warn: Callable[[str], None]) -> ManualOptimization | None:
     """The windows of a module that optimizes by itself; None where each is one micro-batch on one rank.
-
-    Args:
-        strategy: of the Trainer, set up.
-        batches: the Trainer's loader batches in a window.
-        warn: takes a warning, on rank zero.
 
     Raises:
         MisconfigurationException: the policy asks for what cannot be had.

@@ -134,12 +134,7 @@ class ManualWindows(Windows):
             self.closed = []
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """The next call of ``manual_backward``: at the boundary it leaves the full batch's gradients.
-
-        Args:
-            loss: the module's own.
-            run: the backward of a loss.
-        """
+        """The next call of ``manual_backward``: at the boundary it leaves the full batch's gradients."""
         current = self.current
         if current.stepped and self.boundary.size != 1:
             self.warn_once(

@@ -27,13 +27,7 @@ class LargestMicroBatch:
 
 
 def report(estimate: NoiseScale, are_tokens: bool, largest: LargestMicroBatch) -> str:
-    """The batch size that is worth having, with its interval, and how large a micro-batch may be.
-
-    Args:
-        estimate: the noise scale.
-        are_tokens: the weight counts tokens.
-        largest: the largest micro-batch, if it was found by trying.
-    """
+    """The batch size that is worth having, with its interval, and how large a micro-batch may be."""
 
     def units(weight: float) -> str:
         in_weight = f"{_rounded(weight)} {'tokens' if are_tokens else 'units of weight'}"

@@ -111,15 +111,7 @@ class SmoothedNoise:
         self._ageing = torch.tensor(_ageing(smoothing), dtype=dtype, device=device)
 
     def add(self, variance: Tensor, gradient: Tensor, weight: Tensor, samples: Tensor, is_valid: Tensor) -> None:
-        """Take in a window.
-
-        Args:
-            variance: its estimate of S.
-            gradient: its estimate of |G|^2.
-            weight: its weight.
-            samples: its samples; nan where they are not known.
-            is_valid: False leaves it out, and so does an estimate that is not finite.
-        """
+        """Take in a window."""
         one, young = torch.ones_like(weight), torch.zeros_like(weight)
         products = (variance * variance, variance * gradient, gradient * gradient)
         new = torch.stack((one, variance, gradient, *products, weight, samples, *[young] * 4, one, young, young, one))

@@ -105,14 +105,7 @@ class BatchLog:
     # --- during a micro-batch ---------------------------------------------------------------------------------------
 
     def collect(self, hook: str, name: str, value: Tensor | Metric, arguments: Arguments) -> None:
-        """Take in one call of ``log``.
-
-        Args:
-            hook: that it was called in.
-            name: what is logged.
-            value: with its graph.
-            arguments: the others.
-        """
+        """Take in one call of ``log``."""
         number = 0
         while self.micro_batch in (entry := self.entries.setdefault((hook, name, number), _Entry())).micro_batches:
             number += 1

@@ -31,9 +31,6 @@ class JoiningError(ValueError):
 def join(batches: Sequence[Any]) -> tuple[Any, str]:
     """Concatenate batches along their rows, padded to the longest where they were padded already.
 
-    Args:
-        batches: of one loader: tensors with rows in any nesting. Tensors may differ in dimension 1, the columns.
-
     Returns:
         The batch, of the types of the first; and what was padded, in words, empty where nothing was.
 

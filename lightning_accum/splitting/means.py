@@ -12,13 +12,7 @@ from lightning_accum.weighing.functions import OfMean
 
 
 def loss_of_parts(values: Tensor, weights: Sequence[Denominator | None], of_means: Sequence[OfMean | None]) -> Tensor:
-    """What is a mean, a sum, or a function of one of these, of the whole of several parts.
-
-    Args:
-        values: those of the parts, along dimension 0.
-        weights: of each; None for a sum.
-        of_means: what makes each of a mean; None where it is one.
-    """
+    """What is a mean, a sum, or a function of one of these, of the whole of several parts."""
     counts = [weight for weight in weights if weight is not None]
     counted = [of_mean for of_mean in of_means if of_mean is not None]
     are_sums = len(counts) < len(weights)

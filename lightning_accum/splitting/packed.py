@@ -16,12 +16,7 @@ from lightning_accum.splitting.micro_batch import Layout
 
 
 def samples_of(batch: Any, samples: Collection[int]) -> int | None:
-    """How many samples a loader batch has; None where its rows may be none, as those of a graph.
-
-    Args:
-        batch: the batch.
-        samples: how many of them the loader puts into a batch; empty where it does not say so.
-    """
+    """How many samples a loader batch has; None where its rows may be none, as those of a graph."""
     if isinstance(batch, Iterator):  # training_step draws its batches by itself
         return None
     try:

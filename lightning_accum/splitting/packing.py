@@ -61,12 +61,7 @@ class Packer:
         return isinstance(self._size, int) and layout.size <= self._size
 
     def pack(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[RowSlice], list[int] | None]:
-        """The micro-batches of a batch, and the order of its rows in them; None where they keep theirs.
-
-        Args:
-            layout: of the batch.
-            spans: by which its rows are sorted and trimmed.
-        """
+        """The micro-batches of a batch, and the order of its rows in them; None where they keep theirs."""
         if layout.size == 0:
             return [RowSlice(slice(None), 0, 1)], None
         elements = max(1, sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size)
@@ -145,12 +140,7 @@ class _Extent:
 
 
 def _cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> list[list[int]]:
-    """Make two of a micro-batch where half of what they all have on average is padding that this saves.
-
-    Args:
-        groups: the rows of each micro-batch, longest first.
-        widths: the columns of each row of the batch, at least 1.
-    """
+    """Make two of a micro-batch where half of what they all have on average is padding that this saves."""
     least = sum(len(rows) * widths[rows[0]] for rows in groups) / len(groups) / 2
     cut: list[list[int]] = []
     waiting = groups[::-1]

@@ -113,13 +113,7 @@ class AmbiguousDims:
         """Dimensions, as (path, number), that once had another size than the columns that a tensor shows, by its path."""
 
     def without(self, spans: Mapping[int, Spans], tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[int, Spans]:
-        """Take in one batch. Returns its spans without those of a size that another dimension has by chance.
-
-        Args:
-            spans: as read.
-            tensors: the tensors of the batch with one entry a row, by path.
-            shared: its other tensors.
-        """
+        """Take in one batch. Returns its spans without those of a size that another dimension has by chance."""
         sizes = {(path, number): size for path, tensor in tensors.items() for number, size in enumerate(tensor.shape) if number}
         sizes.update(((path, number), size) for path, tensor in shared.items() for number, size in enumerate(tensor.shape))
         for span in spans.values():

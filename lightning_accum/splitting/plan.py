@@ -175,13 +175,7 @@ class Planner:
         return Plan(batch, pieces, lambda piece: take(batch, piece.selector), order, is_whole, tensors)
 
     def trimmable(self, layout: Layout, proof: Proof, seen: dict[int, Spans] | None = None) -> dict[int, Spans]:
-        """Where rows begin and end, as far as the padding around them may be trimmed; empty where nothing is to be.
-
-        Args:
-            layout: of a batch.
-            proof: see :meth:`plan`.
-            seen: what was read of the batch before.
-        """
+        """Where rows begin and end, as far as the padding around them may be trimmed; empty where nothing is to be."""
         if not self._trim or self.packer.fits(layout):
             return {}
         return self.proofs.trimmable(layout, self._read_spans(layout) if seen is None else seen, proof)
@@ -270,12 +264,7 @@ class Splitting:
         self._may_be_whole = not (has_ranks or sizes is not None)
 
     def begin(self, batch: Any, proof: Proof) -> None:
-        """Plan a loader batch.
-
-        Args:
-            batch: as ``training_step`` would get it.
-            proof: see :meth:`Planner.plan`.
-        """
+        """Plan a loader batch."""
         plan = self._planned(batch, proof)
         self.plan = None if plan.is_whole and self._may_be_whole else plan
         self._rows_of_whole = plan.rows
@@ -289,12 +278,7 @@ class Splitting:
         return self._rows_of_whole if self.plan is None else self.plan.rows
 
     def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
-        """Run the loader batch under way.
-
-        Args:
-            attempt: runs a plan.
-            mark: called before an attempt that may be undone: none is, here.
-        """
+        """Run the loader batch under way."""
         assert self.plan is not None
         try:
             return attempt(self.plan)

@@ -52,14 +52,6 @@ def difference_by_padding(
     precision where their own is lower, so that rounding is no difference. Nothing of it lasts, and nothing in it waits for other
     ranks, which may have nothing to try.
 
-    Args:
-        padded: a few rows as they came.
-        trimmed: the same rows with fewer columns, in one batch or several.
-        module: what runs them.
-        snapshotter: restores what running them changes.
-        training_step: runs the module on one of them.
-        weigh: returns the weight of a batch; None to read it from the loss.
-
     Returns:
         None where all is the same but for rounding, else what was seen.
     """

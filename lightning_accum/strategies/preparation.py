@@ -22,12 +22,7 @@ _log = logging.getLogger("lightning.pytorch.accumulation")
 
 
 def main_gradients(dtype: torch.dtype, parameters: Callable[[], list[nn.Parameter]]) -> MainGradients | None:
-    """Where gradients are added up in ``dtype``; None where they have it, or a wider one, anyway.
-
-    Args:
-        dtype: the type of the sums.
-        parameters: gives those of the module and of the optimizers.
-    """
+    """Where gradients are added up in ``dtype``; None where they have it, or a wider one, anyway."""
     if not any(is_narrower(parameter.dtype, dtype) for parameter in parameters()):
         rank_zero_info(f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing.")
         return None
@@ -59,10 +54,6 @@ _Policy = TypeVar("_Policy", bound=str)
 
 def checked(sync: _Policy, *others: str) -> _Policy:
     """The argument ``sync`` of a strategy.
-
-    Args:
-        sync: the argument.
-        others: what the strategy takes beside the two that all do.
 
     Raises:
         MisconfigurationException: it is none of them.

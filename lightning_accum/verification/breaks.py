@@ -130,12 +130,7 @@ def scale(fits: Sequence[float], difference: float) -> Break:
 
 
 def mended_by_row_wise(found: Break, names: Sequence[str]) -> Break:
-    """A break with another mend.
-
-    Args:
-        found: the break.
-        names: of the submodules with which the step was found to be that of the full batch; empty for none.
-    """
+    """A break with another mend."""
     if not names:
         return found
     mend = (

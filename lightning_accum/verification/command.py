@@ -28,9 +28,6 @@ class UsageError(ValueError):
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print the report.
 
-    Args:
-        arguments: those of the command line.
-
     Returns:
         The exit status: 0 where the steps are equal; 1 where not, or where they cannot be compared; 2 where the arguments are
         wrong.

@@ -70,13 +70,6 @@ class Comparison:
 def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window: int, join: Join | None) -> Comparison:
     """Take what is compared from what the user gave.
 
-    Args:
-        module: whose ``train_dataloader`` is used where there is no data.
-        state: the module's, to be restored.
-        data: see :func:`~lightning_accum.verify`.
-        window: loader batches in a window.
-        join: makes one batch of several.
-
     Raises:
         MisconfigurationException: there are no batches, or too few.
         JoiningError: the batches of a window do not show how they become one.
