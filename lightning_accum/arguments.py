@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,24 +16,17 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 
-from lightning_accum import valid_policy
 from lightning_accum.asked import Asked
 from lightning_accum.exclusions import why_refused
-from lightning_accum.policy import Policy
 
 
-def checked(policy: Policy) -> Policy:
-    """The policy, with a list of weights as a tuple.
-
-    Raises:
-        MisconfigurationException: an argument is out of its range, or two exclude each other.
-    """
+@contextmanager
+def misconfigured() -> Iterator[None]:
+    """A ValueError in here is raised as the error that Lightning has for wrong arguments."""
     try:
-        policy = valid_policy.checked(policy)
+        yield
     except ValueError as error:
-        raise MisconfigurationException(str(error)) from None
-    refuse(Asked(policy))
-    return policy
+        raise MisconfigurationException(str(error)) from error.__cause__
 
 
 def refuse(asked: Asked) -> None:
@@ -61,29 +55,6 @@ def check_validation_is_left_to(every: int, trainer: pl.Trainer) -> None:
         f"Trainer({said}) and GradientAccumulation(validate_every={every}) both say when to validate. Leave val_check_interval and"
         " check_val_every_n_epoch out, to validate every so many optimizer steps; or leave validate_every out."
     )
-
-
-def row_wise_policy(row_wise: Any, micro_batch: Any) -> dict[str, Any]:
-    """The fields of a :class:`Policy` for the argument ``row_wise``.
-
-    Raises:
-        MisconfigurationException: it is no name, or the micro-batches have no size.
-    """
-    try:
-        return valid_policy.row_wise_fields(row_wise, micro_batch)
-    except ValueError as error:
-        raise MisconfigurationException(str(error)) from None
-
-
-def why_unexpected(argument: str) -> str:
-    """What is said of an argument that :class:`~lightning_accum.GradientAccumulation` does not have.
-
-    Example:
-        >>> why_unexpected("batch_norm")
-        'GradientAccumulation has no argument batch_norm: BatchNorm sees all of a loader batch with micro_batch="offload"'
-    """
-    instead = ': BatchNorm sees all of a loader batch with micro_batch="offload"' if argument == "batch_norm" else ""
-    return f"GradientAccumulation has no argument {argument}{instead}"
 
 
 def what_to_use_instead_of(strategy: Strategy) -> str:

@@ -13,18 +13,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_accum import families, seams
-from lightning_accum.arguments import (
-    check_validation_is_left_to,
-    checked,
-    row_wise_policy,
-    what_to_use_instead_of,
-    why_unexpected,
-)
+from lightning_accum import families, seams, valid_policy
+from lightning_accum.arguments import check_validation_is_left_to, misconfigured, refuse, what_to_use_instead_of
+from lightning_accum.asked import Asked
 from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.engine import Engine
-from lightning_accum.hook_table import callbacks_of, disable_unused_hooks, restore_unused_hooks
+from lightning_accum.hook_table import callbacks_of
 from lightning_accum.manual.windows import ManualWindows
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
@@ -127,7 +122,6 @@ class GradientAccumulation(Callback):
         MisconfigurationException: an argument is out of its range; or, before training starts, the Trainer's strategy is not one of
             this package, its ``accumulate_grad_batches`` contradicts ``window``, or it says when to validate, as ``validate_every``
             does.
-        TypeError: there is no such argument.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -152,28 +146,27 @@ class GradientAccumulation(Callback):
         check: bool = True,
         log: bool = True,
         validate_every: int | None = None,
-        **gone: Any,
     ) -> None:
-        if gone:
-            raise TypeError(why_unexpected(next(iter(gone))))
-        self.policy = checked(
-            Policy(
-                window,
-                weight,  # type: ignore[arg-type]  # a sequence becomes a tuple
-                tail,
-                scheduler_counts,
-                log,
-                None if row_wise is not None or micro_batch == "offload" else micro_batch,
-                split,
-                trim_padding,
-                accumulate_dtype,
-                on_nonfinite,
-                check,
-                offload=micro_batch == "offload",
-                validate_every=validate_every,
-                **row_wise_policy(row_wise, micro_batch),
+        with misconfigured():
+            self.policy = valid_policy.checked(
+                Policy(
+                    window,
+                    weight,  # type: ignore[arg-type]  # a sequence becomes a tuple
+                    tail,
+                    scheduler_counts,
+                    log,
+                    None if row_wise is not None or micro_batch == "offload" else micro_batch,
+                    split,
+                    trim_padding,
+                    accumulate_dtype,
+                    on_nonfinite,
+                    check,
+                    offload=micro_batch == "offload",
+                    validate_every=validate_every,
+                    **valid_policy.row_wise_fields(row_wise, micro_batch),
+                )
             )
-        )
+        refuse(Asked(self.policy))
         self._windows: Windows | None = None
         self._state: dict[str, Any] = {}
         self._trainers_own: int | None = None
@@ -230,7 +223,6 @@ class GradientAccumulation(Callback):
             is_same_epoch = state.get("epoch") == trainer.current_epoch
             self._metrics = WindowMetrics(trainer, pl_module, state.get("epoch_loss") if is_same_epoch else None)
             cast("Engine", trainer.strategy).metrics = self._metrics
-        disable_unused_hooks(self)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -283,7 +275,6 @@ class GradientAccumulation(Callback):
         if self._metrics is not None:
             self._metrics.close()
         self._windows, self._metrics, self._partial_window = None, None, None
-        restore_unused_hooks(self)
         if self._trainers_own is not None:
             trainer.accumulate_grad_batches = self._trainers_own
             self._trainers_own = None

@@ -79,22 +79,6 @@ _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins"
 _are_disjoint: Callable[..., bool] = type({}.keys()).isdisjoint
 
 
-def disable_unused_hooks(callback: pl.Callback) -> None:
-    """Have Lightning skip the hooks of a micro-batch that a callback does not use; one that a subclass overrides stays.
-
-    It calls those of every callback at every micro-batch, 2 us for an empty one, and skips what cannot be called.
-    """
-    for hook in _HOOKS_OF_A_MICRO_BATCH:
-        if getattr(type(callback), hook) is getattr(pl.Callback, hook):
-            setattr(callback, hook, None)
-
-
-def restore_unused_hooks(callback: pl.Callback) -> None:
-    """After :func:`disable_unused_hooks`."""
-    for hook in _HOOKS_OF_A_MICRO_BATCH:
-        vars(callback).pop(hook, None)
-
-
 def already_on_cpu(batch: Any) -> Any:
     """What Lightning makes of a batch that is to be moved to the CPU and is there: its tensors, in a container of its own.
 
@@ -342,4 +326,4 @@ def _is_of_this_package(strategy: Strategy, name: str) -> bool:
 
 def _is_inherited(instance: object, base: type, names: tuple[str, ...]) -> bool:
     own = vars(instance)
-    return all(getattr(type(instance), n, None) is getattr(base, n, None) and own.get(n) is None for n in names)
+    return all(getattr(type(instance), n, None) is getattr(base, n, None) and n not in own for n in names)

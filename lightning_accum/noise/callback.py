@@ -20,7 +20,6 @@ from typing_extensions import override
 from lightning_accum import families
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.engine import Engine
-from lightning_accum.hook_table import disable_unused_hooks, restore_unused_hooks
 from lightning_accum.loops import trainer_state
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.noise.measurement import MeasuredMicroBatch, totals
@@ -168,7 +167,6 @@ class GradientNoiseScale(Callback):
         self._accumulation, self._micro_batches = accumulation, []
         accumulation.observer = self
         self._optimizers = strategy.optimizers
-        disable_unused_hooks(self)
 
     # --- one micro-batch ----------------------------------------------------------------------------------------------
 
@@ -285,7 +283,6 @@ class GradientNoiseScale(Callback):
         self._let_go()
 
     def _let_go(self) -> None:
-        restore_unused_hooks(self)
         if self._accumulation is not None:
             self._accumulation.observer = None
         if self._watch is not None:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_accum import families, seams
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.arguments import refuse
+from lightning_accum.arguments import misconfigured, refuse
 from lightning_accum.asked import Asked
 from lightning_accum.at_exit import wait_for_gloo_threads
 from lightning_accum.callback import GradientAccumulation
@@ -147,10 +147,8 @@ class AccumulationMixin(Engine):
         assert module is not None
         refuse(self._asked(trainer))
         assert self.ranks is not None
-        try:
+        with misconfigured():
             self.row_wise = row_wise_of(self.policy, module, self.ranks, self.reduces_every_backward_by_itself)
-        except ValueError as error:
-            raise MisconfigurationException(str(error)) from error
         self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)

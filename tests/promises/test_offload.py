@@ -620,13 +620,6 @@ def test_batch_norm_in_micro_batches_is_warned_of_and_offload_named(policy: dict
     assert len([warning for warning in said if "BatchNorm" in str(warning.message)]) == 1
 
 
-def test_batch_norm_is_no_argument_and_the_error_names_offload() -> None:
-    with pytest.raises(TypeError, match='no argument batch_norm: .*micro_batch="offload"'):
-        GradientAccumulation(micro_batch=4, batch_norm="exact")
-    with pytest.raises(TypeError, match="no argument windw$"):
-        GradientAccumulation(windw=4)
-
-
 def test_windows_of_several_are_checked() -> None:
     with pytest.raises(DoesNotAddUpError):
         trainer("accum", callbacks=[offloaded(2)]).fit(Contrastive(), loader(images()))
