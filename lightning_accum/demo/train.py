@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 import time
@@ -141,8 +142,9 @@ def train_in_processes(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Traine
     """
     # what takes seconds to import is imported once, by a server that the ranks are forked from; Windows has none
     method = "spawn" if sys.platform == "win32" else "forkserver"
-    job = partial(_train_rank, mix, corpus, epochs)
-    trained: Trained = run_on_ranks(job, mix.ranks, SECONDS_TO_START + SECONDS_AN_EPOCH * epochs, method, __name__)
+    multiprocessing.set_forkserver_preload([__name__])
+    job, seconds = partial(_train_rank, mix, corpus, epochs), SECONDS_TO_START + SECONDS_AN_EPOCH * epochs
+    trained: Trained = run_on_ranks(job, mix.ranks, seconds, method)
     return trained
 
 
