@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_accum import DDPAccumulationStrategy
@@ -49,6 +52,17 @@ def ddp(**kwargs: Any) -> DDPAccumulationStrategy:
     return DDPAccumulationStrategy(**{"start_method": "fork", "timeout": timedelta(seconds=60), **kwargs})
 
 
+class OnCPU(DDPAccumulationStrategy):
+    """Lightning registers communication hooks on CUDA only."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"start_method": "fork", "timeout": timedelta(seconds=20), **kwargs})
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+
+
 def end_profile(profile: torch.profiler.profile) -> None:
     """End it once it has all collectives: a thread of gloo notes the end of one after whoever waited for it has gone on."""
     time.sleep(0.1)
@@ -60,6 +74,13 @@ def relative_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True)]
     difference = math.sqrt(sum((a - b).square().sum().item() for a, b in pairs))
     return difference / math.sqrt(sum(b.square().sum().item() for _, b in pairs))
+
+
+def error_of_updates(found: Any, expected: nn.Module, start: nn.Module) -> float:
+    """Of what training has changed, not of what was there before; ``found`` is a module, or its parameters by name."""
+    before, after = dict(start.named_parameters()), dict(expected.named_parameters())
+    found = dict(found.named_parameters()) if isinstance(found, nn.Module) else found
+    return relative_error([found[name] - before[name] for name in after], [after[name] - before[name] for name in after])
 
 
 class ListOfBatches(torch.utils.data.Dataset):
@@ -78,6 +99,47 @@ class ListOfBatches(torch.utils.data.Dataset):
 def loader(batches: Sequence[Any]) -> DataLoader:
     """A loader that yields exactly ``batches``, None included."""
     return DataLoader(ListOfBatches(batches), batch_size=None, shuffle=False)
+
+
+class StatefulLoader:
+    """Knows its place in the data, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+        self.at = self.begin_at = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.begin_at = self.begin_at % len(self), 0
+        for index in range(start, len(self)):
+            self.at = index + 1
+            yield self.batches[index]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin_at = state["at"]
+
+
+class Interrupted(Exception):
+    """Ends a training."""
+
+
+class SaveAfter(Callback):
+    """Takes a checkpoint after so many loader batches of all epochs, and goes on or ends there."""
+
+    def __init__(self, *after: int | None, ends: bool = False, path: str | Path = "inside.ckpt") -> None:
+        self.after, self.ends, self.path = after, ends, str(path)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if batches in self.after:
+            trainer.save_checkpoint(self.path.format(batches))
+            if self.ends:
+                raise Interrupted
 
 
 class Scalar(pl.LightningModule):

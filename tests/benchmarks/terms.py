@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "promises"))
 
 import torch
+from rated import EACH, Rated, rated, rows_of
 from support import loader, relative_error, train_by_hand, trainer
-from test_terms import EACH, Rated, rated, rows_of
 from torch import Tensor
 
 from lightning_accum import GradientAccumulation

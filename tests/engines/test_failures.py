@@ -2,65 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import DEADLINE, run_ranks
 from torch.distributed import distributed_c10d
 
 from lightning_accum.failures import Failure, RankFailedError, first_failure, note_failure, reraise_first_rank_error
-
-DEADLINE = 60
-
-
-def run_ranks(
-    work: Callable[[int], None], world_size: int, leaves_at_once: tuple[int, ...] = (), deadline: float = DEADLINE
-) -> list[str]:
-    """Run ``work`` with a rank in each of so many processes, and return what each ended with: "ended", or its error.
-
-    A rank waits until all have ended, because the store is in the process of rank 0, but for those that leave at once.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def run(rank: int) -> None:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=min(deadline, DEADLINE) / 2))
-        try:
-            work(rank)
-            said = "ended"
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        Path(f"{rank}.part").write_text(said)
-        os.replace(f"{rank}.part", f"{rank}.said")
-        end = time.monotonic() + deadline
-        while rank not in leaves_at_once and len(list(Path().glob("*.said"))) < world_size and time.monotonic() < end:
-            time.sleep(0.02)
-        os._exit(0)  # gloo's threads now and then abort an interpreter that ends
-
-    for old in Path().glob("*.said"):
-        old.unlink()
-    children = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(world_size)]
-    for child in children:
-        child.start()
-    end = time.monotonic() + deadline
-    for child in children:
-        child.join(max(0.0, end - time.monotonic()))
-    late = [rank for rank, child in enumerate(children) if child.is_alive()]
-    for rank in late:
-        os.kill(children[rank].pid, signal.SIGKILL)
-        children[rank].join()
-    assert not late, f"ranks {late} had not ended after {deadline} s"
-    return [Path(f"{rank}.said").read_text() for rank in range(world_size)]
 
 
 def all_reduce() -> None:

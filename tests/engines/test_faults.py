@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from processes import free_port
 from sharded import DoublePrecision, ShardedScalar, fsdp2, needs_sharding_on_cpu, whole_parameters
 from support import Scalar, ddp, loader, python_path, trainer, x
 from torch.distributed import distributed_c10d
@@ -162,11 +162,8 @@ def _fork(works: Sequence[Callable[[], None]], world_size: int) -> End:
 
 def ranks(work: Callable[[], None], world_size: int = 2) -> End:
     """A process a rank, with the variables that torchrun sets: nothing is imported again, so this is quick."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    here |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    here |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
 
     def run(rank: int) -> None:
         os.environ.update(here, RANK=str(rank), LOCAL_RANK=str(rank))

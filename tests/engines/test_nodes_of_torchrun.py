@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from processes import free_port
 from sharded import needs_sharding_on_cpu
 from support import python_path
 
@@ -49,12 +49,6 @@ if __name__ == "__main__":
 
 WINDOWS = [[1, 1, 2, 3, 5, 7], [4, 9, 8, 2, 2], [6]]
 TOTAL = sum(sum(window) / len(window) for window in WINDOWS)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def start_node(node: int, port: int, strategy: str) -> subprocess.Popen:

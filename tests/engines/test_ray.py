@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,9 +17,7 @@ ray = pytest.importorskip("ray")
 train = pytest.importorskip("ray.train")
 from ray.train.lightning import RayLightningEnvironment, prepare_trainer  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
-from support import python_path  # noqa: E402
-from test_examples import EXAMPLES, environment, one_epoch_of_ddp_by_hand  # noqa: E402
-from test_resume import StatefulLoader  # noqa: E402
+from support import StatefulLoader, python_path  # noqa: E402
 
 from lightning_accum import GradientAccumulation  # noqa: E402
 from lightning_accum.ray import RayDDPAccumulationStrategy, RayFSDPAccumulationStrategy  # noqa: E402
@@ -130,13 +126,6 @@ def test_two_workers_take_the_steps_of_the_full_batches_also_resumed_inside_a_wi
             found = torch.load(tmp_path / name / f"{optimizer}.pt", weights_only=False)
             for ours, theirs in zip(found, by_hand(optimizer), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-
-
-def test_the_example_is_the_full_batch(tmp_path: Path) -> None:
-    command = [str(EXAMPLES / "ray_train.py"), "--epochs", "1", "--storage", str(tmp_path)]
-    printed = subprocess.run([sys.executable, *command], env=environment(), check=True, capture_output=True, text=True).stdout
-    (found,) = re.findall(r"^(\d+) steps, loss ([\d.]+)$", printed, re.MULTILINE)
-    assert (int(found[0]), float(found[1])) == one_epoch_of_ddp_by_hand()  # on the same data
 
 
 def test_ray_takes_the_sharded_strategy() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import Scalar, ddp, loader, relative_error, trainer, x
-from test_resume import StatefulLoader
+from support import SaveAfter, Scalar, StatefulLoader, ddp, loader, relative_error, trainer, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -186,21 +184,16 @@ def test_parameter_that_no_rank_used_in_a_window_of_tokens_stays(micro_batch: in
     assert error_over_ranks(by_rank, policy, arguments, full=by_rank) < 1e-12
 
 
-def test_parameter_that_was_used_before_a_checkpoint_and_not_after_is_reduced(tmp_path: Path) -> None:
+def test_parameter_that_was_used_before_a_checkpoint_and_not_after_is_reduced() -> None:
     by_rank = [of_tasks(1, 0, 1), of_tasks(2, 0)], [of_tasks(11, 0), of_tasks(12, 0)]
 
     class Resumable(Heads):
         def train_dataloader(self) -> Any:
             return StatefulLoader(self.by_rank[self.trainer.global_rank])
 
-    class Save(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.fit_loop.epoch_loop.batch_idx == 0:
-                trainer.save_checkpoint(tmp_path / "inside.ckpt")
-
-    for checkpoint in (None, tmp_path / "inside.ckpt"):
+    for checkpoint in (None, "inside.ckpt"):
         module = Resumable(by_rank)
-        run = trainer(ddp(find_unused_parameters=True), devices=2, accumulate_grad_batches=2, callbacks=[Save()])
+        run = trainer(ddp(find_unused_parameters=True), devices=2, accumulate_grad_batches=2, callbacks=[SaveAfter(1)])
         run.fit(module, ckpt_path=checkpoint)
         assert relative_error(module.parameters(), on_one_rank(by_rank, 2).parameters()) < 1e-12
 
@@ -227,14 +220,3 @@ def test_window_of_tokens_where_a_rank_has_no_batch_to_split(sync: str) -> None:
     trainer(ddp(sync=sync), devices=2, callbacks=[GradientAccumulation(Tokens(2), micro_batch=1)]).fit(module)
     windows = [[1, 2], [3, 6], [7, 8], [9, 4, 10], [5, 11], [12]]
     assert module.total == pytest.approx(sum(sum(window) / len(window) for window in windows), rel=1e-12)
-
-
-@pytest.mark.some_cases(3)
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-def test_ranks_with_different_numbers_of_micro_batches(sync: str, window: int) -> None:
-    by_rank = [[x(1, 2, 3, 4, 5), x(7, 9), None, x(6)], [x(10), x(1, 2, 3, 4, 5, 6), x(8, 8, 8), x(3, 4)]]
-    module = Scalar(by_rank=by_rank)
-    trainer(ddp(sync=sync), devices=2, callbacks=[GradientAccumulation(window, micro_batch=2)]).fit(module)
-    expected = [25 / 6, 37 / 8, 24 / 3, 13 / 3] if window == 1 else [62 / 14, 37 / 6]
-    assert module.total == pytest.approx(sum(expected), rel=1e-12)

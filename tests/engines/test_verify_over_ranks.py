@@ -227,102 +227,40 @@ class Planted(NamedTuple):
 
 
 PLANTED = {
-    "a rank counted twice": Planted(
-        RankCountsTwice,
-        "accum_ddp",
-        "rank 1",
-        "rank 0 1 times, rank 1 2 times",
-    ),
-    "a rank left out": Planted(
-        RankIsLeftOut,
-        "accum_ddp",
-        "rank 1",
-        "rank 1 .* times.* Those of rank 1 are left out",
-    ),
-    "mean over ranks of means": Planted(
-        Language,
-        "ddp",
-        "mean over ranks of means",
-        "as much as any other, .*weigh",
-    ),
+    "a rank counted twice": Planted(RankCountsTwice, "accum_ddp", "rank 1", "rank 0 1 times, rank 1 2 times"),
+    "a rank left out": Planted(RankIsLeftOut, "accum_ddp", "rank 1", "rank 1 .* times.* Those of rank 1 are left out"),
+    "mean over ranks of means": Planted(Language, "ddp", "mean over ranks of means", "as much as any other, .*weigh"),
     "loss times the world size": Planted(
-        TimesWorldSize,
-        "accum_ddp",
-        "loss of all ranks",
-        "rank 0: 2 times, rank 1: 2 times.*number of ranks",
+        TimesWorldSize, "accum_ddp", "loss of all ranks", "rank 0: 2 times, rank 1: 2 times.*number of ranks"
     ),
-    "loss of one rank scaled": Planted(
-        RankScalesItsLoss,
-        "accum_ddp",
-        "loss of a rank",
-        r"\(rank 1: 2 times\)",
-    ),
-    "loss of one rank scaled oddly": Planted(
-        LocalCount,
-        "accum_ddp",
-        "loss of a rank",
-        "(?i)rank 1",
-    ),
+    "loss of one rank scaled": Planted(RankScalesItsLoss, "accum_ddp", "loss of a rank", r"\(rank 1: 2 times\)"),
+    "loss of one rank scaled oddly": Planted(LocalCount, "accum_ddp", "loss of a rank", "(?i)rank 1"),
     "no division by the world size": Planted(
-        Language,
-        WithHook(sum_times(1.0)),
-        "scale over the ranks",
-        "2 times .*number of ranks is multiplied by once too",
+        Language, WithHook(sum_times(1.0)), "scale over the ranks", "2 times .*number of ranks is multiplied by once too"
     ),
     "two divisions by the world size": Planted(
-        Language,
-        WithHook(sum_times(0.25)),
-        "scale over the ranks",
-        "0.5 times .*divided by once too often",
+        Language, WithHook(sum_times(0.25)), "scale over the ranks", "0.5 times .*divided by once too often"
     ),
     "a parameter left out of the reduction": Planted(
-        Language,
-        HeadIsIgnored(),
-        "reduction of a parameter",
-        r"net\.head\.bias is not reduced",
+        Language, HeadIsIgnored(), "reduction of a parameter", r"net\.head\.bias is not reduced"
     ),
     "other buffers": Planted(
-        OtherBuffers,
-        DDPAccumulationStrategy(broadcast_buffers=False),
-        "buffers of a rank",
-        "On rank 1 temperature is not",
+        OtherBuffers, DDPAccumulationStrategy(broadcast_buffers=False), "buffers of a rank", "On rank 1 temperature is not"
     ),
-    "other seeds": Planted(
-        OtherSeeds,
-        "accum_ddp",
-        "seeds of the ranks",
-        r"seeded otherwise on each rank \(0, 1\)",
-    ),
+    "other seeds": Planted(OtherSeeds, "accum_ddp", "seeds of the ranks", r"seeded otherwise on each rank \(0, 1\)"),
     "other parameters": Planted(
-        OtherParameters,
-        "accum_ddp",
-        "parameters before the step",
-        "On all ranks net.head.weight, net.head.bias are",
+        OtherParameters, "accum_ddp", "parameters before the step", "On all ranks net.head.weight, net.head.bias are"
     ),
     "half precision": Planted(
-        Language,
-        WithHook(default_hooks.fp16_compress_hook),
-        "precision of the reduction",
-        "rounded to float16",
+        Language, WithHook(default_hooks.fp16_compress_hook), "precision of the reduction", "rounded to float16"
     ),
     "a rank without a loss": Planted(
-        RankIsSilent,
-        "accum_ddp",
-        "micro-batches of a rank",
-        "Rank 1 has 0 micro-batches with a loss, .* has 1",
+        RankIsSilent, "accum_ddp", "micro-batches of a rank", "Rank 1 has 0 micro-batches with a loss, .* has 1"
     ),
     "another learning rate": Planted(
-        OtherLearningRate,
-        "accum_ddp",
-        "optimizer step of rank 1",
-        "Rank 1 has the gradient of the full batch",
+        OtherLearningRate, "accum_ddp", "optimizer step of rank 1", "Rank 1 has the gradient of the full batch"
     ),
-    "a division after the reduction": Planted(
-        DividedAfterReduction,
-        "accum_ddp",
-        "after the reduction",
-        "0.5 times as large",
-    ),
+    "a division after the reduction": Planted(DividedAfterReduction, "accum_ddp", "after the reduction", "0.5 times as large"),
 }
 
 
@@ -461,12 +399,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("module", "arguments", "status", "found"),
     [
-        (
-            "Sharded",
-            ["--strategy", "accum_model_parallel", "--window", "2"],
-            0,
-            "Sharded takes the same optimizer step on 2",
-        ),
+        ("Sharded", ["--strategy", "accum_model_parallel", "--window", "2"], 0, "Sharded takes the same optimizer step on 2"),
         ("RankCountsTwice", [], 1, "rank 1: The rows of the ranks do not count alike: rank 0 1 times, rank 1 2"),
     ],
 )

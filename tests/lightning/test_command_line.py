@@ -429,3 +429,20 @@ def test_the_configuration_that_lightning_saves_beside_the_logs_trains_the_same_
     again = LightningCLI(Numbers, args=["fit", "--config", str(saved)], save_config_kwargs={"overwrite": True})
     assert first.model.gradients == again.model.gradients
     assert len(again.model.gradients) == (6 if case == "by epoch" else 4)
+
+
+class InBfloat16(Scalar):
+    """Its gradients are 256, 1 and 1: in bfloat16 their sum is 256."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.tensor([value]) for value in (256.0, 1.0, 1.0, 129.0)])
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.w * batch).mean()
+
+
+@needs_jsonargparse
+def test_a_yaml_file_names_the_type_of_the_sums() -> None:
+    cli = fit(config({"window": 4, "accumulate_dtype": "torch.float32"}, precision="bf16-true"), InBfloat16)
+    assert policy_of(cli).accumulate_dtype == torch.float32
+    assert cli.model.gradients == [torch.tensor(387 / 4).bfloat16().item()]

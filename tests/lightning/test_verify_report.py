@@ -244,12 +244,7 @@ WRONG: dict[str, Any] = {
     "manual optimization": (ManualOptimBoringModel, BATCH, {"micro_batch": 2}, "automatic_optimization=False"),
     "a module with an iterator": (Streaming, BATCH, {"micro_batch": 2}, r"streams\['train'\] is an iterator \(list_iterator\)"),
     "a module without shapes": (Lazy, BATCH, {"micro_batch": 2}, "^layer.(weight|bias) has no shape yet"),
-    "a loss that depends on nothing": (
-        Untrained,
-        BATCH,
-        {"micro_batch": 2},
-        "The full batch has no gradient: training_step",
-    ),
+    "a loss that depends on nothing": (Untrained, BATCH, {"micro_batch": 2}, "The full batch has no gradient: training_step"),
     "a module of one type": (Single, BATCH, {"micro_batch": 2}, 'precision="32-true"'),
     "a recurrent module of one type": (Recurrent, BATCH, {"micro_batch": 2}, 'precision="32-true"'),
     "no module": (lambda: nn.Linear(2, 2), BATCH, {"micro_batch": 2}, "takes a LightningModule"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_failures import run_ranks
+from processes import run_ranks
 
 from lightning_accum.checkpointing import whole as whole_checkpoint
 from lightning_accum.checkpointing.whole import atomic_checkpoint

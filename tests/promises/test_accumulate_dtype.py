@@ -7,7 +7,6 @@ hand in float64 and rounded once, give the parameters to the bit. In bfloat16 th
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,12 +17,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from resumed import assert_goes_on, train
 from sharded import fsdp2, needs_sharding_on_cpu
 from support import OPTIMIZERS, Language, Scalar, ddp, language_loss, loader, pad, relative_error, sentences, trainer
-from test_auto import BATCHES as AUTO_BATCHES
-from test_auto import Limited
-from test_command_line import config, fit, needs_jsonargparse, policy_of
-from test_resume import assert_goes_on, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -174,29 +170,6 @@ def test_clipping_and_hooks_find_the_gradient_in_the_type_of_the_parameter() -> 
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), expected.parameters(), strict=True))
     assert module.types == {torch.float32}
     assert module.seen_inside == [None] * len(module.seen_inside)
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_attempt_that_runs_out_of_memory_leaves_nothing_in_the_sums(where: str) -> None:
-    class LaterLimited(Limited):
-        def limit_here(self) -> int:  # there is room for the first batch of each window, and for less in the second
-            return 16 if self.trainer.fit_loop.epoch_loop.batch_idx % 3 == 0 else 4
-
-    def fitted(module: pl.LightningModule, **policy: Any) -> pl.LightningModule:
-        callback = GradientAccumulation(trim_padding=False, accumulate_dtype=torch.float64, **policy)
-        trainer(callbacks=[callback], max_epochs=2).fit(module, loader(AUTO_BATCHES[:3]))
-        return module
-
-    found = fitted(LaterLimited("adamw", where=where).float(), window=3, micro_batch="auto")
-    first = fitted(Limited("adamw", 4, where).float(), micro_batch="auto")  # fails in the first batch of a window
-    expected = Language("adamw").float()
-    fitted(expected, micro_batch=4)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), expected.parameters(), strict=True))
-    whole = Language("adamw").float()
-    fitted(whole, window=3)
-    # the same rows in other micro-batches: their gradients round otherwise, before they are added up
-    assert relative_error(found.parameters(), whole.parameters()) < 1e-5
 
 
 @pytest.mark.some_cases(1, 2)
@@ -573,24 +546,3 @@ def test_where_no_parameter_is_narrower_nothing_changes() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for a, b in zip(fitted(dtype).parameters(), fitted(None).parameters(), strict=True):
             assert torch.equal(a, b)
-
-
-# --- the command line ------------------------------------------------------------------------------------------------------
-
-
-class InBfloat16(Scalar):
-    """Its gradients are 256, 1 and 1: in bfloat16 their sum is 256."""
-
-    def __init__(self) -> None:
-        super().__init__([torch.tensor([value]) for value in (256.0, 1.0, 1.0, 129.0)])
-
-    def loss(self, batch: Tensor) -> Tensor:
-        return (self.w * batch).mean()
-
-
-@needs_jsonargparse
-def test_a_yaml_file_names_the_type() -> None:
-    cli = fit(config({"window": 4, "accumulate_dtype": "torch.float32"}, precision="bf16-true"), InBfloat16)
-    assert policy_of(cli).accumulate_dtype == torch.float32
-    assert cli.model.gradients == [torch.tensor(387 / 4).bfloat16().item()]
-    assert math.isclose(cli.model.gradients[0], 96.75, rel_tol=BFLOAT16_ROUNDING)

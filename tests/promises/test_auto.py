@@ -91,18 +91,36 @@ def test_auto_equals_the_size_that_it_ends_with_bit_for_bit() -> None:
         assert torch.equal(found, wanted)
 
 
+class LaterLimited(Limited):
+    """Has room for the first batch of each window of three, and for less in the others."""
+
+    less = 5
+
+    def limit_here(self) -> int:
+        return 16 if self.trainer.fit_loop.epoch_loop.batch_idx % 3 == 0 else self.less
+
+
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_gradients_of_earlier_batches_of_the_window_are_kept(where: str) -> None:
     whole = Language("adamw")
     trainer("auto", max_epochs=EPOCHS).fit(whole, loader([pad(ROWS[i : i + 3 * BATCH]) for i in range(0, len(ROWS), 3 * BATCH)]))
-
-    class LaterLimited(Limited):
-        def limit_here(self) -> int:  # there is room for the first batch of each window, and for less in the second
-            return 16 if self.trainer.fit_loop.epoch_loop.batch_idx % 3 == 0 else 5
-
     module = fit(LaterLimited("adamw", where=where), window=3)
     assert relative_error(module.parameters(), whole.parameters()) < 1e-12
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_attempt_that_runs_out_of_memory_leaves_nothing_in_the_sums(where: str) -> None:
+    def fitted(module: pl.LightningModule, **policy: Any) -> pl.LightningModule:
+        return fit(module.float(), trim_padding=False, accumulate_dtype=torch.float64, **policy)
+
+    first = fitted(Limited("adamw", 4, where))  # fails in the first batch of a window
+    expected = fitted(Language("adamw"), micro_batch=4)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), expected.parameters(), strict=True))
+    found, whole = fitted(LaterLimited("adamw", where=where), window=3), fitted(Language("adamw"), window=3, micro_batch=None)
+    # the same rows in other micro-batches: their gradients round otherwise, before they are added up
+    assert relative_error(found.parameters(), whole.parameters()) < 1e-5
 
 
 # --- anything that the attempt changed --------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import support
 import torch
-from support import Language, ddp, loader, pad, relative_error, sentences, train_by_hand, trainer
+from support import Language, ddp, loader, pad, sentences, train_by_hand, trainer
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -70,9 +71,7 @@ def compiled_whole(optimizer: str = "adamw", backend: str = "aot_eager", **kwarg
 def error_of_updates(module: Any, optimizer: str, epochs: int) -> float:
     """Of what training has changed, against full batches in a hand-written loop that is not compiled."""
     module = getattr(module, "_orig_mod", module)
-    by_hand, start = train_by_hand(Small(optimizer), WHOLE, epochs), Small(optimizer)
-    moved = [[a - b for a, b in zip(m.parameters(), start.parameters(), strict=True)] for m in (module, by_hand)]
-    return relative_error(*moved)
+    return support.error_of_updates(module, train_by_hand(Small(optimizer), WHOLE, epochs), Small(optimizer))
 
 
 class Compilations(pl.Callback):

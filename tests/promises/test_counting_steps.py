@@ -123,11 +123,7 @@ def test_hooks_averages_validations_and_checkpoints_are_as_many_as_steps(name: s
     first, last = Listens(), Listens()
     module, steps = Distance(batches), ends[-1]
     policy = GradientAccumulation(**policy, validate_every=every)
-    run = trainer(
-        callbacks=[first, policy, ema(), checkpoints("saved", every), last],
-        max_epochs=3,
-        enable_checkpointing=True,
-    )
+    run = trainer(callbacks=[first, policy, ema(), checkpoints("saved", every), last], max_epochs=3, enable_checkpointing=True)
     run.fit(module)
     assert run.global_step == len(module.stepped) == steps
     assert first.steps == last.steps == list(range(1, steps + 1))

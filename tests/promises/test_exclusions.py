@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sharded import ForkedFSDP2, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
-from support import Scalar, ddp, trainer, x
-from test_ddp_options import OnCPU
+from support import OnCPU, Scalar, ddp, trainer, x
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

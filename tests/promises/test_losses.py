@@ -18,8 +18,8 @@ from loss_table import LOSSES
 from loss_table.known import OPEN, OPEN_ON_RANKS, Known
 from loss_table.rows import Kind, Loss, Trained, data
 from loss_table.training import WAYS, Outcome, accumulation, by_hand, examine, faults, micro_batches, outcome
+from processes import run_ranks
 from support import loader, relative_error, trainer
-from test_failures import run_ranks
 
 from lightning_accum import DDPAccumulationStrategy, GradientAccumulation
 from lightning_accum.user_warnings import AccumulationWarning

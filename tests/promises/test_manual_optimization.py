@@ -13,194 +13,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning_utilities.core import rank_zero
+from manual_modules import ALL, F64, GAN, MAML, SIZES, Closures, Dependent, Manual, RawOptimizers, TwoSchedulers, draw, full_batches
 from sharded import fsdp2, needs_sharding_on_cpu, whole_parameters
-from support import OPTIMIZERS, Scalar, ddp, fp16_on_cpu, loader, relative_error, trainer, x
-from test_resume import StatefulLoader
+from support import SaveAfter, Scalar, StatefulLoader, ddp, fp16_on_cpu, relative_error, trainer, x
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from lightning_accum import GradientAccumulation
 from lightning_accum.user_warnings import AccumulationWarning
-
-F64 = torch.float64
-
-
-def joined(batches: list[Any]) -> Any:
-    return torch.cat(batches) if isinstance(batches[0], Tensor) else [torch.cat(parts) for parts in zip(*batches, strict=True)]
-
-
-class Manual(pl.LightningModule):
-    """What the modules here share: batches, an own loader for each rank, two optimizers. Nothing in them knows of windows."""
-
-    def __init__(self, by_rank: list[list[Any]], optimizer: str = "sgd") -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.automatic_optimization = False
-        self.by_rank, self.optimizer = by_rank, optimizer
-        self.build()
-        self.register_buffer("seen", torch.zeros(2))
-        self.to(F64)
-
-    def on_train_end(self) -> None:  # a buffer comes back from other processes
-        schedulers = self.trainer.strategy.lr_scheduler_configs
-        last = schedulers[0].scheduler.last_epoch if schedulers else 0
-        self.seen = torch.tensor([self.trainer.global_step, last], dtype=F64)
-
-    def train_dataloader(self) -> DataLoader:
-        return loader(self.by_rank[self.trainer.global_rank])
-
-    def configure_optimizers(self) -> Any:
-        return [OPTIMIZERS[self.optimizer](net.parameters()) for net in (self.generator, self.discriminator)]
-
-    def build(self) -> None:
-        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-        self.discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-class GAN(Manual):
-    """Both backwards, then both steps. The generator's backward leaves gradients in the discriminator, which zero_grad clears."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        real, noise = batch
-        opt_g, opt_d = self.optimizers()
-        fake = self.generator(noise)
-        loss_g = F.softplus(-self.discriminator(fake)).mean()
-        loss_real = F.softplus(-self.discriminator(real)).mean()
-        loss_fake = F.softplus(self.discriminator(fake.detach())).mean()
-        opt_g.zero_grad()
-        self.manual_backward(loss_g)
-        opt_d.zero_grad()
-        self.manual_backward(loss_real)
-        self.manual_backward(loss_fake)
-        self.clip_gradients(opt_d, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
-        opt_g.step()
-        opt_d.step()
-        self.log("loss_g", loss_g)
-        return loss_g
-
-
-class Toggled(Manual):
-    """Each optimizer's turn in toggle_optimizer; zero_grad after the step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        real, noise = batch
-        opt_g, opt_d = self.optimizers()
-        self.toggle_optimizer(opt_g)
-        loss_g = F.softplus(-self.discriminator(self.generator(noise))).mean()
-        self.manual_backward(loss_g)
-        self.untoggle_optimizer(opt_g)
-        self.toggle_optimizer(opt_d)
-        with torch.no_grad():
-            fake = self.generator(noise)
-        both = self.discriminator(torch.cat((real, fake))).flatten()
-        labels = torch.cat((torch.ones(len(real)), torch.zeros(len(fake)))).to(both)
-        self.manual_backward(F.binary_cross_entropy_with_logits(both, labels))
-        self.untoggle_optimizer(opt_d)
-        for optimizer in (opt_d, opt_g):
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-
-
-class Closures(Manual):
-    """Steps by closures, each of which runs its own backward. The two networks do not depend on each other."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        real, noise = batch
-        opt_g, opt_d = self.optimizers()
-
-        def closure_g() -> Tensor:
-            opt_g.zero_grad()
-            loss = self.generator(noise).square().mean()
-            self.manual_backward(loss)
-            return loss
-
-        def closure_d() -> Tensor:
-            opt_d.zero_grad()
-            loss = (self.discriminator(real) - 1).abs().mean()
-            self.manual_backward(loss)
-            return loss
-
-        opt_g.step(closure=closure_g)
-        opt_d.step(closure=closure_d)
-
-
-class MAML(Manual):
-    """An inner step through which the outer loss is differentiated: a gradient of a gradient."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer](self.parameters())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        support, query = batch.split((5, 4), dim=1)  # each (tasks, samples, 3): two inputs and a target
-        losses = []
-        for task_support, task_query in zip(support, query, strict=True):
-            weights = dict(self.net.named_parameters())
-            for _ in range(2):
-                found = functional_call(self.net, weights, (task_support[:, :2],))
-                inner = F.mse_loss(found[:, 0], task_support[:, 2])
-                gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
-                weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
-            found = functional_call(self.net, weights, (task_query[:, :2],))
-            losses.append((found[:, 0] - task_query[:, 2]).square())
-        loss = torch.cat(losses).mean()
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
-
-
-class TwoSchedulers(GAN):
-    """Each optimizer has a scheduler, which the module steps after every step."""
-
-    def configure_optimizers(self) -> Any:
-        optimizers = super().configure_optimizers()
-        schedulers = [
-            torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7),
-            torch.optim.lr_scheduler.LambdaLR(optimizers[1], lambda step: 1 / (1 + step)),
-        ]
-        return optimizers, schedulers
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        for scheduler in self.lr_schedulers():
-            scheduler.step()
-        return loss
-
-
-class RawOptimizers(GAN):
-    """The module's own references to its optimizers, without Lightning's wrapper."""
-
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        return super().optimizers(use_pl_optimizer=False)
-
-
-SIZES = [[3, 1, 4, 2, 2, 5, 1], [2, 2, 6, 1, 3, 1, 4]]  # of the loader batches of two ranks; the last window is a tail
-
-
-def draw(module: type[Manual], ranks: int, seed: int = 3) -> list[list[Any]]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def batch(size: int) -> Any:
-        if module is MAML:
-            return torch.randn(size, 9, 3, generator=generator, dtype=F64)
-        return [torch.randn(size, 2, generator=generator, dtype=F64), torch.randn(size, 3, generator=generator, dtype=F64)]
-
-    return [[batch(size) for size in sizes] for sizes in SIZES[:ranks]]
-
-
-def full_batches(by_rank: list[list[Any]], size: int) -> list[Any]:
-    """The same data, in one process: a batch for each window, of all ranks."""
-    windows = range(0, len(by_rank[0]), size)
-    return [joined([batch for batches in by_rank for batch in batches[begin : begin + size]]) for begin in windows]
-
-
-ALL = [GAN, Toggled, Closures, MAML, TwoSchedulers, RawOptimizers]
 
 
 @pytest.mark.some_cases(6)
@@ -327,23 +147,7 @@ def test_one_line_says_which_backward_is_which_loss(tmp_path: Path, ranks: int) 
     assert f"a window is 3 loader batches{' on each of 2 ranks' if ranks == 2 else ''}, " in line
     assert "; the module optimizes by itself; " in line
     for name, lineno in zip(("window/loss", "window/loss_2", "window/loss_3"), backwards, strict=True):
-        assert f"{name} is that of manual_backward in test_manual_optimization.py:{lineno}, weight: mean, each micro-batch" in line
-
-
-class Dependent(Manual):
-    """The discriminator steps, then the generator's loss is computed with the new discriminator."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        real, noise = batch
-        opt_g, opt_d = self.optimizers()
-        fake = self.generator(noise)
-        loss_d = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
-        opt_d.zero_grad()
-        self.manual_backward(loss_d)
-        opt_d.step()
-        opt_g.zero_grad()
-        self.manual_backward(F.softplus(-self.discriminator(fake)).mean())
-        opt_g.step()
+        assert f"{name} is that of manual_backward in manual_modules.py:{lineno}, weight: mean, each micro-batch" in line
 
 
 def test_a_step_before_a_loss_that_depends_on_it_is_named() -> None:
@@ -352,41 +156,6 @@ def test_a_step_before_a_loss_that_depends_on_it_is_named() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*then calls manual_backward.*")
         fitted(Dependent(draw(GAN, 1)), size=1)
-
-
-class DependentToggled(Dependent):
-    """The same, each optimizer in its turn of toggle_model, with the step in a closure."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        real, noise = batch
-        opt_g, opt_d = self.optimizers()
-
-        def closure_d() -> None:
-            opt_d.zero_grad()
-            loss_real = F.softplus(-self.discriminator(real)).mean()
-            self.manual_backward(loss_real)
-            self.manual_backward(F.softplus(self.discriminator(self.generator(noise).detach())).mean())
-            assert not any(parameter.requires_grad for parameter in self.generator.parameters())
-
-        with opt_d.toggle_model():
-            opt_d.step(closure=closure_d)
-        with opt_g.toggle_model():
-            opt_g.zero_grad()
-            loss = F.softplus(-self.discriminator(self.generator(noise))).mean()
-            self.manual_backward(loss)
-            assert not any(parameter.requires_grad for parameter in self.discriminator.parameters())
-            opt_g.step()
-        self.log("loss_g", loss, on_epoch=True)
-
-
-class DependentRaw(Dependent):
-    """The same, with the optimizers themselves instead of Lightning's wrappers."""
-
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        return super().optimizers(use_pl_optimizer=False)
-
-
-DEPENDENT = [Dependent, DependentToggled, DependentRaw]
 
 
 def test_parameters_that_only_some_ranks_use() -> None:
@@ -478,14 +247,6 @@ def test_optimizers_and_schedulers_are_left_as_they_were() -> None:
     assert not torch.equal(before, kept[1].param_groups[0]["params"][0])  # it does not wait any more
 
 
-class SavesInside(pl.Callback):
-    """Takes a checkpoint after a loader batch and goes on; two windows of three are one and a third later."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.total.ready == 4:
-            trainer.save_checkpoint("inside.ckpt")
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(ranks: int) -> None:
     class Stateful(TwoSchedulers):
@@ -494,7 +255,7 @@ def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(ranks: int) -> None:
 
     by_rank = draw(GAN, ranks)
     whole, resumed = Stateful(by_rank, "adamw"), Stateful(by_rank, "adamw")
-    fitted(whole, ranks=ranks, callbacks=[GradientAccumulation(3), SavesInside()], accumulate_grad_batches=1)
+    fitted(whole, ranks=ranks, callbacks=[GradientAccumulation(3), SaveAfter(4)], accumulate_grad_batches=1)  # a third of a window
     run = trainer(ddp() if ranks == 2 else "accum", devices=ranks, callbacks=[GradientAccumulation(3)])
     run.fit(resumed, ckpt_path="inside.ckpt")
     for name, value in whole.state_dict().items():
@@ -524,15 +285,10 @@ def test_a_checkpoint_inside_the_first_window_holds_what_ranks_of_unequal_batche
             self.manual_backward(self.net(batch).square().mean())
             optimizer.step()
 
-    class SavesFirst(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 0:
-                trainer.save_checkpoint("inside.ckpt")
-
     generator = torch.Generator().manual_seed(1)
     by_rank = [[torch.randn(rows, 3, generator=generator, dtype=F64) for rows in sizes] for sizes in ((2, 3, 2), (9, 8, 9))]
     whole, resumed = Mean(by_rank), Mean(by_rank)
-    run = trainer(ddp(), devices=2, callbacks=[GradientAccumulation(3), SavesFirst()])
+    run = trainer(ddp(), devices=2, callbacks=[GradientAccumulation(3), SaveAfter(1)])
     run.fit(whole)
     run = trainer(ddp() if resumed_on == 2 else "accum", devices=resumed_on, callbacks=[GradientAccumulation(3)])
     run.fit(resumed, ckpt_path="inside.ckpt")
@@ -568,27 +324,17 @@ class Half(Scalar):
 
 @pytest.mark.parametrize("after", [1, 2, 4, 5])
 def test_a_manual_window_goes_on_after_loader_batches_of_none(after: int) -> None:
-    class Saves(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.fit_loop.epoch_loop.batch_progress.total.ready == after:
-                trainer.save_checkpoint("inside.ckpt")
-
     batches = [None, x(1), x(2), x(5), None, x(7)]
     whole, resumed = Half(batches), Half(batches)
-    callbacks = [GradientAccumulation(lambda step: 3), Saves()]
+    callbacks = [GradientAccumulation(lambda step: 3), SaveAfter(after)]
     trainer("accum", callbacks=callbacks).fit(whole)
     trainer("accum", callbacks=[GradientAccumulation(lambda step: 3)]).fit(resumed, ckpt_path="inside.ckpt")
     assert resumed.w.item() == whole.w.item() == -(1.5 + 6)
 
 
 def test_a_window_of_the_trainers_does_not_go_on_in_manual_optimization() -> None:
-    class Saves(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 3:
-                trainer.save_checkpoint("inside.ckpt")
-
     batches = [x(1), x(2), x(3), x(5), x(7), x(9)]
-    trainer("accum", callbacks=[GradientAccumulation(3), Saves()]).fit(Half(batches, is_automatic=True))
+    trainer("accum", callbacks=[GradientAccumulation(3), SaveAfter(4)]).fit(Half(batches, is_automatic=True))
     resumed = Half(batches)
     with pytest.warns(UserWarning, match="of 3 loader batches .*Now it is .* of a module that optimizes by itself: the"):
         trainer("accum", callbacks=[GradientAccumulation(3)]).fit(resumed, ckpt_path="inside.ckpt")
@@ -619,14 +365,9 @@ def test_a_resumed_manual_training_drops_tails_and_shows_epochs_as_the_whole_one
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
             pl_module.epochs.append(float(trainer.callback_metrics["window/loss_epoch"]))
 
-    class SavesAfter(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.fit_loop.epoch_loop.batch_progress.total.ready == after:
-                trainer.save_checkpoint("inside.ckpt")
-
     whole, resumed = Stepping(), Stepping()
     policy = {"window": 3, "tail": "drop"}
-    trainer("accum", max_epochs=3, callbacks=[GradientAccumulation(**policy), SavesAfter()]).fit(whole)
+    trainer("accum", max_epochs=3, callbacks=[GradientAccumulation(**policy), SaveAfter(after)]).fit(whole)
     trainer("accum", max_epochs=3, callbacks=[GradientAccumulation(**policy)]).fit(resumed, ckpt_path="inside.ckpt")
     assert resumed.w.item() == whole.w.item()
     is_in_first_epoch = after < 5
@@ -646,22 +387,6 @@ class NeverZero(Manual):
         opt_g, _ = self.optimizers()
         self.manual_backward(self.discriminator(self.generator(batch[1])).square().mean())
         opt_g.step()
-
-
-class Remembers(Manual):
-    """What one part of training_step keeps on the module, a later part uses, after a step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        real, noise = batch
-        opt_g, opt_d = self.optimizers()
-        self.fake = self.generator(noise)
-        opt_g.zero_grad()
-        self.manual_backward(F.softplus(-self.discriminator(self.fake)).mean())
-        opt_g.step()
-        opt_d.zero_grad()
-        both = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(self.fake.detach())).mean()
-        self.manual_backward(both)
-        opt_d.step()
 
 
 class OwnScheduler(GAN):

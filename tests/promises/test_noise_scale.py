@@ -70,9 +70,7 @@ def samples(*sizes: int, seed: int = 0) -> list[Tensor]:
 
 
 def by_hand(
-    windows: Sequence[Sequence[tuple[Any, float]]],
-    gradient_of: Callable[[Any], Tensor],
-    step: Callable[[Tensor], None],
+    windows: Sequence[Sequence[tuple[Any, float]]], gradient_of: Callable[[Any], Tensor], step: Callable[[Tensor], None]
 ) -> tuple[float, float]:
     """S and |G|^2, means over the windows, by the paper's formulas for two sizes of batch, from gradients taken one by one.
 
@@ -643,8 +641,7 @@ def test_manual_optimization_is_refused() -> None:
 
 @needs_sharding_on_cpu
 @pytest.mark.parametrize(
-    ("strategy", "says"),
-    [(lambda: fsdp1(), 'FSDP1.*"accum_model_parallel"'), (lambda: fsdp2(1, 2), "tensor_parallel_size=1")],
+    ("strategy", "says"), [(lambda: fsdp1(), 'FSDP1.*"accum_model_parallel"'), (lambda: fsdp2(1, 2), "tensor_parallel_size=1")]
 )
 def test_gradients_that_no_rank_has_are_refused_before_training(strategy: Any, says: str) -> None:
     class Untrained(ShardedOfRank):

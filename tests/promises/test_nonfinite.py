@@ -15,8 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from sharded import fsdp2, needs_sharding_on_cpu, shard, whole_parameters
-from support import OPTIMIZERS, ddp, fp16_on_cpu, loader, relative_error, trainer
-from test_resume import StatefulLoader
+from support import OPTIMIZERS, SaveAfter, StatefulLoader, ddp, fp16_on_cpu, loader, relative_error, trainer
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -503,12 +502,7 @@ def test_sparse_gradients() -> None:
     assert relative_error([module.table.weight], [rows - 0.5 * rows.grad]) <= 1e-12
 
 
-def test_checkpoint_inside_a_window_knows_what_was_skipped(tmp_path: Path) -> None:
-    class Stop(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 4:
-                trainer.save_checkpoint(tmp_path / "inside.ckpt")
-
+def test_checkpoint_inside_a_window_knows_what_was_skipped() -> None:
     class Resumable(OfBatches):
         def train_dataloader(self) -> Any:
             return StatefulLoader(self.by_rank[0])
@@ -516,12 +510,12 @@ def test_checkpoint_inside_a_window_knows_what_was_skipped(tmp_path: Path) -> No
     bad = labels(0, 1, fault=NAN_LOSS)
     batches = [labels(0, 1), bad, labels(1, seed=1), bad, labels(2, seed=2), bad]
     whole = Resumable(batches)
-    fit(whole, "accum", 3, callbacks=[Stop()])
-    state = torch.load(tmp_path / "inside.ckpt", weights_only=False)["callbacks"]["GradientAccumulation"]
+    fit(whole, "accum", 3, callbacks=[SaveAfter(5)])
+    state = torch.load("inside.ckpt", weights_only=False)["callbacks"]["GradientAccumulation"]
     assert (state["skipped_micro_batches"], state["window"]["left_out"]) == (1, 1)
     resumed = Resumable(batches)
     run = trainer("accum", callbacks=[GradientAccumulation(3, on_nonfinite="skip")])
-    run.fit(resumed, ckpt_path=tmp_path / "inside.ckpt")
+    run.fit(resumed, ckpt_path="inside.ckpt")
     assert relative_error(resumed.parameters(), whole.parameters()) == 0
     assert run.callback_metrics["window/skipped_micro_batches"] == 2
     assert run.callback_metrics["window/total_skipped_micro_batches"] == 3

@@ -13,10 +13,10 @@ import pytest
 import torch
 from alive import Alive
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from manual_modules import ALL, DEPENDENT, GAN, Manual, Remembers, draw, full_batches
 from other_memory import OtherMemory
 from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
 from support import Language, ddp, fp16_on_cpu, loader, pad, relative_error, sentences, trainer
-from test_manual_optimization import ALL, DEPENDENT, GAN, Manual, Remembers, draw, full_batches
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

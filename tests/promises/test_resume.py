@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,148 +13,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from sharded import ShardedLanguage, fsdp2, needs_sharding_on_cpu, whole_parameters
-from support import Scalar, ddp, fp16_on_cpu, pad, relative_error, sentences, trainer, x
+from resumed import ROWS, Module, assert_goes_on, train
+from sharded import fsdp2, needs_sharding_on_cpu
+from support import Interrupted, SaveAfter, Scalar, StatefulLoader, ddp, fp16_on_cpu, pad, relative_error, trainer, x
 
-from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy, Tokens
-
-ROWS = sentences(72)
-BATCHES = 18
-"""In an epoch, over all ranks: of 4 rows."""
-
-
-class StatefulLoader:
-    """Knows its place in the data, as torchdata's StatefulDataLoader does."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-        self.at = self.begin_at = 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        start, self.begin_at = self.begin_at % len(self), 0
-        for index in range(start, len(self)):
-            self.at = index + 1
-            yield self.batches[index]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begin_at = state["at"]
-
-
-class Module(ShardedLanguage):
-    """In single precision, where sums in another order would show, with a scheduler."""
-
-    def __init__(self) -> None:
-        super().__init__("adamw")
-        self.float()
-
-    def train_dataloader(self) -> StatefulLoader:
-        share = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        starts = range(4 * share["rank"], len(ROWS), 4 * share["num_replicas"])
-        return StatefulLoader([pad(ROWS[start : start + 4]) for start in starts])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=12)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Interrupted(Exception):
-    pass
-
-
-class Save(Callback):
-    """Takes a checkpoint after a loader batch, and goes on or ends there."""
-
-    def __init__(self, after: int | None, ends: bool) -> None:
-        self.after, self.ends, self.batches = after, ends, 0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.batches += 1
-        if self.batches == self.after:
-            trainer.save_checkpoint("inside.ckpt")
-            if self.ends:
-                raise Interrupted
-
-
-class Record(Callback):
-    """Writes down all that a training ends with."""
-
-    def __init__(self) -> None:
-        self.losses: dict[int, float] = {}
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if "window/optimizer_steps" in trainer.callback_metrics:
-            self.losses[int(trainer.callback_metrics["window/optimizer_steps"])] = float(trainer.callback_metrics["window/loss"])
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        parameters, record = whole_parameters(pl_module), {"losses": self.losses}
-        if trainer.global_rank == 0:
-            record["parameters"] = parameters
-            record["global_step"] = trainer.global_step
-            record["schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-            record["total_weight"] = float(trainer.callback_metrics["window/total_weight"])
-            if not isinstance(trainer.strategy, ModelParallelAccumulationStrategy):
-                record["optimizers"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
-            torch.save(record, "record.pt")
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.losses[-trainer.current_epoch] = -1.0
-
-
-def train(
-    make: Callable[[], Any],
-    ranks: int,
-    save_after: int | None = None,
-    ends: bool = False,
-    resumes: bool = False,
-    module: type[Module] = Module,
-    **policy: Any,
-) -> dict[str, Any] | None:
-    """Train for an epoch in new processes. Returns what it ended with; None where it was interrupted."""
-    Path("record.pt").unlink(missing_ok=True)
-
-    def fit() -> None:
-        callbacks = [GradientAccumulation(**policy), Save(save_after, ends), Record()]
-        run = trainer(make(), devices=ranks, callbacks=callbacks)
-        run.fit(module(), ckpt_path="inside.ckpt" if resumes else None)
-
-    if ranks > 1:  # forks by itself
-        try:
-            fit()
-        except Exception as error:
-            if "Interrupted" not in str(error) or not ends:
-                raise
-    else:
-        process = multiprocessing.get_context("fork").Process(target=fit)
-        process.start()
-        process.join(120)
-        assert (process.exitcode != 0) == ends
-    return None if ends else torch.load("record.pt", weights_only=False)
-
-
-def is_same(a: Any, b: Any) -> bool:
-    """To the bit."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
-
-
-def assert_goes_on(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
-    for step, loss in found.pop("losses").items():
-        assert expected["losses"][step] == loss, f"{where}: loss of window {step}"
-    for name, value in found.items():
-        assert is_same(expected[name], value), f"{where}: {name}"
-
+from lightning_accum import GradientAccumulation, Tokens
 
 POLICIES = {
     "3": {"window": 3},
@@ -227,7 +89,7 @@ def test_partial_gradients_go_on_on_another_number_of_ranks(before: int, after: 
 
     def fit(ranks: int, by_rank: list[list[float]], resumes: bool) -> float:
         module = Scalar(by_rank=[[x(value) for value in own] for own in by_rank])
-        callbacks = [GradientAccumulation(Tokens(10**6)), Save(None if resumes else 3, ends=not resumes)]
+        callbacks = [GradientAccumulation(Tokens(10**6)), SaveAfter(None if resumes else 3, ends=not resumes)]
         run = trainer("accum" if ranks == 1 else ddp(sync=sync), devices=ranks, callbacks=callbacks)
         with nullcontext() if resumes else pytest.raises(Exception, match="Interrupted|"):
             run.fit(module, ckpt_path="inside.ckpt" if resumes else None)
@@ -241,10 +103,14 @@ def test_partial_gradients_go_on_on_another_number_of_ranks(before: int, after: 
     assert fit(after, ended, resumes=True) == pytest.approx(sum(values) / len(values), rel=1e-14)
 
 
-def test_a_checkpoint_of_another_policy_begins_a_new_window_and_says_so() -> None:
-    callbacks = [GradientAccumulation(4), Save(3, ends=True)]
+def interrupted(module: Scalar, window: int, after: int) -> None:
+    """Train, take a checkpoint after a loader batch, and end there."""
     with pytest.raises(Interrupted):
-        trainer("accum", callbacks=callbacks).fit(Scalar([x(i) for i in range(8)]))
+        trainer("accum", callbacks=[GradientAccumulation(window), SaveAfter(after, ends=True)]).fit(module)
+
+
+def test_a_checkpoint_of_another_policy_begins_a_new_window_and_says_so() -> None:
+    interrupted(Scalar([x(i) for i in range(8)]), 4, after=3)
     module = Scalar([x(i) for i in range(8)])
     told = (
         r"after 3 loader batches of a window of 4 loader batches \(weight: auto\). Now it is 5 loader batches \(weight: auto\): the"
@@ -260,24 +126,21 @@ def test_a_checkpoint_inside_a_window_loads_as_weights_only_and_says_what_it_add
     module = Scalar([x(i) for i in range(8)])
     module.big = torch.nn.Linear(1024, 1024, bias=False).double()
     module.loss = lambda batch: (module.w * batch).mean() + module.big.weight.square().mean()
-    with pytest.raises(Interrupted):
-        trainer("accum", callbacks=[GradientAccumulation(4), Save(3, ends=True)]).fit(module)
+    interrupted(module, 4, after=3)
     assert "after 3 loader batches of a window; their gradients add 8.0 MiB to it" in caplog.text
     state = torch.load("inside.ckpt", weights_only=True)["callbacks"]["GradientAccumulation"]
     assert state["window"]["losses"][0]["gradients"][0]["big.weight"].shape == (1024, 1024)
 
 
 def test_at_a_boundary_a_checkpoint_has_no_gradients() -> None:
-    with pytest.raises(Interrupted):
-        trainer("accum", callbacks=[GradientAccumulation(4), Save(4, ends=True)]).fit(Scalar([x(i) for i in range(8)]))
+    interrupted(Scalar([x(i) for i in range(8)]), 4, after=4)
     state = torch.load("inside.ckpt", weights_only=True)["callbacks"]["GradientAccumulation"]
     assert "window" not in state
     assert all(isinstance(value, (int, float, str, list)) for value in state.values())
 
 
 def test_a_checkpoint_inside_a_window_loads_in_plain_lightning() -> None:
-    with pytest.raises(Interrupted):
-        trainer("accum", callbacks=[GradientAccumulation(4), Save(3, ends=True)]).fit(Scalar([x(i) for i in range(8)]))
+    interrupted(Scalar([x(i) for i in range(8)]), 4, after=3)
     trainer("auto").fit(Scalar([x(i) for i in range(8)]), ckpt_path="inside.ckpt")
 
 
@@ -306,8 +169,7 @@ def test_a_checkpoint_that_is_only_validated_does_not_go_on_in_a_later_fit() -> 
         def val_dataloader(self) -> Any:
             return self.train_dataloader()
 
-    with pytest.raises(Interrupted):
-        trainer("accum", callbacks=[GradientAccumulation(3), Save(5, ends=True)]).fit(Validated([x(i) for i in range(1, 7)]))
+    interrupted(Validated([x(i) for i in range(1, 7)]), 3, after=5)
     run, module = trainer("accum", callbacks=[GradientAccumulation(3)]), Validated([x(i) for i in range(1, 7)])
     run.validate(module, ckpt_path="inside.ckpt")
     run.fit(module)
@@ -315,8 +177,7 @@ def test_a_checkpoint_that_is_only_validated_does_not_go_on_in_a_later_fit() -> 
 
 
 def test_a_callback_that_has_been_through_a_fit_goes_on_from_a_checkpoint() -> None:
-    with pytest.raises(Interrupted):
-        trainer("accum", callbacks=[GradientAccumulation(3), Save(5, ends=True)]).fit(Scalar([x(i) for i in range(1, 7)]))
+    interrupted(Scalar([x(i) for i in range(1, 7)]), 3, after=5)
     callback, module = GradientAccumulation(3), Scalar([x(i) for i in range(1, 7)])
     trainer("accum", callbacks=[callback]).fit(Scalar([x(1)] * 6))
     trainer("accum", callbacks=[callback]).fit(module, ckpt_path="inside.ckpt")
@@ -331,7 +192,7 @@ def test_partial_gradients_go_on_in_another_precision(before: str, after: str) -
         module = Scalar([x(i).float() for i in range(1, 7)])
         module.w = torch.nn.Parameter(torch.zeros(()))
         plugins = [fp16_on_cpu()] if precision == "fp16" else None
-        run = trainer("accum", plugins=plugins, callbacks=[GradientAccumulation(3), Save(5, ends)])
+        run = trainer("accum", plugins=plugins, callbacks=[GradientAccumulation(3), SaveAfter(5, ends=ends)])
         run.fit(module, ckpt_path="inside.ckpt" if resumes else None)
         return module
 
@@ -350,8 +211,7 @@ def test_parameters_frozen_since_the_checkpoint_stay_where_they_are() -> None:
         def loss(self, batch: torch.Tensor) -> torch.Tensor:
             return ((self.w + self.v) * batch).mean()
 
-    with pytest.raises(Interrupted):
-        trainer("accum", callbacks=[GradientAccumulation(3), Save(5, ends=True)]).fit(Two([x(i) for i in range(1, 7)]))
+    interrupted(Two([x(i) for i in range(1, 7)]), 3, after=5)
     module = Two([x(i) for i in range(1, 7)])
     module.v.requires_grad_(False)
     trainer("accum", callbacks=[GradientAccumulation(3)]).fit(module, ckpt_path="inside.ckpt")
@@ -388,7 +248,7 @@ class EpochLosses(Callback):
 def stopped_and_resumed(after: int, epochs: int, values: list[int], **policy: Any) -> tuple[Placed, Placed]:
     """Two modules: the one that took a checkpoint after a loader batch and ended, and the one that went on from it."""
     stopped, resumed = Placed([x(value) for value in values]), Placed([x(value) for value in values])
-    callbacks = [GradientAccumulation(**policy), Save(after, ends=True)]
+    callbacks = [GradientAccumulation(**policy), SaveAfter(after, ends=True)]
     with pytest.raises(Interrupted):
         trainer("accum", max_epochs=epochs, callbacks=callbacks).fit(stopped)
     trainer("accum", max_epochs=epochs, callbacks=[GradientAccumulation(**policy)]).fit(resumed, ckpt_path="inside.ckpt")
@@ -469,8 +329,7 @@ def test_a_checkpoint_after_a_loader_batch_that_is_none_goes_on_with_the_next(af
 
 def changed_state(change: Callable[[dict[str, Any]], None]) -> None:
     """Take a checkpoint inside a window, change its state, and go on from it."""
-    with pytest.raises(Interrupted):
-        trainer("accum", callbacks=[GradientAccumulation(3), Save(5, ends=True)]).fit(Scalar([x(i) for i in range(1, 7)]))
+    interrupted(Scalar([x(i) for i in range(1, 7)]), 3, after=5)
     checkpoint = torch.load("inside.ckpt")
     change(checkpoint["callbacks"]["GradientAccumulation"])
     torch.save(checkpoint, "inside.ckpt")
@@ -480,10 +339,7 @@ def changed_state(change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (
-            lambda state: state.update(format=7),
-            r"in format 7, and this version of lightning_accum reads format 4\. Resume",
-        ),
+        (lambda state: state.update(format=7), r"in format 7, and this version of lightning_accum reads format 4\. Resume"),
         (lambda state: state.pop("format"), "in format 0, and this version of lightning_accum reads format 4"),
         (lambda state: state.pop("total_weight"), "The state of GradientAccumulation in the checkpoint lacks total_weight. Resume"),
         (lambda state: state.update(new=1), "GradientAccumulation in the checkpoint has new, which this version does not know"),
@@ -508,8 +364,7 @@ def test_a_state_of_another_version_or_module_is_an_error_that_says_what_it_has(
 
 def test_without_the_state_a_checkpoint_goes_on_from_lightnings_counters() -> None:
     """What the error about another format advises."""
-    with pytest.raises(Interrupted):
-        trainer("accum", callbacks=[GradientAccumulation(2), Save(4, ends=True)]).fit(Placed([x(i) for i in range(1, 7)]))
+    interrupted(Placed([x(i) for i in range(1, 7)]), 2, after=4)
     checkpoint = torch.load("inside.ckpt")
     del checkpoint["callbacks"]["GradientAccumulation"]
     torch.save(checkpoint, "inside.ckpt")

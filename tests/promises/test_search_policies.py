@@ -17,11 +17,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from processes import run_ranks
 from search_by_hand import ByHand, Outcome, optimizer_of, scheduler_of
 from search_points import Batch, Net, Point, draw
 from sharded import needs_sharding_on_cpu, shard, whole_parameters
 from support import ListOfBatches, relative_error, trainer
-from test_failures import run_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 

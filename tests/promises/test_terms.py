@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from support import OPTIMIZERS, TinyGPT, ddp, language_loss, loader, pad, relative_error, train_by_hand, trainer
+from rated import EACH, ROWS, Rated, on_two_ranks, rated, rows_of
+from support import ddp, error_of_updates, loader, relative_error, train_by_hand, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
 from lightning_accum.weighing.denominator import UnreadableLossError
@@ -24,61 +24,12 @@ from lightning_accum.weighing.terms import TermsAtOnce
 from lightning_accum.weighing.weight import Contribution, Weigher
 from lightning_accum.window import Window
 
-EACH = [TokenCount(), SampleCount()]
-ROWS = 16
 SCALE = nn.Parameter(torch.tensor(0.3))
 
 
-class Rated(pl.LightningModule):
-    """Predicts the next token, and the score of each sentence: a mean over tokens and one over samples."""
-
-    def __init__(self, optimizer: str = "sgd", by_rank: Sequence[Sequence[Any]] | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.net, self.score = TinyGPT(length=32).double(), nn.Linear(17, 1).double()
-        self.optimizer, self.by_rank = optimizer, by_rank
-        self.backwards = 0
-
-    def terms(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits = self.net(batch["input_ids"])
-        mask = (batch["labels"] != -100).double()[..., None]
-        pooled = (logits * mask).sum(1) / mask.sum(1)
-        return language_loss(logits, batch["labels"]), F.mse_loss(self.score(pooled)[:, 0], batch["score"])
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        cross_entropy, error = self.terms(batch)
-        return cross_entropy + 0.5 * error
-
-    def on_after_backward(self) -> None:
-        self.backwards += 1
-
-    def train_dataloader(self) -> DataLoader:
-        return loader(self.by_rank[self.trainer.global_rank])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS[self.optimizer](self.parameters())
-
-
-def rated(windows: int, rows: int = ROWS) -> list[dict[str, Tensor]]:
-    """Batches whose scores go with the lengths of their sentences, as ratings and rewards do."""
-    generator = torch.Generator().manual_seed(11)
-    batches = []
-    for _ in range(windows):
-        lengths = torch.exp(torch.randn(rows, generator=generator) * 0.8 + 2).clamp(2, 32).long()
-        sentences = [torch.randint(0, 17, (int(length),), generator=generator) for length in lengths]
-        score = lengths.double().log() + 0.3 * torch.randn(rows, generator=generator, dtype=torch.float64)
-        batches.append({**pad(sentences), "score": score})
-    return batches
-
-
-def rows_of(batch: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    return {key: value[rows] for key, value in batch.items()}
-
-
-def error_of_updates(found: nn.Module, expected: nn.Module, start: nn.Module) -> float:
-    """Of what training has changed, not of what was there before."""
-    moved = [[a - b for a, b in zip(m.parameters(), start.parameters(), strict=True)] for m in (found, expected)]
-    return relative_error(*moved)
+def assert_full_batches(module: Rated, by_hand: Rated, batches: list[Any], epochs: int = 1) -> None:
+    start = copy.deepcopy(by_hand)
+    assert error_of_updates(module, train_by_hand(by_hand, batches, epochs), start) <= 1e-12
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -87,8 +38,7 @@ def test_each_term_of_a_split_batch_is_that_of_the_batch(optimizer: str, micro_b
     batches = rated(3)
     module = Rated(optimizer)
     trainer(callbacks=[GradientAccumulation(micro_batch=micro_batch, weight=EACH)], max_epochs=2).fit(module, loader(batches))
-    by_hand = train_by_hand(Rated(optimizer), batches, epochs=2)
-    assert error_of_updates(module, by_hand, Rated(optimizer)) <= 1e-12
+    assert_full_batches(module, Rated(optimizer), batches, epochs=2)
 
 
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
@@ -121,13 +71,13 @@ def test_exact_terms_are_not_warned_of() -> None:
 def test_each_term_of_split_batches_over_ranks(micro_batch: Any) -> None:
     """The ranks have unequal rows, come to different numbers of micro-batches, and one runs out of batches."""
     batches = rated(3)
-    parts = [[rows_of(batch, slice(0, 5)) for batch in batches], [rows_of(batch, slice(5, None)) for batch in batches[:2]]]
+    parts = on_two_ranks(batches)
+    del parts[1][2]
     whole = [*batches[:2], parts[0][2]]
     module = Rated("adamw", by_rank=parts)
     run = trainer(ddp(), devices=2, callbacks=[GradientAccumulation(micro_batch=micro_batch, weight=EACH)])
     run.fit(module)
-    by_hand = train_by_hand(Rated("adamw"), whole, epochs=1)
-    assert error_of_updates(module, by_hand, Rated("adamw")) <= 1e-12
+    assert_full_batches(module, Rated("adamw"), whole)
 
 
 class SometimesRated(Rated):
@@ -144,11 +94,10 @@ class SometimesRated(Rated):
 def test_windows_of_one_micro_batch_on_each_rank_are_exact_without_being_told() -> None:
     """Plain distributed training, where the mean over ranks is a mean of means."""
     batches = rated(3)
-    parts = [[rows_of(batch, slice(0, 5)) for batch in batches], [rows_of(batch, slice(5, None)) for batch in batches]]
+    parts = on_two_ranks(batches)
     module = Rated("adamw", by_rank=parts)
     trainer(ddp(), devices=2, max_epochs=2).fit(module)
-    by_hand = train_by_hand(Rated("adamw"), batches, epochs=2)
-    assert error_of_updates(module, by_hand, Rated("adamw")) <= 1e-12
+    assert_full_batches(module, Rated("adamw"), batches, epochs=2)
 
 
 class Balanced(Rated):
@@ -175,14 +124,14 @@ class Balanced(Rated):
 def test_the_learnt_scale_of_a_term_has_the_weight_of_the_term(writing: int, is_over_ranks: bool) -> None:
     batches = rated(2)
     if is_over_ranks:
-        parts = [[rows_of(batch, slice(0, 5)) for batch in batches], [rows_of(batch, slice(5, None)) for batch in batches]]
+        parts = on_two_ranks(batches)
         module = Balanced(writing, by_rank=parts)
         trainer(ddp(), devices=2).fit(module)
     else:
         module = Balanced(writing)
         trainer(callbacks=[GradientAccumulation(micro_batch=5, weight=EACH)]).fit(module, loader(batches))
-    by_hand = train_by_hand(Balanced(writing), batches, epochs=1)
-    assert error_of_updates(module, by_hand, Balanced(writing)) <= 1e-12
+    by_hand = Balanced(writing)
+    assert_full_batches(module, by_hand, batches)
     assert relative_error([module.scales], [by_hand.scales]) <= 1e-12
 
 
@@ -191,7 +140,7 @@ def test_the_learnt_scale_of_a_term_has_the_weight_of_the_term(writing: int, is_
 def test_terms_share_one_weight_where_ranks_may_leave_a_micro_batch_out(on_nonfinite: Any) -> None:
     """What it is left out of would be the totals, which have to be known before its backward."""
     batches = rated(3)
-    parts = [[rows_of(batch, slice(0, 5)) for batch in batches], [rows_of(batch, slice(5, None)) for batch in batches]]
+    parts = on_two_ranks(batches)
     module, by_hand = Rated(by_rank=parts), Rated()
     trainer(ddp(), devices=2, callbacks=[GradientAccumulation(on_nonfinite=on_nonfinite)]).fit(module)
 
@@ -206,7 +155,7 @@ def test_terms_share_one_weight_where_ranks_may_leave_a_micro_batch_out(on_nonfi
 
 def test_a_rank_without_a_term_or_without_a_loss_holds_nobody_up() -> None:
     batches = rated(3)
-    parts = [[rows_of(batch, slice(0, 5)) for batch in batches], [rows_of(batch, slice(5, None)) for batch in batches]]
+    parts = on_two_ranks(batches)
     parts[1][0] = {**parts[1][0], "score": torch.full_like(parts[1][0]["score"], math.nan)}  # its loss has one term
     parts[1][1] = rows_of(parts[1][1], slice(0, 1))  # it returns None
     module = SometimesRated(by_rank=parts)

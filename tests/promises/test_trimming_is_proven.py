@@ -395,7 +395,7 @@ def test_callbacks_and_clipping_that_come_later_are_heard() -> None:
     Changing.on_before_optimizer_step = pl.LightningModule.on_before_optimizer_step
     module = Changing([x(1, 1, 1)] * 4)
     trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(module)
-    assert module.total == pytest.approx(1.0 + 3 * 0.5, rel=1e-5)
+    assert module.total == pytest.approx(1.0 + 3 * 0.5 / (1 + 1e-6), rel=1e-12)  # torch adds 1e-6 to a norm
     assert heard.steps == 2
 
 

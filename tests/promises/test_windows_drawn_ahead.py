@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from support import OPTIMIZERS, ddp, loader, train_by_hand, trainer
-from test_resume import Module as Resumed
-from test_resume import assert_goes_on
-from test_resume import train as train_in_processes
-from test_terms import EACH, error_of_updates
+from rated import EACH
+from resumed import Module as Resumed
+from resumed import assert_goes_on
+from resumed import train as train_in_processes
+from support import OPTIMIZERS, ddp, error_of_updates, loader, train_by_hand, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -108,11 +108,7 @@ class Molecules(Model):
 class Answers(Model):
     """Where an answer begins and ends in a text; it may begin before it, or end after it."""
 
-    weight = (
-        lambda batch: (batch["start"] != -100).sum(),
-        lambda batch: (batch["end"] != -100).sum(),
-        SampleCount(),
-    )
+    weight = (lambda batch: (batch["start"] != -100).sum(), lambda batch: (batch["end"] != -100).sum(), SampleCount())
 
     def make(self) -> None:
         self.embed, self.ends, self.has = nn.Embedding(11, 6), nn.Linear(6, 2, bias=False), nn.Linear(6, 1)

@@ -14,7 +14,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from test_documentation import ROOT, SITE
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accum import GradientAccumulation
 from lightning_accum.__main__ import main
 
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "notebooks" / "site" / "docs"
 pytestmark = pytest.mark.skipif(pl.__name__ == "pytorch_lightning", reason="the pages import the other package")
 PAGES = [ROOT / "README.md", *sorted(SITE.rglob("*.md")), ROOT / "CONTRIBUTING.md"]
 START = SITE / "index.md"

@@ -13,8 +13,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from processes import free_port
 from sharded import needs_sharding_on_cpu
-from test_nodes_of_torchrun import free_port
 
 from lightning_accum import SameOrderSampler
 
@@ -163,3 +163,10 @@ def test_file_for_sbatch_is_shell_and_names_options_of_the_script() -> None:
     name, *options = command.split()
     source = (EXAMPLES / name).read_text(encoding="utf-8")
     assert all(f'"{option}"' in source for option in options if option.startswith("--"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_ray_is_the_full_batch(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    assert run(script("ray_train.py", "--epochs", "1", "--storage", str(tmp_path))) == one_epoch_of_ddp_by_hand()

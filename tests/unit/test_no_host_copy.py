@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_graph import LOSSES, Net, make
+from readable_losses import LOSSES, Net, make
 
 from lightning_accum import TokenCount
 from lightning_accum.ended_window import EndedWindow

@@ -665,8 +665,7 @@ def by_rows(batch: Opaque, size: int) -> list[Opaque]:
 
 
 @pytest.mark.parametrize(
-    ("size", "found"),
-    [(2, [(0, 1), (2, 3), (4,)]), (Tokens(3), [(0, 1, 2), (3, 4)]), ("auto", [(0, 1, 2, 3), (4,)])],
+    ("size", "found"), [(2, [(0, 1), (2, 3), (4,)]), (Tokens(3), [(0, 1, 2), (3, 4)]), ("auto", [(0, 1, 2, 3), (4,)])]
 )
 def test_a_function_splits_what_shows_no_rows(size: Any, found: list[tuple[int, ...]]) -> None:
     plan = planner(size, split=by_rows).plan(Opaque(*range(5)), Proofs())

@@ -201,3 +201,13 @@ def test_nothing_above_the_line_imports_lightning_or_what_is_below() -> None:
         if not is_below(module)
     }
     assert {module: wrong for module, wrong in above.items() if wrong} == {}
+
+
+def test_no_test_file_imports_from_another() -> None:
+    files = list(Path(__file__).parents[1].rglob("*.py"))
+    names = {file.stem for file in files if file.stem.startswith("test_")}
+    for file in files:
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        assert not imported & names, file.name

@@ -483,7 +483,9 @@ def test_parameters_made_in_inference_mode_are_no_obstacle():
     with torch.inference_mode():
         frozen = nn.Linear(1, 1).requires_grad_(False)
     module = nn.Sequential(nn.Linear(1, 1), frozen)
+    before = frozen.weight.clone()
     take(module).restore()
+    assert torch.equal(frozen.weight, before)
 
 
 # --- several snapshots ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,258 @@
+"""Modules that optimize by themselves, and batches for them. Nothing in them knows of windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from support import OPTIMIZERS, loader
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+F64 = torch.float64
+
+
+def joined(batches: list[Any]) -> Any:
+    return torch.cat(batches) if isinstance(batches[0], Tensor) else [torch.cat(parts) for parts in zip(*batches, strict=True)]
+
+
+class Manual(pl.LightningModule):
+    """What the modules here share: batches, an own loader for each rank, two optimizers. Nothing in them knows of windows."""
+
+    def __init__(self, by_rank: list[list[Any]], optimizer: str = "sgd") -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.automatic_optimization = False
+        self.by_rank, self.optimizer = by_rank, optimizer
+        self.build()
+        self.register_buffer("seen", torch.zeros(2))
+        self.to(F64)
+
+    def on_train_end(self) -> None:  # a buffer comes back from other processes
+        schedulers = self.trainer.strategy.lr_scheduler_configs
+        last = schedulers[0].scheduler.last_epoch if schedulers else 0
+        self.seen = torch.tensor([self.trainer.global_step, last], dtype=F64)
+
+    def train_dataloader(self) -> DataLoader:
+        return loader(self.by_rank[self.trainer.global_rank])
+
+    def configure_optimizers(self) -> Any:
+        return [OPTIMIZERS[self.optimizer](net.parameters()) for net in (self.generator, self.discriminator)]
+
+    def build(self) -> None:
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class GAN(Manual):
+    """Both backwards, then both steps. The generator's backward leaves gradients in the discriminator, which zero_grad clears."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        fake = self.generator(noise)
+        loss_g = F.softplus(-self.discriminator(fake)).mean()
+        loss_real = F.softplus(-self.discriminator(real)).mean()
+        loss_fake = F.softplus(self.discriminator(fake.detach())).mean()
+        opt_g.zero_grad()
+        self.manual_backward(loss_g)
+        opt_d.zero_grad()
+        self.manual_backward(loss_real)
+        self.manual_backward(loss_fake)
+        self.clip_gradients(opt_d, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+        opt_g.step()
+        opt_d.step()
+        self.log("loss_g", loss_g)
+        return loss_g
+
+
+class Toggled(Manual):
+    """Each optimizer's turn in toggle_optimizer; zero_grad after the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        self.toggle_optimizer(opt_g)
+        loss_g = F.softplus(-self.discriminator(self.generator(noise))).mean()
+        self.manual_backward(loss_g)
+        self.untoggle_optimizer(opt_g)
+        self.toggle_optimizer(opt_d)
+        with torch.no_grad():
+            fake = self.generator(noise)
+        both = self.discriminator(torch.cat((real, fake))).flatten()
+        labels = torch.cat((torch.ones(len(real)), torch.zeros(len(fake)))).to(both)
+        self.manual_backward(F.binary_cross_entropy_with_logits(both, labels))
+        self.untoggle_optimizer(opt_d)
+        for optimizer in (opt_d, opt_g):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+class Closures(Manual):
+    """Steps by closures, each of which runs its own backward. The two networks do not depend on each other."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+
+        def closure_g() -> Tensor:
+            opt_g.zero_grad()
+            loss = self.generator(noise).square().mean()
+            self.manual_backward(loss)
+            return loss
+
+        def closure_d() -> Tensor:
+            opt_d.zero_grad()
+            loss = (self.discriminator(real) - 1).abs().mean()
+            self.manual_backward(loss)
+            return loss
+
+        opt_g.step(closure=closure_g)
+        opt_d.step(closure=closure_d)
+
+
+class MAML(Manual):
+    """An inner step through which the outer loss is differentiated: a gradient of a gradient."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        support, query = batch.split((5, 4), dim=1)  # each (tasks, samples, 3): two inputs and a target
+        losses = []
+        for task_support, task_query in zip(support, query, strict=True):
+            weights = dict(self.net.named_parameters())
+            for _ in range(2):
+                found = functional_call(self.net, weights, (task_support[:, :2],))
+                inner = F.mse_loss(found[:, 0], task_support[:, 2])
+                gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+                weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+            found = functional_call(self.net, weights, (task_query[:, :2],))
+            losses.append((found[:, 0] - task_query[:, 2]).square())
+        loss = torch.cat(losses).mean()
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class TwoSchedulers(GAN):
+    """Each optimizer has a scheduler, which the module steps after every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers = super().configure_optimizers()
+        schedulers = [
+            torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7),
+            torch.optim.lr_scheduler.LambdaLR(optimizers[1], lambda step: 1 / (1 + step)),
+        ]
+        return optimizers, schedulers
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        return loss
+
+
+class RawOptimizers(GAN):
+    """The module's own references to its optimizers, without Lightning's wrapper."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+
+SIZES = [[3, 1, 4, 2, 2, 5, 1], [2, 2, 6, 1, 3, 1, 4]]  # of the loader batches of two ranks; the last window is a tail
+
+
+def draw(module: type[Manual], ranks: int, seed: int = 3) -> list[list[Any]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch(size: int) -> Any:
+        if module is MAML:
+            return torch.randn(size, 9, 3, generator=generator, dtype=F64)
+        return [torch.randn(size, 2, generator=generator, dtype=F64), torch.randn(size, 3, generator=generator, dtype=F64)]
+
+    return [[batch(size) for size in sizes] for sizes in SIZES[:ranks]]
+
+
+def full_batches(by_rank: list[list[Any]], size: int) -> list[Any]:
+    """The same data, in one process: a batch for each window, of all ranks."""
+    windows = range(0, len(by_rank[0]), size)
+    return [joined([batch for batches in by_rank for batch in batches[begin : begin + size]]) for begin in windows]
+
+
+ALL = [GAN, Toggled, Closures, MAML, TwoSchedulers, RawOptimizers]
+
+
+class Dependent(Manual):
+    """The discriminator steps, then the generator's loss is computed with the new discriminator."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        fake = self.generator(noise)
+        loss_d = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
+        opt_d.zero_grad()
+        self.manual_backward(loss_d)
+        opt_d.step()
+        opt_g.zero_grad()
+        self.manual_backward(F.softplus(-self.discriminator(fake)).mean())
+        opt_g.step()
+
+
+class DependentToggled(Dependent):
+    """The same, each optimizer in its turn of toggle_model, with the step in a closure."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+
+        def closure_d() -> None:
+            opt_d.zero_grad()
+            loss_real = F.softplus(-self.discriminator(real)).mean()
+            self.manual_backward(loss_real)
+            self.manual_backward(F.softplus(self.discriminator(self.generator(noise).detach())).mean())
+            assert not any(parameter.requires_grad for parameter in self.generator.parameters())
+
+        with opt_d.toggle_model():
+            opt_d.step(closure=closure_d)
+        with opt_g.toggle_model():
+            opt_g.zero_grad()
+            loss = F.softplus(-self.discriminator(self.generator(noise))).mean()
+            self.manual_backward(loss)
+            assert not any(parameter.requires_grad for parameter in self.discriminator.parameters())
+            opt_g.step()
+        self.log("loss_g", loss, on_epoch=True)
+
+
+class DependentRaw(Dependent):
+    """The same, with the optimizers themselves instead of Lightning's wrappers."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+
+DEPENDENT = [Dependent, DependentToggled, DependentRaw]
+
+
+class Remembers(Manual):
+    """What one part of training_step keeps on the module, a later part uses, after a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise = batch
+        opt_g, opt_d = self.optimizers()
+        self.fake = self.generator(noise)
+        opt_g.zero_grad()
+        self.manual_backward(F.softplus(-self.discriminator(self.fake)).mean())
+        opt_g.step()
+        opt_d.zero_grad()
+        both = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(self.fake.detach())).mean()
+        self.manual_backward(both)
+        opt_d.step()
