@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from sharded import DoublePrecision, fsdp1, fsdp2, needs_sharding_on_cpu
-from support import ddp, loader, pad, relative_error, train_by_hand, trainer
+from sharded import DoublePrecision, ForkedFSDP2, fsdp1, fsdp2, needs_sharding_on_cpu
+from support import ddp, error_of_updates, loader, pad, train_by_hand, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -53,6 +53,12 @@ ENGINES = {
     "fsdp2 of 4": Engine(lambda **options: fsdp2(4, timeout=SHORT, **options), 4),
     "fsdp2 and tensor": Engine(lambda **options: fsdp2(2, 2, timeout=SHORT, **options), 2, tensor=2),
     "fsdp1": Engine(lambda **options: fsdp1(timeout=SHORT, **options), 2, plugins=lambda: [DoublePrecision()]),
+    "fsdp1 by layer": Engine(
+        lambda **options: fsdp1(timeout=SHORT, auto_wrap_policy={nn.TransformerEncoderLayer}, **options),
+        2,
+        plugins=lambda: [DoublePrecision()],
+    ),
+    "named mesh": Engine(lambda **options: ForkedFSDP2(timeout=SHORT, save_distributed_checkpoint=False, **options), 2, tensor=2),
 }
 
 
@@ -93,7 +99,7 @@ def windows_of(by_rank: Sequence[Sequence[Rows | None]], size: int, epochs: int 
 
 def assert_one_window_one_batch(
     make: Callable[[], pl.LightningModule],
-    by_rank: Sequence[Sequence[Rows | None]] | DataLoader,
+    by_rank: Sequence[Sequence[Rows | None]] | DataLoader | pl.LightningDataModule,
     windows: Sequence[Rows],
     policy: GradientAccumulation | int,
     engine: str = "accum",
@@ -110,7 +116,7 @@ def assert_one_window_one_batch(
 
     Args:
         make: makes a module, each time of the same parameters.
-        by_rank: the rows of each loader batch of each rank, or one loader for all ranks.
+        by_rank: the rows of each loader batch of each rank, or one loader or data module for all ranks.
         windows: the rows of each window, of all epochs.
         policy: the callback, or the Trainer's ``accumulate_grad_batches``.
         engine: a name of ``ENGINES``.
@@ -120,7 +126,7 @@ def assert_one_window_one_batch(
         clip: to what gradients are clipped, by "norm" or "value".
         has_length: of the loaders.
         limit: of the error of what training changed, and of losses.
-        arguments: of the Trainer.
+        arguments: of the Trainer, ``callbacks`` beside the policy, and ``ckpt_path``.
     """
     losses: list[float] = []
     start, by_hand, module = make(), make(), make()
@@ -131,9 +137,11 @@ def assert_one_window_one_batch(
         return loss
 
     train_by_hand(by_hand, windows, 1, noted, **(clip or {}))
-    data = by_rank if isinstance(by_rank, DataLoader) else _Dealt(by_rank, collate, has_length)
-    found = _train(module, policy, engine, options or {}, data, clip or {}, arguments)
-    assert _error_of_updates(found, by_hand, start) <= limit
+    for algorithm, value in (clip or {}).items():
+        arguments = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm, **arguments}
+    data = by_rank if isinstance(by_rank, (DataLoader, pl.LightningDataModule)) else Dealt(by_rank, collate, has_length)
+    found = trained(module, policy, engine, options, data, **arguments)
+    assert error_of_updates(found, by_hand, start) <= limit
     processes = ENGINES[engine].ranks * ENGINES[engine].tensor
     for rank, shown in enumerate(torch.load(f"rank{rank}.pt") for rank in range(processes)):
         assert shown["steps"] == len(windows), rank
@@ -142,33 +150,27 @@ def assert_one_window_one_batch(
             assert weights is None or weight == weights[step - 1], (rank, step)
 
 
-def _train(
+def trained(
     module: pl.LightningModule,
     policy: GradientAccumulation | int,
-    engine: str,
-    options: dict[str, Any],
-    data: Any,
-    clip: dict[str, float],
-    arguments: dict[str, Any],
+    engine: str = "accum",
+    options: dict[str, Any] | None = None,
+    data: Any = None,
+    *,
+    ckpt_path: Any = None,
+    callbacks: Sequence[Callback] = (),
+    **arguments: Any,
 ) -> dict[str, Tensor]:
     """Returns the parameters, whole ones where they are sharded."""
-    of, shown = ENGINES[engine], Shown()
-    callbacks = [shown] if isinstance(policy, int) else [policy, shown]
-    if isinstance(policy, int):
-        arguments = {"accumulate_grad_batches": policy, **arguments}
-    for algorithm, value in clip.items():
-        arguments = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm, **arguments}
+    of = ENGINES[engine]
+    given = {"accumulate_grad_batches": policy} if isinstance(policy, int) else {}
+    own = [Shown()] if isinstance(policy, int) else [policy, Shown()]
     for old in Path().glob("rank*.pt"):
         old.unlink()
-    run = trainer(of.strategy(**options), devices=of.ranks * of.tensor, plugins=of.plugins(), callbacks=callbacks, **arguments)
-    run.fit(module, data)
+    given |= {"devices": of.ranks * of.tensor, "plugins": of.plugins(), "callbacks": [*own, *callbacks], **arguments}
+    run = trainer(of.strategy(**(options or {})), **given)
+    run.fit(module, data, ckpt_path=ckpt_path)
     return run.whole if hasattr(run, "whole") else dict(module.named_parameters())
-
-
-def _error_of_updates(found: dict[str, Tensor], expected: nn.Module, start: nn.Module) -> float:
-    """Of what training has changed, not of what was there before."""
-    before, after = dict(start.named_parameters()), dict(expected.named_parameters())
-    return relative_error([found[name] - before[name] for name in after], [after[name] - before[name] for name in after])
 
 
 class Shown(Callback):
@@ -187,10 +189,12 @@ class Shown(Callback):
         torch.save({"steps": trainer.global_step, "windows": self.windows}, f"rank{trainer.global_rank}.pt")
 
 
-class _Dealt(pl.LightningDataModule):
+class Dealt(pl.LightningDataModule):
     """Each data-parallel rank has loader batches of its own."""
 
-    def __init__(self, by_rank: Sequence[Sequence[Rows | None]], collate: Callable[[Any], Any], has_length: bool) -> None:
+    def __init__(
+        self, by_rank: Sequence[Sequence[Rows | None]], collate: Callable[[Any], Any] = pad, has_length: bool = True
+    ) -> None:
         super().__init__()
         self.by_rank = [[None if rows is None else collate(rows) for rows in own] for own in by_rank]
         self.has_length = has_length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
-from support import Language, Scalar
+from support import Language, Scalar, end_profile
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_accum import FSDPAccumulationStrategy, ModelParallelAccumulationStrategy
 
@@ -119,6 +121,8 @@ class ShardedLanguage(Language):
     def configure_model(self) -> None:
         strategy = self.trainer.strategy
         if isinstance(strategy, FSDPAccumulationStrategy):
+            if "auto_wrap_policy" in strategy.kwargs:
+                return  # the strategy does it
             for i, block in enumerate(self.net.blocks):
                 self.net.blocks[i] = FullyShardedDataParallel(block, device_id=torch.device("cpu"), use_orig_params=True)
             self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), use_orig_params=True)
@@ -160,3 +164,45 @@ class ShardedScalar(Scalar):
 def total_of(run: pl.Trainer) -> float:
     """The sum of the gradients that a :class:`ShardedScalar` of learning rate 1 stepped."""
     return -run.whole["layer.weight"].item()
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+class Profiled(ShardedLanguage):
+    """Records what rank 0 sends in its second and third window of three."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+            self.profile.__enter__()
+        with record_function("next micro-batch"):
+            pass
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 8:
+            end_profile(self.profile)
+            if self.global_rank == 0:
+                torch.save(collectives_in(self.profile), "collectives.pt")
+
+
+GATHER, SCATTER, REDUCE = "allgather", "reduce_scatter", "allreduce"
+
+
+def collectives_in(profiled: profile) -> list[tuple[Counter[str], list[int]]]:
+    """Of each micro-batch: how often each kind was asked for, and the sizes that gloo all-reduced.
+
+    Gloo all-reduces to reduce-scatter, so the kinds are read one level above it; the sizes are not known there.
+    """
+    found: list[tuple[Counter[str], list[int]]] = []
+    for event in sorted(profiled.events(), key=lambda event: event.time_range.start):
+        if event.name == "next micro-batch":
+            found.append((Counter(), []))
+        elif event.name.startswith("c10d::"):
+            found[-1][0][next((kind for kind in (GATHER, SCATTER, REDUCE) if kind in event.name), event.name)] += 1
+        elif event.name == "gloo:all_reduce":
+            found[-1][1].append(sum(torch.Size(shape).numel() for shape in event.input_shapes))
+    return found
+
+
+GROUPS = 3  # two blocks, and what is left

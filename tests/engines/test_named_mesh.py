@@ -8,12 +8,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from sharded import ForkedFSDP2, fully_shard, needs_sharding_on_cpu
-from support import OPTIMIZERS, relative_error, train_by_hand, trainer
-from test_sharded import EXACT, SHORT, Dealt, by_hand, dealt, error, fit, windows_of
+from harness import assert_one_window_one_batch, trained
+from sharded import fully_shard, needs_sharding_on_cpu
+from support import OPTIMIZERS
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_accum import ModelParallelAccumulationStrategy, SameOrderSampler
 
@@ -60,9 +60,9 @@ class Attending(nn.Module):
 class Parts(pl.LightningModule):
     """A rank has the part of each row that it has in the mesh; one process has all of it."""
 
-    def __init__(self, optimizer: str = "adamw") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net, self.optimizer = Attending().double(), optimizer
+        self.net = Attending().double()
 
     def configure_model(self) -> None:
         if self._trainer is not None:
@@ -80,11 +80,8 @@ class Parts(pl.LightningModule):
         logits, labels = self.part(batch)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(rows(), batch_size=2, sampler=SameOrderSampler(rows(), shuffle=False))
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS[self.optimizer](self.parameters())
+        return OPTIMIZERS["adamw"](self.parameters())
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -99,30 +96,16 @@ def rows() -> list[dict[str, Tensor]]:
     return found
 
 
-def strategy_of(mesh: dict[str, int], **kwargs: Any) -> ForkedFSDP2:
-    return ForkedFSDP2(mesh=mesh, timeout=SHORT, save_distributed_checkpoint=False, **kwargs)
-
-
-def trained(module: pl.LightningModule, mesh: dict[str, int], devices: int, **kwargs: Any) -> pl.Trainer:
-    run = trainer(strategy_of(mesh, **kwargs), devices=devices, accumulate_grad_batches=2, max_epochs=2)
-    run.fit(module)
-    return run
+def loaded() -> DataLoader:
+    return DataLoader(rows(), batch_size=2, sampler=SameOrderSampler(rows(), shuffle=False))
 
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("sync", ["window", "micro_batch", "shard"])
 def test_rows_whose_tokens_two_ranks_share_equal_the_full_batch(sync: str) -> None:
-    run = trained(Parts(), {"data_parallel": 2, "context_parallel": 2}, 4, sync=sync)
-    windows = [torch.utils.data.default_collate(rows()[i : i + 8]) for i in range(0, ROWS, 8)]  # 2 batches of 2 rows on 2 ranks
-    expected = train_by_hand(Parts(), windows, 2)
-    assert relative_error([run.whole[name] for name, _ in expected.named_parameters()], expected.parameters()) < EXACT
-
-
-@pytest.mark.exhaustive
-def test_named_dimensions_beside_tensor_parallelism_equal_the_full_batch() -> None:
-    by_rank = dealt(3)
-    strategy = strategy_of({"data_parallel": 2, "tensor_parallel": 2})
-    assert error(fit(Dealt(by_rank), {"strategy": strategy, "devices": 4}), by_hand(windows_of(by_rank))) < EXACT
+    options = {"mesh": {"data_parallel": 2, "context_parallel": 2}, "sync": sync}
+    windows = [rows()[i : i + 8] for i in range(0, ROWS, 8)] * 2  # 2 batches of 2 rows on 2 ranks
+    assert_one_window_one_batch(Parts, loaded(), windows, 2, "named mesh", options, collate=default_collate, max_epochs=2)
 
 
 class LacksLoss(Parts):
@@ -141,7 +124,6 @@ class OfRows(Parts):
         return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1).mean()
 
 
-@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("module", "match"),
     [
@@ -151,7 +133,7 @@ class OfRows(Parts):
 )
 def test_what_parts_of_rows_cannot_say_is_an_error_on_all_ranks(module: type[Parts], match: str) -> None:
     with pytest.raises(Exception, match=match):
-        trained(module(), {"context_parallel": 2}, 2)
+        trained(module(), 2, "named mesh", {"mesh": {"context_parallel": 2}}, loaded(), devices=2)
 
 
 @pytest.mark.parametrize(
@@ -169,4 +151,4 @@ def test_mesh_that_does_not_say_what_ranks_share_is_refused(mesh: dict[str, int]
 
 def test_mesh_of_another_number_of_devices_is_refused() -> None:
     with pytest.raises(Exception, match="is of 4 devices, and there are 2"):
-        trained(Parts(), {"data_parallel": 2, "context_parallel": 2}, 2)
+        trained(Parts(), 2, "named mesh", {"mesh": {"data_parallel": 2, "context_parallel": 2}}, loaded(), devices=2)

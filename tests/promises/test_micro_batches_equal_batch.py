@@ -65,6 +65,7 @@ def test_so_does_plain_lightning_on_one_device() -> None:
 CASES = [on(engine, size) for engine in ("ddp", "fsdp2", "fsdp1", "accum") for size in (3, Tokens(40))]
 CASES += [on(engine, "auto") for engine in ("ddp", "accum")]
 CASES += [on(engine, 3, sync="micro_batch") for engine in ("ddp", "fsdp2", "fsdp1")]
+CASES += [on("ddp", 3, static_graph=True), on("fsdp2", 3, sync="shard")]
 
 
 @pytest.mark.some_cases(4)

@@ -12,6 +12,8 @@ from sharded import ShardedLanguage
 from support import pad, sentences
 from torch import Tensor
 
+from lightning_accum import GradientAccumulation
+
 ROWS = sentences(28)
 KINDS = ["no batch", "None before the forward", "None after the forward", "all labels ignored"]
 
@@ -61,6 +63,9 @@ ENGINES = [
     on("ddp", find_unused_parameters=True),
     on("ddp", static_graph=True),
     on("fsdp2 and tensor"),
+    on("fsdp1 by layer"),
+    on("fsdp1 by layer", sync="micro_batch"),
+    on("fsdp2", sync="shard"),
 ]
 
 
@@ -73,13 +78,14 @@ def test_nothing_on_one_of_two_ranks(engine: str, options: dict[str, Any], kind:
     assert_one_window_one_batch(partial(Holed, "adamw"), by_rank, windows_of(by_rank, 2), 2, engine, options, collate=collate)
 
 
-@pytest.mark.some_cases(3)
-@pytest.mark.parametrize(("engine", "options"), ENGINES)
-def test_nothing_of_every_kind_on_either_of_two_ranks(engine: str, options: dict[str, Any]) -> None:
+@pytest.mark.some_cases(4)
+@pytest.mark.parametrize("micro_batch", [None, 1])
+@pytest.mark.parametrize(("engine", "options"), [*ENGINES[:6], *ENGINES[8:]])
+def test_nothing_of_every_kind_on_either_of_two_ranks(engine: str, options: dict[str, Any], micro_batch: int | None) -> None:
     first = [(0, 0)] if engine == "ddp" else []  # a shard needs a batch first, and is told so
     places = [*first, (0, 1), (1, 2), (1, 3), (0, 4), (0, 5), (1, 6)]
-    by_rank = with_holes(dealt(ROWS, 2, engine), KINDS, places)
-    assert_one_window_one_batch(partial(Holed, "adamw"), by_rank, windows_of(by_rank, 2), 2, engine, options, collate=collate)
+    by_rank, policy = with_holes(dealt(ROWS, 2, engine), KINDS, places), GradientAccumulation(2, micro_batch=micro_batch)
+    assert_one_window_one_batch(partial(Holed, "adamw"), by_rank, windows_of(by_rank, 2), policy, engine, options, collate=collate)
 
 
 @pytest.mark.some_cases(3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import SHORT, Unsized, assert_one_window_one_batch, on, windows_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from sharded import DoublePrecision, ShardedScalar, fsdp1, fsdp2, needs_sharding_on_cpu, total_of
@@ -24,7 +24,6 @@ from torchmetrics import MeanMetric, SumMetric
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
 
 EPOCHS = 2
-SHORT = timedelta(seconds=20)
 ENGINES = pytest.mark.parametrize(
     "engine", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu), pytest.param("fsdp1", marks=needs_sharding_on_cpu)]
 )
@@ -46,16 +45,6 @@ def means(by_rank: Sequence[Sequence[Tensor]], window: int) -> list[float]:
     return [torch.cat(parts).mean().item() for parts in windows]
 
 
-class Stream(IterableDataset):
-    """Without a length."""
-
-    def __init__(self, items: Sequence[Any]) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items)
-
-
 class Uneven(ShardedScalar):
     """Each data-parallel rank has batches of its own. What training ended with is in a file for each rank."""
 
@@ -71,7 +60,7 @@ class Uneven(ShardedScalar):
 
     def train_dataloader(self) -> DataLoader:
         own = self.by_rank[self.data_rank()]
-        return DataLoader(ListOfBatches(own) if self.has_length else Stream(own), batch_size=None)
+        return DataLoader(ListOfBatches(own) if self.has_length else Unsized(own), batch_size=None)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
@@ -129,35 +118,51 @@ def test_two_ranks_equal_the_full_batch_and_count_alike(engine: str, has_length:
     assert facts_of(2) == [{**own, "length": 5 if has_length else float("inf")}] * 2
 
 
-@pytest.mark.some_cases(3)
+CASES = [  # an engine, so many loader batches of each rank, and how they make windows
+    on("ddp of 3", (2, 5, 1), {"window": 2}),
+    on("fsdp2 of 4", (2, 5, 1, 3), {"window": 2}),
+    on("fsdp2 of 4", (2, 5, 1, 3), {"window": 2}, sync="shard"),
+    *(on(engine, lengths, {"window": 2}) for engine in ("ddp", "fsdp2", "fsdp1") for lengths in ((3, 0), (0, 3))),
+    *(on(engine, (3, 0), {"window": 2, "tail": "drop"}) for engine in ("ddp", "fsdp2", "fsdp1")),
+    on("fsdp2 and tensor", (1, 4), {"window": 3}),
+    on("ddp", (5, 2), {"window": 3, "tail": "carry"}),
+    on("ddp of 3", (0, 5, 2), {"window": 3}, sync="micro_batch"),
+    on("ddp of 3", (0, 5, 2), {"window": 3}, find_unused_parameters=True),
+    on("ddp of 3", (0, 5, 2), {"window": 3}, static_graph=True),
+    on("ddp of 3", (0, 5, 2), {"window": 3}, gradient_as_bucket_view=True),
+]
+
+
+def assert_full_batches(
+    engine: str,
+    by_rank: Sequence[Sequence[Tensor]],
+    policy: dict[str, Any],
+    options: Any = None,
+    windows: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Of a mean of numbers: the gradient of each window is the mean of all of its own."""
+    windows = windows or windows_of(by_rank, policy["window"], EPOCHS, policy.get("tail", "step"))
+    rows, accumulation = [[list(batch) for batch in own] for own in by_rank], GradientAccumulation(**policy)
+    arguments = {"collate": torch.stack, "max_epochs": EPOCHS, **kwargs}
+    assert_one_window_one_batch(ShardedScalar, rows, windows, accumulation, engine, options, **arguments)
+
+
+@pytest.mark.some_cases(16)
 @LENGTHS_KNOWN
-@ENGINES
-def test_three_ranks_equal_the_full_batch(engine: str, has_length: bool) -> None:
-    by_rank = batches(2, 5, 1)
-    total = fit(engine, Uneven(by_rank, has_length), ranks=3, window=2)
-    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
-    assert facts_of(3) == [facts_of(1)[0]] * 3
+@pytest.mark.parametrize(("engine", "options", "lengths", "policy"), CASES)
+def test_ranks_that_end_at_different_times_equal_the_full_batch(
+    engine: str, options: dict[str, Any], lengths: tuple[int, ...], policy: dict[str, Any], has_length: bool
+) -> None:
+    assert_full_batches(engine, batches(*lengths), policy, options, has_length=has_length)
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(6)
 @LENGTHS_KNOWN
-@pytest.mark.parametrize("lengths", [(3, 0), (0, 3)], ids=str)
-@ENGINES
-def test_rank_without_any_batch_adds_nothing(engine: str, lengths: tuple[int, int], has_length: bool) -> None:
-    by_rank = batches(*lengths)
-    total = fit(engine, Uneven(by_rank, has_length), window=2)
-    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
-    assert facts_of(2) == [facts_of(1)[0]] * 2
-
-
-@pytest.mark.some_cases(3)
-@needs_sharding_on_cpu
-@LENGTHS_KNOWN
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1"])
-def test_dropped_tail_where_a_rank_has_no_batch(engine: str, has_length: bool) -> None:
-    by_rank = batches(3, 0)
-    total = fit(engine, Uneven(by_rank, has_length), callbacks=[GradientAccumulation(2, tail="drop")])
-    assert total == pytest.approx(EPOCHS * torch.cat(by_rank[0][:2]).mean().item(), rel=1e-12)
+@pytest.mark.parametrize(("engine", "options", "window"), [on("ddp", 1), on("ddp", 2), on("fsdp2", 2), on("fsdp1", 2)])
+def test_so_do_split_batches(engine: str, options: dict[str, Any], window: int, has_length: bool) -> None:
+    by_rank = [[x(1, 2, 3, 4, 5), x(6, 7, 8)], [x(10, 20, 30), x(40), x(50, 60), x(70, 80, 90, 100, 110)]]
+    assert_full_batches(engine, by_rank, {"window": window, "micro_batch": 2}, options, has_length=has_length)
 
 
 class StopsInside(pl.Callback):
@@ -171,65 +176,14 @@ class StopsInside(pl.Callback):
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1"])
 def test_early_stop_inside_a_window_where_a_rank_has_no_batch(engine: str) -> None:
     by_rank = batches(3, 0)
-    total = fit(engine, Uneven(by_rank), window=2, callbacks=[StopsInside()])
-    assert total == pytest.approx(by_rank[0][0].mean().item(), rel=1e-12)
-
-
-@needs_sharding_on_cpu
-@LENGTHS_KNOWN
-def test_data_parallel_ranks_beside_tensor_parallelism(has_length: bool) -> None:
-    by_rank = batches(1, 4)
-    total = fit("fsdp2", Uneven(by_rank, has_length), strategy=fsdp2(2, 2, timeout=SHORT), devices=4, window=3)
-    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 3)), rel=1e-12)
-    assert facts_of(4) == [facts_of(1)[0]] * 4
-
-
-@LENGTHS_KNOWN
-def test_carried_window_goes_on_in_the_next_epoch(has_length: bool) -> None:
-    by_rank = batches(5, 2)
-    total = fit("ddp", Uneven(by_rank, has_length), callbacks=[GradientAccumulation(3, tail="carry")])
-    nothing = [x()] * 3  # what the shorter rank has for the rest of its epoch
-    assert total == pytest.approx(sum(means([by_rank[0] * EPOCHS, (by_rank[1] + nothing) * EPOCHS], 3)), rel=1e-12)
+    assert_full_batches(engine, by_rank, {"window": 2}, windows=[list(by_rank[0][0])], callbacks=[StopsInside()])
 
 
 @LENGTHS_KNOWN
 def test_limited_batches(has_length: bool) -> None:
     by_rank = batches(5, 2)
-    total = fit("ddp", Uneven(by_rank, has_length), window=2, limit_train_batches=3)
-    assert total == pytest.approx(EPOCHS * sum(means([rank[:3] for rank in by_rank], 2)), rel=1e-12)
-
-
-@LENGTHS_KNOWN
-@pytest.mark.parametrize("window", [1, 2])
-def test_split_batches(window: int, has_length: bool) -> None:
-    by_rank = [[x(1, 2, 3, 4, 5), x(6, 7, 8)], [x(10, 20, 30), x(40), x(50, 60), x(70, 80, 90, 100, 110)]]
-    policy = GradientAccumulation(window, micro_batch=2)
-    total = fit("ddp", Uneven(by_rank, has_length), callbacks=[policy])
-    assert total == pytest.approx(EPOCHS * sum(means(by_rank, window)), rel=1e-12)
-
-
-@pytest.mark.some_cases(2)
-@needs_sharding_on_cpu
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-@LENGTHS_KNOWN
-def test_split_batches_of_sharded_modules(has_length: bool, engine: str) -> None:
-    by_rank = [[x(1, 2, 3, 4, 5), x(6, 7, 8)], [x(10, 20, 30), x(40), x(50, 60), x(70, 80, 90, 100, 110)]]
-    total = fit(engine, Uneven(by_rank, has_length), callbacks=[GradientAccumulation(2, micro_batch=2)])
-    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
-
-
-@pytest.mark.some_cases(4)
-@pytest.mark.parametrize(
-    "options",
-    [{"sync": "micro_batch"}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}],
-    ids=" ".join,
-)
-@LENGTHS_KNOWN
-def test_options_of_distributed_data_parallel(has_length: bool, options: dict[str, Any]) -> None:
-    by_rank = batches(0, 5, 2)
-    strategy = ddp(timeout=SHORT, **options)
-    total = fit("ddp", Uneven(by_rank, has_length), 3, window=3, strategy=strategy)
-    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 3)), rel=1e-12)
+    windows = windows_of([rank[:3] for rank in by_rank], 2, EPOCHS)
+    assert_full_batches("ddp", by_rank, {"window": 2}, windows=windows, limit_train_batches=3, has_length=has_length)
 
 
 class ByEpoch(Uneven):

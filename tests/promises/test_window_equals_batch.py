@@ -26,6 +26,10 @@ ENGINES = [
     on("fsdp2", sync="micro_batch"),
     on("fsdp1", sync="micro_batch"),
     on("fsdp2 and tensor", sync="micro_batch"),
+    on("fsdp1 by layer"),
+    on("fsdp1 by layer", sync="micro_batch"),
+    on("fsdp2 of 4", sync="shard"),
+    on("named mesh", mesh={"data_parallel": 2, "tensor_parallel": 2}),
     on("ddp", bucket_cap_mb=SMALL),
     on("ddp", gradient_as_bucket_view=True),
     on("ddp", bucket_cap_mb=SMALL, gradient_as_bucket_view=True, sync="micro_batch"),
@@ -56,13 +60,13 @@ def test_so_it_does_with_every_option_of_a_strategy(engine: str, options: dict[s
 
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
-    ("engine", "options", "reshard"),
-    [on("fsdp2", False), on("fsdp2", True), on("fsdp2", False, sync="micro_batch")],
+    ("engine", "options", "reshard"), [on("fsdp2", False), on("fsdp2", True), on("fsdp2", False, sync="micro_batch")]
 )
 def test_so_it_does_whether_parameters_are_resharded_after_forward_or_not(engine: str, options: Any, reshard: bool) -> None:
-    by_rank = dealt(ROWS[:20], MICRO_BATCH, engine)
+    by_rank, policy = dealt(ROWS[:20], MICRO_BATCH, engine), GradientAccumulation(3, tail="carry")
     make = partial(ShardedLanguage, reshard_after_forward=reshard)
-    assert_one_window_one_batch(make, by_rank, windows_of(by_rank, 3), 3, engine, options)
+    windows = windows_of(by_rank, 3, EPOCHS, "carry")
+    assert_one_window_one_batch(make, by_rank, windows, policy, engine, options, max_epochs=EPOCHS)
 
 
 CLIPS = {"norm": 0.05, "value": 1e-3}
