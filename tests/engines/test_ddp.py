@@ -23,15 +23,16 @@ from lightning_accum import AccumulationStrategy, DDPAccumulationStrategy, Gradi
 
 
 class Profiled(Scalar):
-    """Records the collectives of its last three windows of four on rank 0."""
+    """Records the collectives of its last three windows of four on rank 0: after the first, DistributedDataParallel rebuilds its
+    buckets once."""
 
     def on_train_batch_start(self, batch, batch_idx) -> None:
-        if batch_idx == 4:  # DistributedDataParallel rebuilds its buckets once, after the first window
+        if batch_idx == len(self.by_rank[0]) // 4:
             self.profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self.profile.__enter__()
 
     def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
-        if batch_idx == 15:
+        if batch_idx == len(self.by_rank[0]) - 1:
             end_profile(self.profile)
             events = [event for event in self.profile.events() if event.name.startswith("gloo:")]
             sizes = [(event.name, sum(torch.Size(shape).numel() for shape in event.input_shapes)) for event in events]
@@ -39,21 +40,33 @@ class Profiled(Scalar):
                 torch.save(sizes, "collectives.pt")
 
 
-@pytest.mark.parametrize(("sync", "reductions"), [("window", 3), ("micro_batch", 12)])
-def test_one_gradient_reduction_and_one_small_all_reduce_a_window(sync: str, reductions: int) -> None:
-    module = Profiled(by_rank=[[x(i) for i in range(16)], [x(i, i) for i in range(16)]])
+SINGLE = [[x(i) for i in range(16)], [x(i, i) for i in range(16)]]
+MANY = [[torch.arange(24.0).double().reshape(8, 3)[:rows] + batch for batch in range(4)] for rows in (8, 5)]
+
+
+# batches of one row cannot be checked, and the ranks would ask at each of the first eight
+@pytest.mark.parametrize(
+    ("sync", "policy", "by_rank", "reductions", "small"),
+    [
+        ("window", {"window": 4, "check": False}, SINGLE, 3, [8]),
+        ("micro_batch", {"window": 4, "check": False}, SINGLE, 12, [8]),
+        ("window", {"micro_batch": 2}, MANY, 3, [8]),
+        ("window", {"micro_batch": Tokens(6)}, MANY, 3, [8]),
+        # where all is reduced after the last micro-batch, a byte for each of two parameters: is it used on any rank?
+        ("window", {"micro_batch": "auto"}, MANY, 3, [8, 2]),
+    ],
+)
+def test_one_gradient_reduction_and_one_small_all_reduce_a_window(sync, policy, by_rank, reductions, small) -> None:
+    module = Profiled(by_rank=by_rank)
     module.big = torch.nn.Linear(100, 1, bias=False).double()
     module.loss = lambda x: (module.w * x).mean() + module.big(x.new_ones(1, 100)).mean() * 0
-    # batches of one row cannot be checked, and the ranks would ask at each of the first eight
-    trainer(ddp(sync=sync), devices=2, callbacks=[GradientAccumulation(4, check=False)]).fit(module)
+    trainer(ddp(sync=sync), devices=2, callbacks=[GradientAccumulation(**policy)]).fit(module)
     collectives = torch.load("collectives.pt")
     all_reduces = [size for name, size in collectives if "all_reduce" in name]
-    gradients = [size for size in all_reduces if size > 8]
-    weights = [size for size in all_reduces if size <= 8]
-    assert gradients == [101] * reductions
-    assert weights == [8] * 3  # float64: 64 bytes
-    others = {name for name, _ in collectives if "all_reduce" not in name}
-    assert others <= {"gloo:broadcast"}  # Lightning's own 8 bytes a loader batch, to spread a SIGTERM
+    assert [size for size in all_reduces if size > 8] == [101] * reductions
+    assert [size for size in all_reduces if size <= 8] == small * 3  # the sums of the window are 8 numbers of float64: 64 bytes
+    # Lightning's own 8 bytes a loader batch, to spread a SIGTERM
+    assert {name for name, _ in collectives if "all_reduce" not in name} <= {"gloo:broadcast"}
 
 
 @pytest.mark.parametrize("strategy", ["accum", "one rank"])

@@ -12,10 +12,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
-from support import Language, end_profile, language_loss, loader, pad, relative_error, sentences, train_by_hand, trainer
-from test_failures import run_ranks
+from processes import run_ranks
+from support import Language, OnCPU, end_profile, language_loss, loader, pad, relative_error, sentences, train_by_hand, trainer
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -27,23 +26,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_accum import DDPAccumulationStrategy, GradientAccumulation
-
 RANKS, WINDOW, EPOCHS = 2, 4, 2
 EXACT = 1e-12
 SMALL = 4096 / 2**20  # 4 KiB, of some 40 that the parameters take: several buckets
 Batch = dict[str, Tensor]
-
-
-class OnCPU(DDPAccumulationStrategy):
-    """Lightning registers communication hooks on CUDA only."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{"start_method": "fork", "timeout": timedelta(seconds=20), **kwargs})
-
-    def _register_ddp_hooks(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
-        _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
 
 def fit(module: pl.LightningModule, window: int = WINDOW, of_trainer: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
@@ -307,18 +293,17 @@ def loss_of_all(module: Language) -> float:
     return module.training_step(pad(ROWS), 0).item()
 
 
-# --- what is sent, and when -------------------------------------------------------------------------------------------
+# --- when it is sent -------------------------------------------------------------------------------------------
 
 
 class Profiled(Dealt):
     """Records the third window of rank 0: in the second DistributedDataParallel rebuilds its buckets."""
 
-    loader_batches = WINDOW
     batches = MICRO + MICRO[:4]  # three windows
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2 * self.loader_batches:
-            self.profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+        if batch_idx == 2 * WINDOW:
+            self.profile = profile(activities=[ProfilerActivity.CPU])
             self.profile.__enter__()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -327,47 +312,11 @@ class Profiled(Dealt):
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3 * self.loader_batches - 1:
+        if batch_idx == 3 * WINDOW - 1:
             end_profile(self.profile)
             events = sorted(self.profile.events(), key=lambda event: event.time_range.start)
-            found = [(event.name, sum(math.prod(shape) for shape in event.input_shapes)) for event in events]
             if self.global_rank == 0:
-                torch.save(found, "events.pt")
-
-
-def by_micro_batch() -> list[list[tuple[str, int]]]:
-    """What was recorded in each micro-batch, and of how many numbers; the first entry is what came before."""
-    found: list[list[tuple[str, int]]] = [[]]
-    for name, size in torch.load("events.pt"):
-        if name == "next micro-batch":
-            found.append([])
-        found[-1].append((name, size))
-    return found
-
-
-def sent() -> list[list[tuple[str, int]]]:
-    """What gloo was given in each micro-batch, and how many numbers. Of two, either may begin first: it has several threads."""
-    before, *found = [sorted(event for event in events if event[0].startswith("gloo:")) for events in by_micro_batch()]
-    assert before == []
-    return found
-
-
-ONCE = [("gloo:all_reduce", 8), ("gloo:all_reduce", PARAMETERS)]
-
-
-def test_a_window_sends_its_gradients_once_and_eight_numbers() -> None:
-    fit(Profiled(), of_trainer={"max_epochs": 1})
-    assert sent() == [[], [], [], ONCE]
-
-
-@pytest.mark.exhaustive
-def test_split_batches_send_nothing_between_micro_batches() -> None:
-    module = Profiled()
-    rows = ROWS * 2
-    module.batches, module.loader_batches = [pad(rows[i : i + 5]) for i in range(0, 60, 5)], 2
-    options = {"max_epochs": 1, "callbacks": [GradientAccumulation(2, micro_batch=2)]}
-    fit(module, window=1, of_trainer=options)
-    assert sent() == [[], [], [], [], [], ONCE]  # 2, 2 and 1 of five rows, twice
+                torch.save([event.name for event in events], "events.pt")
 
 
 OPTIONS = pytest.mark.parametrize(
@@ -375,10 +324,12 @@ OPTIONS = pytest.mark.parametrize(
 )
 
 
-def order(events: Sequence[tuple[str, int]]) -> list[str]:
-    """Of the nodes of the backward and what is to be all-reduced, as it was begun."""
-    names = [name.removeprefix("autograd::engine::evaluate_function: ") for name, _ in events]
-    nodes = [name for (event, _), name in zip(events, names, strict=True) if name != event or name == "c10d::allreduce_"]
+def order() -> list[str]:
+    """Of the nodes of the last backward and what is to be all-reduced, as it was begun."""
+    events = torch.load("events.pt")
+    last = events[len(events) - events[::-1].index("next micro-batch") :]
+    names = [name.removeprefix("autograd::engine::evaluate_function: ") for name in last]
+    nodes = [name for event, name in zip(last, names, strict=True) if name != event or name == "c10d::allreduce_"]
     return [name for name in nodes if name != "DivBackward0"]  # Lightning's own, by accumulate_grad_batches
 
 
@@ -386,10 +337,10 @@ def order(events: Sequence[tuple[str, int]]) -> list[str]:
 @OPTIONS
 def test_reduction_overlaps_with_the_last_backward_as_in_plain_lightning(options: dict[str, Any]) -> None:
     fit(Profiled(), of_trainer={"max_epochs": 1}, bucket_cap_mb=SMALL, **options)
-    ours = order(by_micro_batch()[-1])
+    ours = order()
     strategy = DDPStrategy(start_method="fork", timeout=timedelta(seconds=20), bucket_cap_mb=SMALL, **options)
     trainer(strategy, devices=RANKS).fit(Profiled())  # every micro-batch is reduced
-    lightnings = order(by_micro_batch()[-1])
+    lightnings = order()
     reduction = "c10d::allreduce_"
     assert ours == [reduction, *lightnings]  # the weights do not wait in line behind the gradients
     assert lightnings.count(reduction) > 4

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
-from support import Language, Scalar, pad, sentences, trainer, x
+from support import Language, SaveAfter, Scalar, pad, sentences, trainer, x
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -57,18 +57,6 @@ class InSinglePrecision(Language):
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=12)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class SaveAfter(Callback):
-    """Takes a checkpoint after some of the loader batches, and goes on."""
-
-    def __init__(self, *after: int) -> None:
-        self.after, self.batches = after, 0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.batches += 1
-        if self.batches in self.after:
-            trainer.save_checkpoint(f"after{self.batches}.ckpt")
 
 
 def stateful(workers: int, order: str) -> Any:
@@ -124,7 +112,7 @@ def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(
         return module
 
     after = [2, 3, 4, 5] if epoch == 0 else [8, 9, 10, 11]
-    without, saving = fit(), fit(SaveAfter(*after))
+    without, saving = fit(), fit(SaveAfter(*after, path="after{}.ckpt"))
     assert len(without.order) == 14
     assert without.order == saving.order
     inside = [batches for batches in after if "window" in state_of(f"after{batches}.ckpt")]
@@ -182,7 +170,7 @@ class SizedCounting(Counting):
 def test_a_stateful_stream_goes_on_from_inside_a_window(dataset: type[Counting]) -> None:
     def fit(**kwargs: Any) -> list[float]:
         module = Scalar()
-        callbacks = [GradientAccumulation(3), SaveAfter(4)]
+        callbacks = [GradientAccumulation(3), SaveAfter(4, path="after{}.ckpt")]
         trainer(callbacks=callbacks).fit(module, StatefulDataLoader(dataset(8), batch_size=None), **kwargs)
         return module.gradients
 
@@ -240,11 +228,7 @@ TWICE: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
     "3": ({"window": 3}, 2 * [15 / 5, 6.5], 2 * [15 / 5, 6.5]),
     "by epoch": ({"window": {0: 1, 1: 2, 3: 4}}, [1, 3, 5, 6.5, 10 / 4, 18 / 3], [10 / 4, 18 / 3, 28 / 7]),
     # windows of 2, 3 (cut to 2), 1, 2, 3 (cut to 1), and in the second fit of 1, 2, 3 (cut to 1), 1, 2, 3 (cut to 1)
-    "by step": (
-        {"window": lambda step: [2, 3, 1][step % 3]},
-        [10 / 4, 18 / 3, 1, 14 / 4, 6.5],
-        2 * [1, 14 / 4, 6.5],
-    ),
+    "by step": ({"window": lambda step: [2, 3, 1][step % 3]}, [10 / 4, 18 / 3, 1, 14 / 4, 6.5], 2 * [1, 14 / 4, 6.5]),
     "tokens": ({"window": Tokens(4)}, 2 * [10 / 4, 18 / 3], 2 * [10 / 4, 18 / 3]),
     "split": ({"micro_batch": 2}, 2 * [1, 3, 5, 6.5], 2 * [1, 3, 5, 6.5]),
     "carry": ({"window": 3, "tail": "carry"}, [15 / 5, 23 / 6, 18 / 3], [15 / 5, 23 / 6, 18 / 3]),
@@ -738,7 +722,13 @@ class Regression(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-LIKE_TWO: dict[str, Any] = {"tokens": Tokens(8), "a few less": Tokens(5), "by step": lambda step: 2, "by epoch": {0: 2, 3: 2}}
+LIKE_TWO: dict[str, Any] = {
+    "2": 2,
+    "tokens": Tokens(8),
+    "a few less": Tokens(5),
+    "by step": lambda step: 2,
+    "by epoch": {0: 2, 3: 2},
+}
 
 
 @pytest.mark.parametrize("policy", LIKE_TWO)
@@ -805,12 +795,13 @@ def test_the_rate_finder_sees_the_loss_of_the_first_batch_too() -> None:
 @pytest.mark.parametrize(
     ("policy", "notes"),
     [
+        (3, 1),
         (lambda step: 1 + step % 3, 1),
         (lambda step: [2, 3, 1][step % 3], 1),
         ({0: 3}, 1),
-        (Tokens(3), 3),  # after every loader batch: it goes by trainer.accumulate_grad_batches
+        (Tokens(3), 3),  # notes after every loader batch: it goes by trainer.accumulate_grad_batches
     ],
-    ids=["growing", "up and down", "by epoch", "tokens"],
+    ids=["3", "growing", "up and down", "by epoch", "tokens"],
 )
 def test_the_rate_finder_tries_each_rate_in_one_window(policy: Any, notes: int) -> None:
     expected = find_rate("auto")[0]

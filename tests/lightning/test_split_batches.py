@@ -1,4 +1,4 @@
-"""Split batches: what is sent over ranks, when padding is trimmed, what is said, and what is refused."""
+"""Split batches: when padding is trimmed, what is said, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,64 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import OPTIMIZERS, Language, Scalar, ddp, end_profile, fp16_on_cpu, loader, pad, relative_error, sentences, trainer, x
+from support import OPTIMIZERS, Language, Scalar, fp16_on_cpu, loader, pad, relative_error, sentences, trainer, x
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
-
-# --- over ranks -------------------------------------------------------------------------------------------------------
-
-
-class Profiled(Scalar):
-    """Records the collectives of its last three batches of four on rank 0."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:  # DistributedDataParallel rebuilds its buckets once, after the first window
-            self.profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-            self.profile.__enter__()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3:
-            end_profile(self.profile)
-            events = [event for event in self.profile.events() if event.name.startswith("gloo:")]
-            sizes = [(event.name, sum(torch.Size(shape).numel() for shape in event.input_shapes)) for event in events]
-            if self.global_rank == 0:
-                torch.save(sizes, "collectives.pt")
-
-
-@pytest.mark.parametrize("size", [2, Tokens(6), "auto"])
-def test_one_gradient_reduction_and_one_small_all_reduce_a_batch(size: Any) -> None:
-    rows = [torch.arange(24.0).double().reshape(8, 3) + batch for batch in range(4)]
-    module = Profiled(by_rank=[rows, [row[:5] for row in rows]])
-    module.big = nn.Linear(100, 1, bias=False).double()
-    module.loss = lambda x: (module.w * x).mean() + module.big(x.new_ones(1, 100)).mean() * 0
-    trainer(ddp(), devices=2, callbacks=[GradientAccumulation(micro_batch=size)]).fit(module)
-    collectives = torch.load("collectives.pt")
-    all_reduces = [size for name, size in collectives if "all_reduce" in name]
-    assert [size for size in all_reduces if size > 8] == [101] * 3
-    # the sums of the window, 64 bytes; and, where all is reduced after the last micro-batch, a byte for each of two parameters: is
-    # it used on any rank?
-    assert [size for size in all_reduces if size <= 8] == ([8, 2] if size == "auto" else [8]) * 3
-    assert {name for name, _ in collectives if "all_reduce" not in name} <= {"gloo:broadcast"}  # Lightning's own 8 bytes
-
-
-@pytest.mark.parametrize("arguments", [{"sync": "micro_batch"}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_settings_of_ddp_keep_the_promise(arguments: dict[str, Any]) -> None:
-    module = Scalar(by_rank=[[x(1, 2, 3, 4, 5), x(7, 7, 7, 7, 9)], [x(10, 20, 30, 40, 50), x(1, 2, 3, 4, 5)]])
-    trainer(ddp(**arguments), devices=2, callbacks=[GradientAccumulation(micro_batch=2)]).fit(module)
-    assert module.total == pytest.approx(165 / 10 + 52 / 10, rel=1e-12)
-
-
-@pytest.mark.parametrize("size", [2, "auto"])
-def test_rank_without_a_batch_takes_part(size: Any) -> None:
-    module = Scalar(by_rank=[[x(1, 2, 3), None, x(5, 5, 5)], [x(4, 5, 6), x(7, 8, 9), None]])
-    trainer(ddp(), devices=2, callbacks=[GradientAccumulation(micro_batch=size)]).fit(module)
-    assert module.total == pytest.approx(21 / 6 + 24 / 3 + 15 / 3, rel=1e-12)
-
 
 # --- trimming ---------------------------------------------------------------------------------------------------------
 

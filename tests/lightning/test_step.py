@@ -7,20 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import (
-    NONE_LOSS,
-    Language,
-    Scalar,
-    ddp,
-    fp16_on_cpu,
-    loader,
-    pad,
-    relative_error,
-    sentences,
-    train_by_hand,
-    trainer,
-    x,
-)
+from support import NONE_LOSS, Language, Scalar, ddp, fp16_on_cpu, loader, pad, relative_error, sentences, train_by_hand, trainer, x
 
 from lightning_accum import GradientAccumulation
 
@@ -228,16 +215,6 @@ def test_tail_drop_trains_where_only_some_epochs_are_too_short_for_their_windows
         trainer(callbacks=[GradientAccumulation({0: 4, 2: 1}, tail="drop")], max_epochs=2).fit(module)
 
 
-def test_tail_carry_goes_on_in_the_next_epoch_and_steps_at_the_end_of_training() -> None:
-    module = Scalar([x(i) for i in range(1, 8)])
-    run = trainer(callbacks=[GradientAccumulation(4, tail="carry")], max_epochs=3)
-    run.fit(module)
-    values = [1, 2, 3, 4, 5, 6, 7] * 3
-    windows = [values[i : i + 4] for i in range(0, 21, 4)]
-    assert module.gradients == pytest.approx([sum(w) / len(w) for w in windows], rel=1e-15)
-    assert run.global_step == 6
-
-
 def test_tail_carry_steps_at_an_early_stop() -> None:
     class Stops(Scalar):
         def on_train_epoch_end(self) -> None:
@@ -258,12 +235,6 @@ def test_estimated_stepping_batches_knows_the_tail(tail: str, expected: int) -> 
     module.on_train_start = lambda: estimates.append(run.estimated_stepping_batches)
     run.fit(module)
     assert estimates == [expected] == [run.global_step]
-
-
-def test_carry_on_two_ranks() -> None:
-    module = Scalar(by_rank=[[x(1), x(2), x(3)], [x(4), x(5), x(6, 7)]])
-    trainer(ddp(), devices=2, callbacks=[GradientAccumulation(2, tail="carry")], max_epochs=2).fit(module)
-    assert module.total == pytest.approx((1 + 2 + 4 + 5) / 4 + (3 + 1 + 6 + 7 + 4) / 5 + (2 + 3 + 5 + 6 + 7) / 5, rel=1e-15)
 
 
 # --- the limits of the Trainer ----------------------------------------------------------------------------------------
@@ -339,24 +310,6 @@ def test_dataloader_iter_steps_its_tail() -> None:
     module = Draws()
     trainer(callbacks=[GradientAccumulation(2)]).fit(module, loader([x(1), x(2), x(6)]))
     assert module.w.item() == -(1.5 + 6.0)
-
-
-def test_window_by_epoch() -> None:
-    module = Scalar([x(1), x(2), x(3), x(4)])
-    run = trainer(callbacks=[GradientAccumulation({0: 1, 1: 2, 2: 4})], max_epochs=4)
-    run.fit(module)
-    assert module.gradients == [1, 2, 3, 4, 1.5, 3.5, 2.5, 2.5]
-    assert run.accumulate_grad_batches == 1  # given back
-
-
-def test_fit_twice_goes_on() -> None:
-    module = Scalar([x(1), x(2), x(3)])
-    run = trainer(callbacks=[GradientAccumulation(2)])
-    run.fit(module)
-    run.fit_loop.max_epochs = 2
-    run.fit(module)
-    assert module.gradients == [1.5, 3.0, 1.5, 3.0]
-    assert run.global_step == 4
 
 
 # --- one micro-batch on one rank: plain Lightning ----------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import NONE_LOSS, Scalar, loader, trainer, x
+from support import Scalar, loader, trainer, x
 from torch import nn
 
 UNEVEN = [x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)]
@@ -107,30 +107,3 @@ def test_tail_here_and_elsewhere() -> None:
     assert lightning(TAIL, 4) == [2.5, 6.5, 4.75]
     assert accelerate(TAIL, 4) == [2.5, 6.5, 4.75]
     assert transformers_trainer(TAIL, 4, takes_count=True) == [2.5, 6.5, 9.5]
-
-
-def test_missing_loss_here_and_in_lightning() -> None:
-    batches = [x(1), NONE_LOSS, x(3), x(4)]
-    assert ours(batches, 4) == pytest.approx([8 / 3])
-    assert lightning(batches, 4) == pytest.approx([2.0])
-
-
-def test_missing_batch_at_the_start_here_and_in_lightning() -> None:
-    batches = [x(1), x(2), x(3), x(4), None, x(6), x(7), x(8)]
-    assert ours(batches, 4) == [2.5, 7.0]
-    assert lightning(batches, 4) == [2.5, 7.75]
-
-
-def test_scheduler_frequency_here_and_in_lightning() -> None:
-    class Scheduled(Scalar):
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10**6)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
-
-    steps = {}
-    for strategy in ("accum", "auto"):
-        run = trainer(strategy, accumulate_grad_batches=4)
-        run.fit(Scheduled([x(i) for i in range(16)]))
-        steps[strategy] = run.lr_scheduler_configs[0].scheduler.last_epoch
-    assert steps == {"accum": 2, "auto": 4}

@@ -21,69 +21,43 @@ def fit(module: Scalar, window: int, **kwargs):
     return run
 
 
-# --- uneven windows ---------------------------------------------------------------------------------------------------
+# --- uneven windows, and nothing there --------------------------------------------------------------------------------
+
+# batches, the window, the gradients of the full batches, and Lightning's where they are others
+WINDOWS = {
+    "micro-batches of 1 and 9 tokens, 20350": ([x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)], 2, [4.6], [3.0]),  # the mean of means 1 and 5
+    "tail of two batches in a window of four, 19987": ([x(i) for i in range(1, 11)], 4, [2.5, 6.5, 9.5], [2.5, 6.5, 4.75]),
+    "epoch shorter than the window": ([x(1), x(2), x(3)], 4, [2.0], [1.5]),
+    "no batch at the start": (
+        [x(1), x(2), x(3), x(4), None, x(6), x(7), x(8)],
+        4,
+        [2.5, 7.0],
+        [2.5, 7.75],
+    ),  # zero_grad was skipped
+    "no batch in the middle": ([x(1), None, x(3), x(5)], 4, [3.0], [2.25]),
+    "no batch at the end": ([x(1), x(2), x(3), None, x(5), x(6), x(7), x(8)], 4, [2.0, 6.5], [6.5]),  # the first window is lost
+    "no batch at the end of the epoch": ([x(1), x(2), None], 4, [1.5], []),
+    "no loss at the start": ([NONE_LOSS, x(1), x(3), x(4)], 4, [8 / 3], [2.0]),
+    "no loss in the middle": ([x(1), NONE_LOSS, x(3), x(4)], 4, [8 / 3], [2.0]),
+    "no loss at the end": ([x(1), x(3), x(4), NONE_LOSS], 4, [8 / 3], None),  # the step before there is a gradient of the last
+    "nothing in a window": ([None, NONE_LOSS, x(3), x(5)], 2, [4.0], None),
+}
 
 
-def test_micro_batches_of_1_and_9_tokens_20350() -> None:
-    module = Scalar([x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)])
-    fit(module, 2)
-    assert module.gradients == pytest.approx([4.6], rel=1e-15)  # Lightning: 3.0, the mean of the means 1 and 5
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_is_its_full_batch(name: str) -> None:
+    batches, window, expected, lightnings = WINDOWS[name]
+    module, plain = Scalar(batches), Scalar(batches)
+    fit(module, window)
+    assert module.gradients == pytest.approx(expected, rel=1e-15)
+    if lightnings is not None:
+        trainer("auto", accumulate_grad_batches=window).fit(plain)
+        assert plain.gradients == pytest.approx(lightnings)
 
 
-def test_tail_of_two_batches_in_a_window_of_four_19987() -> None:
-    module = Scalar([x(i) for i in range(1, 11)])
-    fit(module, 4)
-    assert module.gradients == [2.5, 6.5, 9.5]  # Lightning: the last is 4.75, divided by 4
-
-
-def test_epoch_shorter_than_the_window() -> None:
-    module = Scalar([x(1), x(2), x(3)])
-    fit(module, 4)
-    assert module.gradients == [2.0]  # Lightning: 1.5
-
-
-# --- nothing there ----------------------------------------------------------------------------------------------------
-
-
-def test_none_batch_at_the_start_of_a_window_leaks_no_stale_gradient() -> None:
-    module = Scalar([x(1), x(2), x(3), x(4), None, x(6), x(7), x(8)])
-    fit(module, 4)
-    assert module.gradients == [2.5, 7.0]  # Lightning: 7.75, zero_grad was skipped
-
-
-def test_none_batch_in_the_middle_of_a_window() -> None:
-    module = Scalar([x(1), None, x(3), x(5)])
-    fit(module, 4)
-    assert module.gradients == [3.0]
-
-
-def test_none_batch_at_the_end_of_a_window_still_steps() -> None:
-    module = Scalar([x(1), x(2), x(3), None, x(5), x(6), x(7), x(8)])
-    run = fit(module, 4)
-    assert module.gradients == [2.0, 6.5]  # Lightning: the first window is lost
-    assert run.global_step == 2
-
-
-def test_none_batch_at_the_end_of_an_epoch_still_steps() -> None:
-    module = Scalar([x(1), x(2), None])
-    fit(module, 4)
-    assert module.gradients == [1.5]
-
-
-@pytest.mark.parametrize("position", [0, 1, 3])
-def test_training_step_returns_none(position: int) -> None:
-    batches = [x(1), x(3), x(4)]
-    batches.insert(position, NONE_LOSS)
-    module = Scalar(batches)
-    fit(module, 4)
-    assert module.gradients == pytest.approx([8 / 3], rel=1e-15)  # Lightning: 2.0, divided by 4
-
-
-def test_window_of_nothing_steps_nothing() -> None:
-    module = Scalar([None, NONE_LOSS, x(3), x(5)])
-    run = fit(module, 2)
-    assert module.gradients == [4.0]
-    assert run.global_step == 2  # Lightning counts what training_step returns None for
+def test_windows_of_nothing_count_as_in_lightning() -> None:
+    assert fit(Scalar([None, NONE_LOSS, x(3), x(5)]), 2).global_step == 2  # what training_step returns None for
+    assert fit(Scalar([x(1), x(2), x(3), None, x(5), x(6), x(7), x(8)]), 4).global_step == 2
 
 
 @pytest.mark.parametrize("missing", [None, NONE_LOSS], ids=["batch", "loss"])
@@ -102,12 +76,6 @@ def test_rank_with_nothing_at_all_adds_nothing() -> None:
     module = Scalar(by_rank=[[x(7), x(5), None, None, None, NONE_LOSS], [x(6), x(6), x(2), x(4), x(1), x(3)]])
     trainer(ddp(), devices=2, accumulate_grad_batches=2).fit(module)
     assert module.total == 6.0 + 3.0 + 2.0
-
-
-def test_window_that_is_empty_on_all_ranks_hangs_none() -> None:
-    module = Scalar(by_rank=[[None, NONE_LOSS, x(1), x(2)], [NONE_LOSS, None, x(3), x(6)]])
-    trainer(ddp(), devices=2, accumulate_grad_batches=2).fit(module)
-    assert module.total == 3.0
 
 
 class WithBuffers(Scalar):
@@ -250,19 +218,6 @@ def test_parameter_used_only_before_the_boundary_is_reduced() -> None:
     assert module.total == pytest.approx(15 / 5, rel=1e-15)
     assert -module.rare.item() == pytest.approx(3 / 5, rel=1e-15)
     assert module.never.item() == 1.0  # never used: no gradient, so no weight decay either
-
-
-@pytest.mark.parametrize("missing", [None, NONE_LOSS], ids=["batch", "loss"])
-def test_unused_parameter_stays_untouched_where_a_rank_has_nothing(missing) -> None:
-    class Quiet(TwoBranches):
-        def training_step(self, batch, batch_idx):
-            return None if batch.isnan().any() else super().training_step(batch, batch_idx)
-
-    module = Quiet(by_rank=[[x(1, 2), missing], [x(4), x(5)]])
-    trainer(ddp(find_unused_parameters=True), devices=2, callbacks=[GradientAccumulation(2, check=False)]).fit(module)
-    assert module.total == pytest.approx(12 / 4, rel=1e-15)
-    assert -module.rare.item() == pytest.approx(3 / 4, rel=1e-15)
-    assert module.never.item() == 1.0
 
 
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
