@@ -269,8 +269,11 @@ def warn_of_hooks_on_gradients(trainer: pl.Trainer, warn: Callable[[str], None])
             " has accumulated so far, before that is normalised: what it changes or measures is not what it would in the full"
             " batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
         )
-    module = trainer.lightning_module
-    # tensor hooks are found by the check: it runs them
+    warn_of_hooks_of_parameters(trainer.lightning_module, warn)
+
+
+def warn_of_hooks_of_parameters(module: pl.LightningModule, warn: Callable[[str], None]) -> None:
+    """Name parameters with hooks that run after every micro-batch. Those of tensors are found by the checks, which run them."""
     hooked = [name for name, parameter in module.named_parameters() if getattr(parameter, "_post_accumulate_grad_hooks", None)]
     if hooked:
         warn(

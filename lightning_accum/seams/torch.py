@@ -104,6 +104,8 @@ torch.nn.Module
     _buffers _modules _parameters | - | what a module holds by itself, without its children | -
     _call_impl | - | runs forward and its hooks | cb6bd5a4 14366ab7 f34c9a23
     _compiled_call_impl | - | runs in place of _call_impl, where there is one | -
+torch.nn.utils.parametrize
+    _cache_enabled | - | whether parametrizations are kept: not while there is no graph | -
 torch.nn.modules.batchnorm
     _BatchNorm | - | is the base of all BatchNorm layers | -
 torch.nn.parallel.distributed

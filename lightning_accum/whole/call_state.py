@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from lightning_accum.whole.layers import Layer, RowWiseError
 
@@ -74,15 +75,6 @@ class CallState:
                 parameter.requires_grad_(not parameter.requires_grad)
 
     @contextmanager
-    def autocast_without_cache(self) -> Iterator[None]:
-        """In here no weight without a graph is cached, which a later use with one would find."""
-        with ExitStack() as stack:
-            for kind, dtype, is_enabled in self._autocasts:
-                if is_enabled:
-                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
-            yield
-
-    @contextmanager
     def autocast_again(self) -> Iterator[None]:
         """In here autocast and the default type are those of the call."""
         dtype = torch.get_default_dtype()
@@ -98,14 +90,19 @@ class CallState:
 
 
 @contextmanager
-def without_fast_path() -> Iterator[None]:
-    """In here attention without a graph computes as it does with one, in padding too."""
-    before = torch.backends.mha.get_fastpath_enabled()
+def as_with_a_graph() -> Iterator[None]:
+    """In here what has no graph computes as with one, attention in padding too, and nothing without a graph is cached for later."""
+    fast_path, autocast = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
+    parametrizations = parametrize._cache_enabled
     torch.backends.mha.set_fastpath_enabled(False)
+    torch.set_autocast_cache_enabled(False)
+    parametrize._cache_enabled = 0
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        torch.set_autocast_cache_enabled(autocast)
+        parametrize._cache_enabled = parametrizations
 
 
 def saving_nothing() -> AbstractContextManager[None]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.randomness import state_outside_torch
 from lightning_accum.splitting.micro_batch import RowSelector
 from lightning_accum.splitting.packing import RowSlice
 from lightning_accum.splitting.snapshot import Snapshot
-from lightning_accum.whole.call_state import CallState, saving_nothing, without_fast_path
+from lightning_accum.whole.call_state import CallState, as_with_a_graph, saving_nothing
+from lightning_accum.whole.gradient_proof import LeftBehind
 from lightning_accum.whole.layers import (
     INSTEAD,
     Layer,
@@ -29,18 +32,21 @@ Backward: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
 """Of some tensors, with these gradients; the last argument is whether the graph is kept."""
 
 
-class Form(NamedTuple):
-    """Where the rows are in a call.
+@dataclass
+class Form:
+    """Where the rows are in calls of one kind.
 
     Attributes:
         inputs: which of the input leaves have one entry a row.
         dims: the dimension of each output leaf that has the rows; None for one that is the same for all rows.
         may_be_sorted: each has one entry a row there.
+        is_watched: it was looked at what a call in several micro-batches leaves behind.
     """
 
     inputs: tuple[bool, ...]
     dims: tuple[int | None, ...]
     may_be_sorted: bool = False
+    is_watched: bool = False
 
 
 def taken(arguments: Any, are_rows: Sequence[bool], selector: RowSelector) -> Any:
@@ -112,6 +118,7 @@ class Call:
         inputs: the leaves of the arguments, and
         needs_gradient: those of them that need one.
         gradients: of those outputs that need one.
+        left: what was computed in the last micro-batch of the first such call, and is still there.
         is_recomputed: it is made within a backward, by a checkpoint.
         shadows: micro-batches that other ranks have more: this one takes part in them with its last, which counts for nothing.
     """
@@ -123,6 +130,7 @@ class Call:
     order: list[int] | None = None
     is_recomputed: bool = False
     shadows: int = 0
+    left: LeftBehind | None = None
     current: int = 0
     gradients: list[Tensor | None] = field(default_factory=list)
 
@@ -171,6 +179,8 @@ class Call:
             self._random_states[0].restore()
             output, parts = self._run_all(device)
         self._state.check_unchanged(self.layer)
+        if self.left is not None:
+            self.left.watch()
         return self._joined(output, parts)
 
     def _run_all(self, device: torch.device) -> tuple[Any, list[list[Any]]]:
@@ -180,14 +190,16 @@ class Call:
         parts: list[list[Any]] = []
         trained: set[int] = set()
         is_known = False  # which outputs need a gradient, see below
-        with self._state.autocast_without_cache(), without_fast_path(), saving_nothing():
+        if len(self.pieces) > 1 and not self.form.is_watched and not self.layer.is_sharded:
+            self.left, self.form.is_watched = LeftBehind(self.layer), True
+        with as_with_a_graph(), saving_nothing():
             for index, piece in enumerate(self.pieces):
                 self.current = index
                 random_state = Snapshot(self.layer.module)
                 random_state.keep_random_state(device, bool(parts) and not self.layer.draws_outside_torch)
                 self._random_states.append(random_state)
                 args, kwargs = taken(self.arguments, self.form.inputs, piece.selector)
-                with torch.set_grad_enabled(not is_known):
+                with torch.set_grad_enabled(not is_known), self._looking_at(piece):
                     output = self.layer.run(*args, **kwargs)
                 found = leaves(output)
                 trained |= {place for place, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.requires_grad}
@@ -202,6 +214,14 @@ class Call:
             self._run_shadows()
         self._trained, self._sharing = sorted(trained), sharing
         return first, parts
+
+    def _looking_at(self, piece: RowSlice) -> AbstractContextManager[Any]:
+        if self.left is None or piece is not self.pieces[-1]:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(in_eager_mode())
+        stack.enter_context(self.left)
+        return stack
 
     def _run_shadows(self, backward: Backward | None = None) -> None:
         """Take part in the micro-batches that other ranks have more."""

@@ -63,15 +63,21 @@ def differences(found: Tensor, expected: Tensor | None) -> list[Tensor]:
         found, expected = torch.view_as_real(found), torch.view_as_real(expected)
     if not found.is_floating_point():
         return [(found == expected).all()]
-    kind = expected.device.type
-    dtypes = [expected.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    if expected.is_cuda and expected.dtype == torch.float32:
-        eps = max(eps, 2**-10)  # TF32
+    tolerance = rounding(expected)
     found, expected = found.double(), expected.double()
     difference = (found - expected).nan_to_num(0.0, 0.0, 0.0).norm()
-    is_near = difference <= eps**0.6 * expected.nan_to_num(0.0, 0.0, 0.0).norm()
+    is_near = difference <= tolerance * expected.nan_to_num(0.0, 0.0, 0.0).norm()
     return [is_near & (found.isfinite() == expected.isfinite()).all()]
+
+
+def rounding(tensor: Tensor) -> float:
+    """How far two tensors may be apart, relative to their norm, if they were computed as this one was."""
+    kind = tensor.device.type
+    dtypes = [tensor.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    if tensor.is_cuda and tensor.dtype == torch.float32:
+        eps = max(eps, 2**-10)  # TF32
+    return float(eps**0.6)
 
 
 def sharing_memory(outputs: list[Any], arguments: list[Any]) -> list[int]:

@@ -1,20 +1,24 @@
-"""The proof that a submodule treats rows independently: its outputs for two rows, together and one by one."""
+"""The proof that a submodule treats rows independently: its outputs for some rows, together and one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
+from lightning_accum.splitting.memory import is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import Snapshot
-from lightning_accum.whole.call_state import without_fast_path
+from lightning_accum.whole.call_state import as_with_a_graph
 from lightning_accum.whole.calls import Form
+from lightning_accum.whole.gradient_proof import check_gradients
 from lightning_accum.whole.layers import INSTEAD, Layer, RowWiseError, check_others, is_close
 from lightning_accum.whole.trees import UnknownObjectError, is_list_of_numbers, leaves, others, replaced
 
@@ -64,11 +68,13 @@ class RowProof:
 
     Args:
         largest: over the ranks, where they wait for each other in each forward.
+        most: rows that are run together, at least 2.
     """
 
-    def __init__(self, largest: Largest | None = None) -> None:
+    def __init__(self, largest: Largest | None = None, most: int = 8) -> None:
         self._forms: dict[Any, Form] = {}
         self._largest = largest
+        self._most = 2 if largest is not None else max(2, most)  # ranks that wait for each other all run equally often
 
     def __call__(self, layer: Layer, arguments: _Arguments, number: int) -> Form:
         """Where the rows of a call are.
@@ -83,12 +89,9 @@ class RowProof:
         """
         found = leaves(arguments)
         fitting = tuple(_size(leaf) == number for leaf in found)
-        key = (
-            layer.name,
-            layer.module.training,
-            fitting,
-            tuple(_shape(leaf, fits) for leaf, fits in zip(found, fitting, strict=True)),
-        )
+        shapes = tuple(_shape(leaf, fits) for leaf, fits in zip(found, fitting, strict=True))
+        flags = tuple(map(_flag, others(arguments)))
+        key = (layer.name, layer.module.training, fitting, shapes, flags)
         form = self._forms.get(key)
         if self._largest is not None:
             is_needed, fewest = self._largest(float(form is None), float(-number))
@@ -99,11 +102,22 @@ class RowProof:
                 )
             form = None if is_needed else form
         if form is None:
-            with _held(layer.module), torch.no_grad():
-                form = _prove(layer, arguments, fitting, number)
+            try:
+                with _held(layer.module), torch.no_grad():
+                    form = _prove(layer, arguments, fitting, number, self._most)
+            except UnknownObjectError as error:
+                raise RowWiseError(
+                    f"row_wise={layer.name!r}: {layer.name!r} returns {error}. Have it return tensors: of a model of Hugging Face,"
+                    " pass use_cache=False."
+                ) from error
             if number > 1:
                 self._forms[key] = form
         return form
+
+
+def _flag(other: Any) -> Any:
+    """What calls of one kind have in common in an argument that is no tensor: a mode, names, whether outputs are asked for."""
+    return tuple(other) if isinstance(other, list) else other if isinstance(other, (bool, str)) else type(other)
 
 
 def _shape(leaf: Any, fits: bool) -> Any:
@@ -111,18 +125,18 @@ def _shape(leaf: Any, fits: bool) -> Any:
     return (leaf.dtype, leaf.dim(), None if fits else leaf.shape[:1]) if isinstance(leaf, Tensor) else str
 
 
-def _prove(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], number: int) -> Form:
+def _prove(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], number: int, most: int) -> Form:
     for name, inner in layer.module.named_modules():
         if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
             raise _not_independent(layer, name, inner, "normalises by the statistics of the rows beside it")
     if number == 1:  # nothing is joined
         outputs = leaves(_run(layer, arguments, fitting, [0]))
         return Form(fitting, tuple(0 if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == 1 else None for leaf in outputs))
-    rows = [0, _unlike_first(leaves(arguments), fitting, number)]
-    are_rows = _kinds(layer, arguments, fitting, rows)
+    two = [0, _unlike_first(leaves(arguments), fitting, number)]
+    are_rows = _kinds(layer, arguments, fitting, two)
     watch = _Watch(layer.module)
-    with watch.as_("together"):
-        together = _run(layer, arguments, are_rows, rows)
+    several = [*two, *(row for row in range(min(number, most)) if row not in two)][:most]
+    rows, together = _run_several(layer, arguments, are_rows, several, watch)
     buffers = {name: (buffer, buffer._version) for name, buffer in layer.module.named_buffers()}
     apart = []
     for row in rows:
@@ -133,17 +147,35 @@ def _prove(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], numbe
             owner = name.rpartition(".")[0]
             what = f"changes its buffer {name.rpartition('.')[2]!r} in forward"
             raise _not_independent(layer, owner, layer.module.get_submodule(owner), what)
-    for part in apart:
-        check_others(layer, others(part), others(together))
+    for output in apart:
+        check_others(layer, others(output), others(together))
     dims = _dims(together, apart)
     if dims is None:
         name, inner = watch.first_that_differs()
-        raise _not_independent(layer, name, inner, "gives two rows together other outputs than each alone")
+        raise _not_independent(layer, name, inner, "gives some rows together other outputs than alone")
+    if not layer.is_sharded:
+        # not as one alone where an expert takes so many rows and no more
+        if _dims(_run(layer, arguments, are_rows, two[:1] * len(rows)), apart[:1] * len(rows)) != dims:
+            raise _not_independent(layer, "", layer.module, "gives rows that are alike other outputs together than alone")
+        check_gradients(layer, partial(_run, layer, arguments, are_rows), (two + two[:1])[:most], dims)
     sizes = (
         None if dim is None else len(leaf) if isinstance(leaf, (list, tuple)) else leaf.shape[dim]
         for leaf, dim in zip(leaves(together), dims, strict=True)
     )
     return Form(are_rows, dims, may_be_sorted=all(size in (None, len(rows)) for size in sizes))
+
+
+def _run_several(
+    layer: Layer, arguments: _Arguments, are_rows: tuple[bool, ...], rows: list[int], watch: _Watch
+) -> tuple[list[int], Any]:
+    """Run more rows than two together, for what depends on how many there are, where there is memory for that. Returns which."""
+    try:
+        with watch.as_("together"):
+            return rows, _run(layer, arguments, are_rows, rows)
+    except Exception as error:
+        if len(rows) == 2 or not is_out_of_memory(error):
+            raise
+    return _run_several(layer, arguments, are_rows, rows[:2], watch)
 
 
 def difference_by_padding(layer: Layer, padded: _Arguments, trimmed: _Arguments, *others: _Arguments) -> Verdict:
@@ -190,13 +222,13 @@ def _runs(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: l
     return any(isinstance(leaf, Tensor) for leaf in outputs)
 
 
-def _run(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: list[int]) -> Any:
+def _run(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: Sequence[int]) -> Any:
     kinds = iter(are_rows)
 
     def some_rows(leaf: Any) -> Any:
         if not next(kinds):
-            return leaf.clone() if isinstance(leaf, Tensor) else leaf
-        return leaf[rows] if isinstance(leaf, Tensor) else [leaf[row] for row in rows]
+            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+        return leaf.detach()[rows] if isinstance(leaf, Tensor) else [leaf[row] for row in rows]
 
     return _as_it_is(layer, *replaced(arguments, some_rows))
 
@@ -207,7 +239,7 @@ def _as_it_is(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         next((leaf.device for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)), torch.device("cpu"))
     )
     try:
-        with torch.no_grad(), SameForEveryRow():
+        with SameForEveryRow():
             return layer.run(*args, **kwargs)
     finally:
         before.restore()  # each run draws the same of Python and numpy
@@ -255,7 +287,7 @@ def _is_joined(whole: Tensor, parts: list[Tensor], dim: int) -> bool:
 
 
 class _Watch:
-    """The inputs and outputs of all modules inside of one, for two rows together and for each."""
+    """The inputs and outputs of all modules inside of one, for some rows together and for each."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -276,11 +308,11 @@ class _Watch:
             yield
 
     def first_that_differs(self) -> tuple[str, nn.Module]:
-        """The first module with other outputs for two rows than for each, from inputs that are the same; its parts come first."""
+        """The first module with other outputs for rows together than for each, from the same inputs; its parts come first."""
         names = {inner: name for name, inner in self._module.named_modules()}
         for inner, together in self._seen["together"].items():
             apart = self._seen["apart"].get(inner, [])
-            if len(together) != 1 or len(apart) != 2:
+            if len(together) != 1 or not apart:
                 continue
             with suppress(UnknownObjectError):
                 inputs, outputs = (_dims(together[0][which], [seen[which] for seen in apart]) for which in (0, 1))
@@ -293,8 +325,7 @@ class _Watch:
 def _held(module: nn.Module) -> Iterator[None]:
     """In here dropout is off and nothing is compiled; afterwards buffers are as they were."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    stance: Callable[[str], AbstractContextManager[Any]] | None = getattr(torch.compiler, "set_stance", None)  # from torch 2.6
-    with dropout_switched_off(module), without_fast_path(), nullcontext() if stance is None else stance("force_eager"):
+    with dropout_switched_off(module), as_with_a_graph(), in_eager_mode():
         try:
             yield
         finally:

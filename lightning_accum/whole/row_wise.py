@@ -83,7 +83,7 @@ class RowWise:
         """The micro-batches of all calls in the step so far."""
         self._planners: dict[str, Planner] = {}
         self._running: Call | None = None
-        self._proof = RowProof(largest)
+        self._proof = RowProof(largest, micro_batch) if isinstance(micro_batch, int) and micro_batch < 8 else RowProof(largest)
         self._calls: list[Call] = []
         self._rows: int | None = None
         self._is_inside = self._is_in_backward = self._has_run = self._drops = False
@@ -139,6 +139,9 @@ class RowWise:
 
     def forget(self) -> None:
         """There will be no backward for what ran."""
+        for call in self._calls:
+            if call.left is not None:
+                call.left.forget()
         self._calls.clear()
         self.pieces.clear()
         self._running = None
@@ -203,7 +206,12 @@ class RowWise:
             self._is_in_backward = True
             try:
                 result = run(roots, seeds, keeps_graph, creates_graph, inputs, *args, **kwargs)
+                left = [call.left for call in self._calls if call.left is not None]
+                for one in left:
+                    one.check()
                 self._run_again(run)
+                for one in left:
+                    one.ignore()
             finally:
                 self._is_in_backward = False
             self._has_run = True
