@@ -24,6 +24,7 @@ from lightning_accum.sync import GradientSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import no_gradients
 from lightning_accum.whole.row_wise import RowWise
+from lightning_accum.window_totals import ClosedWindow
 
 _NOTHING_AROUND = nullcontext()
 
@@ -307,6 +308,13 @@ class Session:
 
     def end_window(self, seen: int, is_inside_batch: bool = False) -> Tensor | None:
         """As :meth:`finish_window`, where the last backward has reduced the gradients."""
+        closed = self.close_window(seen, is_inside_batch)
+        if closed is None or closed.is_empty:
+            return None
+        return torch.as_tensor(closed.loss, dtype=self._accumulation.window.dtype, device=self._accumulation.ranks.device)
+
+    def close_window(self, seen: int, is_inside_batch: bool = False) -> ClosedWindow | None:
+        """As :meth:`end_window`. Returns what the window was; None where it was left to Lightning."""
         accumulation = self._accumulation
         if self._has_sync:
             self.sync.end_window()
@@ -315,10 +323,7 @@ class Session:
         if accumulation.is_passthrough():
             accumulation.close_passthrough(seen)
             return None
-        closed = accumulation.close(seen, self._parameters(), is_inside_batch)
-        if closed.is_empty:
-            return None
-        return torch.as_tensor(closed.loss, dtype=accumulation.window.dtype, device=accumulation.ranks.device)
+        return accumulation.close(seen, self._parameters(), is_inside_batch)
 
     def _parameters(self) -> list[nn.Parameter]:
         return parameters_of(self._module, self._engine.optimizers)

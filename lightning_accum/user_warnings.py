@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 _PASSED_OVER = {
@@ -31,10 +32,13 @@ def warn(message: str) -> None:
     warnings.warn(message, AccumulationWarning, stacklevel=depth)
 
 
-@rank_zero_only
 def rank_zero_warn(message: str) -> None:
-    """Warn, on rank zero."""
-    warn(message)
+    """Warn, on rank zero: as Lightning counts ranks, or torch.distributed where nobody has imported Lightning."""
+    rank = getattr(rank_zero_only, "rank", None)
+    if rank is None:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if rank == 0:
+        warn(message)
 
 
 def users_line() -> str:

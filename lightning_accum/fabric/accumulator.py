@@ -14,7 +14,7 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import Tail
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
 from lightning_accum.fabric import setup
-from lightning_accum.fabric.misuse import UntouchedGradients, warn_of_division
+from lightning_accum.fabric.misuse import UntouchedGradients, warn_of_factors, warn_of_hooks
 from lightning_accum.fabric.passes import Passes
 from lightning_accum.fabric.running import Running
 from lightning_accum.fabric.training import Fabric, Training, checked_clip
@@ -137,14 +137,16 @@ class Accumulator:
         )
         is_window_long = policy.may_be_longer_than_one(1)
         is_split = policy.micro_batch is not None  # not row-wise, where the loss sees the loader's batch
-        if policy.check and (is_window_long or training.ranks.size > 1 or is_split):
-            setup.begin_check(accumulation, has_loss=loss is not None)
+        if is_window_long or is_split or training.ranks.size > 1:
+            if policy.check:
+                setup.begin_check(accumulation, has_loss=loss is not None)
+            warn_of_hooks(training.module, is_checked=accumulation.checks_left > 0)
         warn_of_batch_norm(training.module, is_split, is_window_long, words.rank_zero_warn)
         self._passes = Passes(training, accumulation, loss, words, is_window_long, self.discard)
         training.announce = self._passes.announce
         self._running = Running(training, accumulation.row_wise)
         are_in_grad = sums is None and not training.sync.is_waited_for_in_forward
-        self._untouched = UntouchedGradients(training.trained if are_in_grad else ())
+        self._untouched = UntouchedGradients(training.trained if are_in_grad else lambda: ())
         self._pass: Generator[Any, None, None] | None = None
         self._may_be_divided = True
         self.gradient_norm: Tensor | None = None
@@ -184,14 +186,17 @@ class Accumulator:
                     running.begin(micro_batch, ends_window)
                     yield micro_batch.batch
                     running.end()
-                    self._complete()
+                    self._end_loader_batch()
                     running.forget()
         finally:
             running.leave()
-            self._complete()
+            if running.is_first_without_backward:
+                self._passes.leave_loader_batch()
+            self._end_loader_batch()
             running.forget()
 
-    def _complete(self) -> None:
+    def _end_loader_batch(self) -> None:
+        """Count the loader batch, if its last micro-batch has run its backward: it may be counted again."""
         if self._running.has_ended_loader_batch:
             self._passes.end_loader_batch()
 
@@ -212,7 +217,7 @@ class Accumulator:
             self._training.sync.forward_without_batch()
         elif self._may_be_divided:
             self._may_be_divided = False
-            warn_of_division(loss, self._accumulation.boundary.size)
+            warn_of_factors(loss, self._accumulation.boundary.size)
         try:
             self._session.end_micro_batch(self._session.add(self._training, loss, micro_batch))
         except BaseException as error:
@@ -250,8 +255,6 @@ class Accumulator:
         except BaseException as error:
             self._words.correct(error)
             raise
-        if micro_batch.ends_loader_batch:
-            self._passes.end_loader_batch()
         if not has_ended:
             return False
         has_stepped, self.gradient_norm = False, None
@@ -269,7 +272,7 @@ class Accumulator:
         session, seen = self._session, self._training.seen
         if self._running.ends_window:
             if micro_batch.is_boundary:
-                session.end_window(seen)
+                session.close_window(seen)
             else:
                 session.finish_window(seen)
             return True
@@ -329,7 +332,7 @@ class Accumulator:
     @property
     def loader_batches(self) -> int:
         """Loader batches of the pass under way that are done; 0 between passes."""
-        return self._passes.loader_batches
+        return self._passes.number if self._running.has_ended_loader_batch else self._passes.loader_batches
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -342,7 +345,7 @@ class Accumulator:
         self._running.refuse_if_step_is_missing()
         self._running.refuse_after_failure()
         self._untouched.refuse_changes()
-        self._complete()
+        self._end_loader_batch()
         accumulation, size, warn = self._accumulation, self._passes.window_size, self._words.rank_zero_warn
         own = accumulation.state_dict()
         partial_window = unfinished_window(self._training, accumulation, size, warn, lambda words: None)

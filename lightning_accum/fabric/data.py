@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from lightning_accum.failures import raise_failure_of_loader
@@ -43,7 +45,7 @@ def loader_batches(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]
         >>> [(drawn.batch, drawn.is_last) for drawn in loader_batches(iter("ab"), Ranks(torch.device("cpu")))]
         [('a', False), ('b', True)]
     """
-    length = _length(loader)
+    length = length_of(loader)
     if ranks.world_size == 1:
         return _of_one_rank(loader, length)
     longest, shortest = ranks.largest(length, -length)
@@ -52,7 +54,7 @@ def loader_batches(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]
     return _of_known_lengths(loader, int(longest))
 
 
-def _length(loader: Iterable[Any]) -> float:
+def length_of(loader: Iterable[Any]) -> float:
     """Of a loader, in batches; inf where it is not known. Streams may give other than they tell."""
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return math.inf
@@ -70,9 +72,29 @@ def _of_one_rank(loader: Iterable[Any], length: float) -> Iterator[LoaderBatch]:
     batches = iter(loader)
     batch = next(batches, _END)
     while batch is not _END:
+        versions = _versions(batch)
         following = next(batches, _END)
+        _refuse_overwritten(batch, versions)
         yield LoaderBatch(batch, following is _END)
         batch = following
+
+
+def _versions(batch: Any) -> list[int]:
+    """How often each tensor in a batch has been changed in place."""
+    return [leaf._version for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def _refuse_overwritten(batch: Any, versions: list[int]) -> None:
+    """Refuse a loader that reuses its memory, of which a batch was drawn ahead.
+
+    Raises:
+        RuntimeError: drawing the next batch has changed this one.
+    """
+    if _versions(batch) != versions:
+        raise RuntimeError(
+            "The loader has written its next batch into the tensors of the one before. Its length is not known, so each batch is"
+            " drawn before the one before it has run. Have it yield tensors of their own, or give it a length (__len__)."
+        )
 
 
 def _of_known_lengths(loader: Iterable[Any], longest: int) -> Iterator[LoaderBatch]:
@@ -95,7 +117,9 @@ def _by_agreement(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]:
         batch, following = following, _END
         if batch is not _END and batches is not None:
             try:
+                versions = _versions(batch)
                 following = next(batches, _END)
+                _refuse_overwritten(batch, versions)
             except Exception as error:
                 failure = error
         own = None if batch is _END else batch

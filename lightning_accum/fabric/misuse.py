@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 
+import torch
 from torch import Tensor, nn
 
-from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.user_warnings import listed, rank_zero_warn
 
 _GRADIENT = attrgetter("grad")
 
@@ -17,32 +18,31 @@ class UntouchedGradients:
     """Keeps the gradients of a window, to see whether others change one before the next backward.
 
     Args:
-        parameters: that are trained; none where their gradients are not kept by them.
+        trained: returns the parameters that are trained; none where their gradients are not kept by them. Asked once a window.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, trained: Callable[[], Sequence[nn.Parameter]]) -> None:
+        self._trained = trained
+        self._parameters = trained()
         self._kept: list[Tensor | None] = []
         self._versions: list[int] = []
         self._is_between_windows = self._has_warned = False
 
     def keep(self) -> None:
         """A backward is over."""
-        self._kept, self._versions = self._now()
+        self._kept = kept = list(map(_GRADIENT, self._parameters))
+        self._versions = _versions_of(kept)
         self._is_between_windows = False
 
     def keep_cleared(self) -> None:
         """A window has ended, and its gradients were cleared."""
+        self._parameters = self._trained()
         self.keep()
         self._is_between_windows = True
 
     def forget(self) -> None:
         """The window was dropped."""
         self._kept = []
-
-    def _now(self) -> tuple[list[Tensor | None], list[int]]:
-        gradients = list(map(_GRADIENT, self._parameters))  # in every micro-batch
-        return gradients, [0 if gradient is None else gradient._version for gradient in gradients]
 
     def refuse_changes(self) -> None:
         """Look at them again.
@@ -52,8 +52,8 @@ class UntouchedGradients:
         """
         if not self._kept:
             return
-        now, versions = self._now()
-        if versions == self._versions and all(map(is_, now, self._kept)):
+        now = list(map(_GRADIENT, self._parameters))
+        if all(map(is_, now, self._kept)) and _versions_of(now) == self._versions:
             return
         if not self._is_between_windows:
             raise RuntimeError(
@@ -70,14 +70,48 @@ class UntouchedGradients:
             )
 
 
-def warn_of_division(loss: Tensor, size: float) -> None:
-    """A loop that was written for accumulation divides its loss by the size of the window."""
+def _versions_of(gradients: Sequence[Tensor | None]) -> list[int]:
+    """How often each has been changed in place."""
+    return [gradient._version for gradient in gradients if gradient is not None]
+
+
+def warn_of_factors(loss: Tensor, size: float) -> None:
+    """A loop that was written for accumulation divides its loss by the size of the window; one for float16 has a GradScaler."""
     node = loss.grad_fn
-    saved = getattr(node, "_saved_other", None)
-    number = float(saved) if isinstance(saved, Tensor) and saved.numel() == 1 else 0.0
-    divisors = {"DivBackward0": number, "MulBackward0": 1 / number if number else 0.0}
-    if size > 1 and math.isclose(size, divisors.get(type(node).__name__, 0.0), rel_tol=1e-6):
+    kind, saved = type(node).__name__, getattr(node, "_saved_other", None)
+    if not isinstance(saved, Tensor) or saved.numel() != 1 or kind not in ("DivBackward0", "MulBackward0"):
+        return
+    factor = float(saved)
+    divisor = factor if kind == "DivBackward0" or factor == 0 else 1 / factor
+    if size > 1 and math.isclose(size, divisor, rel_tol=1e-6):
         rank_zero_warn(
             f"The loss is divided by {size:g}, which is the size of the window. accumulator.backward(loss) divides by what the"
             " window comes to; with this, gradients are that much smaller than the full batch's. Leave the division out."
+        )
+    elif kind == "MulBackward0" and saved.dtype == torch.float32 and factor >= 256 and math.frexp(factor)[0] == 0.5:
+        rank_zero_warn(
+            f"The loss is multiplied by {factor:g}, as by GradScaler.scale(loss), which nothing takes back: gradients are that much"
+            ' larger than the full batch\'s. Leave the GradScaler out; for float16 use Fabric(precision="16-mixed"), which scales'
+            " losses, and unscales gradients, by itself."
+        )
+
+
+def warn_of_hooks(module: nn.Module, is_checked: bool) -> None:
+    """Name parameters whose hooks see gradients that are not those of a window.
+
+    Args:
+        module: that is trained.
+        is_checked: the check of the first batch runs hooks of tensors, and finds those that matter.
+    """
+    hooked = [
+        name
+        for name, parameter in module.named_parameters()
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) or (parameter._backward_hooks and not is_checked)
+    ]
+    if hooked:
+        rank_zero_warn(
+            f"{listed(hooked)}: a hook of this parameter runs in every micro-batch, on gradients that are not yet those of the"
+            " window. What it changes, or an optimizer that it steps, is not what it would be in the full batch. Clip by"
+            " accumulator.step(clip_norm=...), and do anything else in optimizer.register_step_pre_hook(...): both see the full"
+            " batch's gradients."
         )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.fabric import setup
-from lightning_accum.fabric.data import LoaderBatch, loader_batches
+from lightning_accum.fabric.data import LoaderBatch, length_of, loader_batches
 from lightning_accum.fabric.training import Training
 from lightning_accum.fabric.words import Words
 from lightning_accum.first_batch import Checked, check_first_batch
@@ -53,7 +53,8 @@ class Passes:
         """Passes that are."""
         self.loader_batches = 0
         """Those of the pass under way that are done; 0 between passes."""
-        self._number = 0
+        self.number = 0
+        """Of the loader batch under way, counted from 1."""
         self._length = math.inf
 
     def micro_batches(self, loader: Iterable[Any], skip: int, is_last: bool) -> Iterator[tuple[MicroBatch, bool]]:
@@ -72,7 +73,7 @@ class Passes:
             if number <= skip:
                 continue
             training.seen += 1
-            self._number = number
+            self.number = number
             accumulation.is_shadow_batch = drawn.is_shadow_batch
             if not boundary.is_under_way:
                 boundary.begin(self._size_or_inf())
@@ -93,13 +94,17 @@ class Passes:
         self.loader_batches = skip
         size = getattr(loader, "batch_size", None)
         self.samples = frozenset((size,)) if isinstance(size, int) else frozenset()
-        self._length = len(loader) if isinstance(loader, Sized) else math.inf
+        self._length = length_of(loader)
         self._accumulation.begin_epoch(self.done)
 
     def end_loader_batch(self) -> None:
         """The last micro-batch of the loader batch is done."""
         self._accumulation.end_loader_batch(self._training.seen)
-        self.loader_batches = self._number
+        self.loader_batches = self.number
+
+    def leave_loader_batch(self) -> None:
+        """The loop has left before anything of the loader batch was accumulated: it is in no window."""
+        self._training.seen -= 1
 
     def _end(self, has_ended: bool, is_last: bool) -> None:
         """The data are at their end."""

@@ -119,6 +119,11 @@ class Running:
         """It has run its backward, and is the last of its loader batch."""
         return self.micro_batch is not None and self._is_backward_done and self.micro_batch.ends_loader_batch
 
+    @property
+    def is_first_without_backward(self) -> bool:
+        """It is the first of its loader batch, and its backward was not called."""
+        return self.micro_batch is not None and not (self._is_backward_done or self._has_failed or self.micro_batch.position)
+
     def forget(self) -> None:
         """There is none, nor what it has left."""
         self.micro_batch = None

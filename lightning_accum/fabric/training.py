@@ -95,9 +95,10 @@ class Training:
         self.scaler: Any = getattr(precision, "scaler", None)
         self.ranks = self._ranks()
         self.snapshotter = StateSnapshotter(self.module, self.ranks.device)
-        self.trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        stepped = {id(parameter) for group in self.raw_optimizer.param_groups for parameter in group["params"]}
-        if self.trained and not any(id(parameter) in stepped for parameter in self.trained):
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        stepped = set(map(id, self._stepped()))
+        self._not_stepped = [parameter for parameter in trained if id(parameter) not in stepped]
+        if trained and len(trained) == len(self._not_stepped):
             raise ValueError(
                 "The optimizer has none of the parameters of the model. Where fabric.setup(model) shards or replaces them, make the"
                 " optimizer after it: optimizer = fabric.setup_optimizers(AdamW(model.parameters()))"
@@ -165,6 +166,13 @@ class Training:
         """The one, without Fabric's wrapper."""
         return [self.raw_optimizer]
 
+    def _stepped(self) -> list[nn.Parameter]:
+        return [parameter for group in self.raw_optimizer.param_groups for parameter in group["params"]]
+
+    def trained(self) -> list[nn.Parameter]:
+        """Those that get gradients: of the optimizer, as it is now, and others of the model, as it was."""
+        return [*(parameter for parameter in self._stepped() if parameter.requires_grad), *self._not_stepped]
+
     def parameters(self) -> list[nn.Parameter]:
         """Those of the model and of the optimizer."""
         return parameters_of(self.module, self.optimizers)
@@ -211,9 +219,8 @@ class Training:
 
     def zero_grad(self) -> None:
         """Clear the gradients, as ``optimizer.zero_grad()`` does, which takes as long as a small micro-batch."""
-        for group in self.raw_optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in self._stepped():
+            parameter.grad = None
 
     def clip(self, norm: float | None, value: float | None) -> Tensor | None:
         """Clip the gradients. Returns their norm, where they are clipped by that."""
@@ -221,12 +228,11 @@ class Training:
             how = {"clip_val": value} if norm is None else {"max_norm": norm, "error_if_nonfinite": False}
             found = self.fabric.clip_gradients(self.model, self.optimizer, **how)
             return found.full_tensor() if isinstance(found, DTensor) else found
-        parameters = [parameter for group in self.raw_optimizer.param_groups for parameter in group["params"]]
         if norm is None:
             assert value is not None
-            nn.utils.clip_grad_value_(parameters, value)
+            nn.utils.clip_grad_value_(self._stepped(), value)
             return None
-        return nn.utils.clip_grad_norm_(parameters, norm)
+        return nn.utils.clip_grad_norm_(self._stepped(), norm)
 
     # --- what a session and a checkpoint ask for ---------------------------------------------------------------------
 

@@ -16,11 +16,12 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning_utilities.core.rank_zero import rank_zero_only
 from sharded import fully_shard, needs_sharding_on_cpu, whole_parameters
 from support import OPTIMIZERS, TinyGPT, language_loss, pad, relative_error, sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accum import AccumulationWarning
 from lightning_accum.fabric import Accumulator, TokenCount, Tokens
@@ -587,6 +588,83 @@ def test_a_backward_of_another_loss_before_that_of_a_window_of_one_is_warned_of(
         with_a_penalty_apart(window=1)
 
 
+def clearing_only(model: nn.Module, accumulator: Accumulator, cleared: nn.Module) -> None:
+    """A loop that clears a part of the model inside of its second window."""
+    for number, batch in enumerate(accumulator([torch.ones(3, 2)] * 4)):
+        accumulator.backward(model(batch).mean())
+        accumulator.step()
+        if number == 2:
+            cleared.zero_grad()
+
+
+def test_gradients_of_parameters_that_are_trained_later_are_watched_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+    accumulator = Accumulator(None, model, torch.optim.SGD(model.parameters(), lr=0.1), window=2, log=False)
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"Leave optimizer.zero_grad\(\)"):
+        clearing_only(model, accumulator, model[0])
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(None, model, optimizer, window=2, log=False)
+    model[0] = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    with pytest.raises(RuntimeError, match=r"Leave optimizer.zero_grad\(\)"):
+        clearing_only(model, accumulator, model[0])
+
+
+def test_a_loss_that_a_grad_scaler_of_the_loop_has_scaled_is_warned_of() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+
+    def scaling(accumulator: Accumulator, model: nn.Module, optimizer: Any, batch: Tensor, number: int) -> None:
+        accumulator.backward(scaler.scale(model(batch).mean()))
+        accumulator.step()
+
+    with pytest.warns(AccumulationWarning, match=r"multiplied by 65536, as by GradScaler.scale\(loss\)"):
+        misused(scaling)
+
+
+def hooked(register: str) -> nn.Module:
+    model = scalar()
+    getattr(model.weight, register)(lambda tensor: None)
+    return model
+
+
+def test_hooks_of_parameters_that_see_each_micro_batch_are_warned_of() -> None:
+    with pytest.warns(AccumulationWarning, match="weight: a hook of this parameter runs in every micro-batch"):
+        accumulator_of(hooked("register_post_accumulate_grad_hook"), window=2)
+    with pytest.warns(AccumulationWarning, match="weight: a hook of this parameter runs in every micro-batch"):
+        accumulator_of(hooked("register_hook"), window=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccumulationWarning)
+        accumulator_of(hooked("register_hook"), window=2, loss_of=lambda model, batch: model(batch).mean())  # the check runs them
+        accumulator_of(hooked("register_hook"), window=1)
+
+
+def test_warnings_of_a_loop_in_plain_torch_need_no_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(rank_zero_only, "rank")  # importing Lightning sets it
+    with pytest.warns(AccumulationWarning, match="a hook of this parameter"):
+        accumulator_of(hooked("register_post_accumulate_grad_hook"), window=2)
+
+
+def test_a_data_loader_without_a_length_is_drawn_from() -> None:
+    rows = sentences(7)
+    loader = DataLoader(Stream(in_batches(rows, 2)), batch_size=None)
+    assert_same(loop(None, "adamw", loader, window=2), by_hand("adamw", in_batches(rows, 4)))
+
+
+def test_a_loader_that_writes_its_next_batch_into_the_last_is_an_error() -> None:
+    class OneBuffer(IterableDataset):
+        def __iter__(self) -> Iterator[Tensor]:
+            rows = torch.empty(2, 1)
+            for number in range(4):
+                yield rows.fill_(number)
+
+    accumulator = accumulator_of(scalar(), window=2)
+    with pytest.raises(RuntimeError, match="into the tensors of the one before"):
+        next(iter(accumulator(OneBuffer())))
+
+
 def test_a_loss_that_sees_the_whole_batch_needs_no_check_and_no_warning_of_layers_that_do() -> None:
     class Contrastive(nn.Module):
         def __init__(self) -> None:
@@ -648,6 +726,22 @@ def test_a_pass_that_is_broken_off_goes_on_in_the_next() -> None:
             if number == stop:
                 break
     assert gradients == [(1 + 2 + 4 + 6 + 8) / 5]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_a_loader_batch_that_a_pass_is_broken_off_at_is_in_no_window(micro_batch: int | None) -> None:
+    model, weights = scalar(), []
+    accumulator = accumulator_of(model, window=3, micro_batch=micro_batch)
+    batches = [column(1), column(2, 3), column(4), column(6, 8), column(5)]
+    for stop in (3, 5):
+        for batch in accumulator(batches, skip=accumulator.loader_batches):
+            if accumulator.loader_batches == stop - 2:
+                break  # before its backward
+            accumulator.backward(model(batch).mean())
+            if accumulator.step():
+                weights.append(accumulator.window_weight)
+    assert (weights, accumulator.loader_batches) == ([4.0], 3)
+    assert model.weight.item() == -(1 + 2 + 3 + 4) / 4
 
 
 @pytest.mark.parametrize("tail", ["step", "drop", "carry"])
