@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -235,7 +235,7 @@ class Accumulation(Windows):
         # a batch that is not split for once counts as those that are; Lightning steps, and waits for no device
         is_empty = self.splitting is not None and weight is not None and float(weight) == 0
         value = loss.item() if loss.device.type == "cpu" else loss.detach()
-        return ClosedWindow(value, 1.0 if weight is None else weight, 1, is_empty)
+        return ClosedWindow(value, 1.0 if weight is None else weight, 1, is_empty=is_empty)
 
     def add_without_loss(self, micro_batch: MicroBatch) -> None:
         """Take in a micro-batch that training_step returned None for."""
@@ -290,15 +290,12 @@ class Accumulation(Windows):
 
     # --- the end of a window --------------------------------------------------------------------------------------
 
-    def close(self, seen: int, parameters: Iterable[Tensor], is_inside_batch: bool = False) -> ClosedWindow:
+    def close(self, seen: int, parameters: Callable[[], Iterable[Tensor]], is_inside_batch: bool = False) -> ClosedWindow:
         """End the window: its gradients become the full batch's."""
         if self.changes.is_under_way:
             self.changes.end(self.window.micro_batches)
-        if self.sums is None:
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        else:
-            gradients = self.sums.gradients()
-        self.closed = self.window.close(gradients)
+        sums = None if self.sums is None else self.sums.gradients()
+        self.closed = self.window.close(lambda: [p.grad for p in parameters() if p.grad is not None] if sums is None else sums)
         if self.closed.is_doubtful:
             self._loss.warn_of(self.closed, self.warn_once, HOW_TO_WEIGH_EACH)
         if self.sums is not None:
@@ -320,7 +317,7 @@ class Accumulation(Windows):
                 f" ({self.weigher.criterion}) has the slope {closed.slope:g}. No optimizer step was made with it."
             )
         left_out = closed.left_out + closed.micro_batches
-        return replace(closed, loss=math.nan, weight=0.0, micro_batches=0, is_empty=True, left_out=left_out)
+        return closed._replace(loss=math.nan, weight=0.0, micro_batches=0, is_empty=True, left_out=left_out)
 
     def _agree_on_sizes(self) -> None:
         """A rank found another size of micro-batch: all take the smallest that any rank has found."""

@@ -323,7 +323,7 @@ class Session:
         if accumulation.is_passthrough():
             accumulation.close_passthrough(seen)
             return None
-        return accumulation.close(seen, self._parameters(), is_inside_batch)
+        return accumulation.close(seen, self._parameters, is_inside_batch)
 
     def _parameters(self) -> list[nn.Parameter]:
         return parameters_of(self._module, self._engine.optimizers)

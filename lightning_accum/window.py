@@ -8,8 +8,7 @@ be known about the batches to come. fairseq, torchtune and Megatron-LM normalise
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -267,11 +266,11 @@ class Window:
         """What the full batch divides by."""
         return totals[0] - (totals[self._numbers - 1] - 1) * self.constant if self.constant else totals[0]
 
-    def close(self, gradients: Sequence[Tensor]) -> ClosedWindow:
+    def close(self, gradients: Callable[[], Sequence[Tensor]]) -> ClosedWindow:
         """End the window: scale its gradients in place to those of the full batch.
 
         Args:
-            gradients: what was accumulated, averaged over the ranks.
+            gradients: returns what was accumulated, averaged over the ranks. Not called where it is the full batch's as it is.
 
         Raises:
             ValueError: a weight is negative or NaN, or the loss is a mean in one micro-batch and a sum in another, or it is other
@@ -288,25 +287,24 @@ class Window:
         left_out = int(numbers[NUMBERS]) if self._counts_left_out else 0
         are_exact = self.terms is not None and self.terms.are_exact(numbers[self._numbers :], totals.weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
-        read, contributions = read_of(self._contributions), self._contributions
+        function, contributions, weight, is_sum = self._function, self._contributions, self._total(numbers), bool(totals.sums)
+        self.discard()
+        read = read_of(contributions)
         if self._world_size > 1 and totals.has_flag(HAS_NEWS):
             self._read, read = read, read_of_ranks(read, self._world_size, self._group)
             self._of_ranks = read
-        is_function = self._function is not None if self._world_size == 1 else totals.has_flag(HAS_FUNCTION)
-        function, weight, is_sum = self._function, self._total(numbers), bool(totals.sums)
-        self.discard()
+        is_function = function is not None if self._world_size == 1 else totals.has_flag(HAS_FUNCTION)
         totals.check(read.kinds)
         disagree = (is_sum or not are_exact) and totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
-        closed = totals.empty_window(left_out)
         if totals.weight == 0 and not is_sum:
-            return closed
+            return totals.empty_window(left_out)
         loss, slope = totals.loss if is_sum else totals.loss / weight, 1.0
         if is_function:
             size = totals.micro_batches if is_sum else weight
             loss, slope = function_of_window(function, contributions, loss, size, self._tensor_of, self._world_size, self._group)
         if is_sum:
             _scale(gradients, self._world_size * slope)
-            return replace(closed, loss=loss, weight=1.0, is_empty=False, slope=slope)
+            return totals.window(loss, 1.0, left_out, slope)
         assert self._weight_scale is not None
         _scale(gradients, self._world_size * self._weight_scale / weight * slope)
         of_a_rank = weight / self._world_size
@@ -314,15 +312,15 @@ class Window:
         self._weight_scale = of_a_rank if is_next else _power_of_two_near(weight / totals.micro_batches)
         disagree = disagree and not is_miscounted
         has_others = disagree and any(contribution.others for contribution in contributions)
-        return replace(
-            closed,
-            loss=loss,
-            weight=weight,
-            is_empty=False,
+        do_factors_differ = (bool(read.zeroed) and read.is_some_zeroed) or (disagree and not has_others)
+        return totals.window(
+            loss,
+            weight,
+            left_out,
+            slope,
             do_terms_disagree=disagree and has_others,
-            do_factors_differ=(bool(read.zeroed) and read.is_some_zeroed) or (disagree and not has_others),
+            do_factors_differ=do_factors_differ,
             is_miscounted=is_miscounted,
-            slope=slope,
         )
 
     def _flags(self) -> list[float]:
@@ -353,10 +351,10 @@ def _is_power_of_two(number: float) -> bool:
     return math.frexp(number)[0] == 0.5
 
 
-def _scale(gradients: Sequence[Tensor], factor: float) -> None:
+def _scale(find: Callable[[], Sequence[Tensor]], factor: float) -> None:
     if factor == 1.0:
         return
-    gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in find()]
     dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
     with torch.no_grad():
         if dense:

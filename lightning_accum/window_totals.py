@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,35 +17,34 @@ from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.weight import Contribution, Form, Kind, are_mixed
 
 
-@dataclass(frozen=True, slots=True)
-class ClosedWindow:
+class ClosedWindow(NamedTuple):
     """A window that has ended, over all ranks.
 
     Attributes:
         loss: the loss that the full batch would have had: the weighted mean, or the sum for a loss that is a sum.
         weight: the sum of the weights; 1 for a loss that is a sum, however many micro-batches it was added up from.
         micro_batches: micro-batches with a loss.
+        left_out: micro-batches that were not finite, and are in none of the above.
+        slope: what the gradient of a mean was multiplied by, where the loss is a function of it.
+        is_flagged: a rank had raised its :attr:`Window.flag`.
+        is_last: a rank had raised its :attr:`Window.is_last`.
         is_empty: nothing had any weight, so there is no gradient to step on.
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
         do_factors_differ: a constant that the loss is multiplied or divided by is not the same in all micro-batches.
         is_miscounted: what was counted ahead for the terms of the loss is not what its micro-batches had.
-        is_flagged: a rank had raised its :attr:`Window.flag`.
-        is_last: a rank had raised its :attr:`Window.is_last`.
-        left_out: micro-batches that were not finite, and are in none of the above.
-        slope: what the gradient of a mean was multiplied by, where the loss is a function of it.
     """
 
     loss: Tensor | float
     weight: Tensor | float
     micro_batches: int
+    left_out: int = 0
+    slope: float = 1.0
+    is_flagged: bool = False
+    is_last: bool = False
     is_empty: bool = False
     do_terms_disagree: bool = False
     do_factors_differ: bool = False
     is_miscounted: bool = False
-    is_flagged: bool = False
-    is_last: bool = False
-    left_out: int = 0
-    slope: float = 1.0
 
     @property
     def is_doubtful(self) -> bool:
@@ -83,9 +81,13 @@ class Totals(NamedTuple):
 
     def empty_window(self, left_out: int) -> ClosedWindow:
         """What the window was, if it had no weight."""
-        is_flagged, is_last = self.has_flag(FLAG), self.has_flag(IS_LAST)
-        micro_batches = int(self.micro_batches)
-        return ClosedWindow(math.nan, 0.0, micro_batches, True, is_flagged=is_flagged, is_last=is_last, left_out=left_out)
+        flags = self.has_flag(FLAG), self.has_flag(IS_LAST)
+        return ClosedWindow(math.nan, 0.0, int(self.micro_batches), left_out, 1.0, *flags, is_empty=True)
+
+    def window(self, loss: float, weight: float, left_out: int, slope: float, **doubts: bool) -> ClosedWindow:
+        """What the window was, if it had weight; the ``doubts`` are fields of it."""
+        flags = self.has_flag(FLAG), self.has_flag(IS_LAST)
+        return ClosedWindow(loss, weight, int(self.micro_batches), left_out, slope, *flags, **doubts)
 
     def check(self, kinds: Collection[Kind]) -> None:
         """Refuse what does not add up to a full batch.

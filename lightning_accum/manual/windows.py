@@ -196,7 +196,7 @@ class ManualWindows(Windows):
         if self.ranks.size > 1 and not self._reduces_by_itself:
             used = call.sums.of
             call.sums.reduce(self.ranks, [p for p in self._parameters() if p.requires_grad or used(p) is not None])
-        closed = call.window.close(call.sums.gradients())
+        closed = call.window.close(call.sums.gradients)
         call.warn_of(closed, self.warn_once)
         self.closed.append(closed)
         sums = call.sums.take()

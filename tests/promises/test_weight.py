@@ -351,7 +351,7 @@ def test_device_weights_are_checked_when_the_window_ends() -> None:
     w = nn.Parameter(torch.tensor(1.0))
     window.add(w * 1, Contribution(torch.tensor(-2.0)))
     with pytest.raises(ValueError, match="negative, infinite or NaN"):
-        window.close([])
+        window.close(list)
 
 
 def test_loader_keeps_the_order_of_its_batches() -> None:

@@ -28,7 +28,7 @@ def accumulate(net, loss_of, batches) -> float:
     for batch in batches:
         loss = loss_of(net, batch)
         loss.backward(gradient=window.add(loss, weigher(loss, batch)))
-    closed = window.close([p.grad for p in net.parameters() if p.grad is not None])
+    closed = window.close(lambda: [p.grad for p in net.parameters() if p.grad is not None])
     assert not closed.do_terms_disagree
     assert not closed.do_factors_differ
     return closed.loss
@@ -160,9 +160,9 @@ def test_a_factor_that_changes_inside_a_window_is_found(loss, is_refused: bool, 
         window.add(micro_batch_loss := loss(net, batch := make(rows, seed)), weigher(micro_batch_loss, batch))
     if is_refused:
         with pytest.raises(ValueError, match="multiplied by another factor in each micro-batch"):
-            window.close([])
+            window.close(list)
     else:
-        assert window.close([]).do_factors_differ
+        assert window.close(list).do_factors_differ
 
 
 def test_a_factor_may_change_from_window_to_window() -> None:
@@ -172,7 +172,7 @@ def test_a_factor_may_change_from_window_to_window() -> None:
             batch = make(4, seed)
             loss = ce(net, batch) + annealed * each(net, batch).mean() + annealed * torch.tensor(2.0) * bce(net, batch)
             window.add(loss, weigher(loss, batch))
-        assert not window.close([]).do_factors_differ
+        assert not window.close(list).do_factors_differ
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])
@@ -183,14 +183,14 @@ def test_a_window_of_losses_that_count_different_things_is_refused(is_on_host: b
     for seed, loss_of in enumerate((each_mean, ce, lambda net, b: F.mse_loss(net.logits(b["x"]), b["probabilities"]), bce)):
         window.add(loss := loss_of(net, batch := make(4, seed)), weigher(loss, batch))
     with pytest.raises(ValueError, match="divided by its samples and by what its mean squared error counts"):
-        window.close([])
+        window.close(list)
 
 
 def test_tasks_that_are_all_means_over_samples_share_a_window() -> None:
     net, window, weigher = Net(), Window(torch.device("cpu")), Weigher("auto", fail)
     for seed, loss_of in enumerate((each_mean, ce, bce, masked_by_number)):
         window.add(loss := loss_of(net, batch := make(4, seed)), weigher(loss, batch))
-    assert window.close([]).weight == 3 * 4 + (make(4, 1)["target"] != -100).sum()
+    assert window.close(list).weight == 3 * 4 + (make(4, 1)["target"] != -100).sum()
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])
@@ -200,7 +200,7 @@ def test_nothing_times_zero_is_no_other_kind_of_loss_in_a_window_of_sums(is_on_h
     losses = [each(net, make(3, 1)).sum(), 0.0 * each(net, make(3, 2)).sum(), (net.logits(make(2, 3)["x"]) * 0).mean()]
     for loss in losses:
         window.add(loss, weigher(loss, torch.zeros(3, 1)))
-    assert float(window.close([]).loss) == pytest.approx(losses[0].item(), rel=1e-12)
+    assert float(window.close(list).loss) == pytest.approx(losses[0].item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -260,7 +260,7 @@ def test_terms_of_different_counts_are_found_to_disagree() -> None:
         batch = make(rows, seed)
         loss = ce(net, batch) + each(net, batch).mean()
         window.add(loss, weigher(loss, batch))
-    assert window.close([]).do_terms_disagree
+    assert window.close(list).do_terms_disagree
 
 
 @pytest.mark.parametrize(

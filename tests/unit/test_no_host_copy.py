@@ -61,7 +61,7 @@ def test_reading_and_weighing_a_micro_batch(name: str) -> None:
     assert window._totals.shape == (8,)
     assert window._totals.dtype == torch.float64
     with pytest.raises((RuntimeError, NotImplementedError)):
-        window.close([])  # the one copy of the window
+        window.close(list)  # the one copy of the window
 
 
 def test_explicit_weight() -> None:
