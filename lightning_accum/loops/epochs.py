@@ -330,8 +330,9 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if self.strategy.accumulation is not None:
             self._visit_skipped_batch(self.strategy.accumulation)
         elif self.strategy.manual is not None:
-            self.begin_loader_batch(self.strategy.manual.windows.boundary, "_ManualOptimization")
-            self.strategy.manual.windows.end_loader_batch(progress.total.ready)
+            windows = self.strategy.manual.windows
+            windows.check_batch(False, self.begin_loader_batch(windows.boundary, "_ManualOptimization"))
+            windows.end_loader_batch(progress.total.ready)
 
     @property
     def optimization(self) -> WindowOptimization:

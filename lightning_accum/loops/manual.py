@@ -39,6 +39,7 @@ class WindowManualOptimization(_ManualOptimization):
             return outputs
         epoch_loop = cast("AccumulatingEpochLoop", self.trainer.fit_loop.epoch_loop)
         is_boundary = epoch_loop.begin_loader_batch(manual.windows.boundary, "_ManualOptimization")
+        manual.windows.check_batch(True, is_boundary)
         self.strategy.begin_manual_loader_batch()
         manual.windows.begin_training_step(batch, is_boundary)
         outputs = super().run(kwargs)

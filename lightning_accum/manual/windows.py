@@ -125,6 +125,24 @@ class ManualWindows(Windows):
         """Hooks before training_step are next. A window has one that may step, that of its first loader batch."""
         self.current = ManualMicroBatch(defers_steps=not self.is_first)
 
+    def check_batch(self, has_batch: bool, is_boundary: bool) -> None:
+        """A loader batch is next. Called on all ranks.
+
+        Raises:
+            RuntimeError: on all ranks, some have a batch and others have None, and those that have one would wait for the others.
+        """
+        if self.ranks.size == 1 or not (is_boundary or self._reduces_by_itself):
+            return
+        some_have, some_lack = self.ranks.largest(has_batch, not has_batch)
+        if some_have and some_lack:
+            which = "a loader batch" if self._reduces_by_itself else "the last loader batch of a window"
+            raise RuntimeError(
+                f"Rank {self.ranks.rank} has {'' if has_batch else 'None for '}{which}, and {'another' if has_batch else 'others'}"
+                f" {'has None for it' if has_batch else 'have a batch'}. With automatic_optimization=False the module's own"
+                " training_step reduces gradients and steps, on all ranks or on none: leave None out of the loaders, or use"
+                " automatic optimization."
+            )
+
     def begin_training_step(self, batch: Any, is_boundary: bool) -> None:
         """Enter training_step."""
         versions = [] if is_boundary else [p._version for p in self._parameters()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,17 @@ def test_a_loader_batch_without_a_backward_has_no_weight() -> None:
         fitted(module, size=5)
     expected = own_run(GAN, [by_rank[0][:3]])
     assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("rank", [1, 0])
+def test_rank_without_the_last_batch_of_a_window_ends_all(rank: int) -> None:
+    by_rank = draw(GAN, 2)
+    by_rank[rank][1] = None
+    begin = time.monotonic()
+    with pytest.raises(Exception, match="None for"):
+        fitted(GAN(by_rank), size=2, ranks=2)
+    assert time.monotonic() - begin < 15  # and not after the time-out of the group
 
 
 def test_optimizers_and_schedulers_are_left_as_they_were() -> None:
