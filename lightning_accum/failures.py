@@ -27,6 +27,9 @@ _MESSAGES = ("Connection closed", "Connection reset", "Timed out waiting", "time
 _run = 0
 """Runs so far, alike on all ranks. Each has a note of its own: a failure that was caught is not raised as that of a later run."""
 
+_left = 0
+"""What ranks did together so far, alike on all."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -110,6 +113,31 @@ def raise_failure_of_loader(own: Exception | None, ranks: Ranks, source: int) ->
     if own is not None:
         raise own
     raise RankFailedError(f"The loader of rank {first.rank} failed, with {first.error.rstrip('.')}. No rank goes on without it.")
+
+
+def have_all_left(has_failed: bool, patience: float) -> bool:
+    """Leave what all ranks do together, and may wait for each other in. Called on all of them.
+
+    Args:
+        has_failed: this rank leaves before its end.
+        patience: seconds that it then waits for the others to leave.
+
+    Returns:
+        False where this rank has failed, and another is still there: it waits for this one. True where that is not known.
+    """
+    global _left
+    _left += 1
+    with suppress(Exception):
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store, end = _get_default_store(), time.monotonic() + patience
+        number = store.add(f"lightning_accum/left/{_left}", 1)
+        while has_failed and number < dist.get_world_size():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.02)
+            number = store.add(f"lightning_accum/left/{_left}", 0)
+    return True
 
 
 def _is_of_communication(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.dispatch import in_eager_mode
+from lightning_accum.failures import have_all_left
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
@@ -21,6 +23,8 @@ from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, NoDeno
 
 _T = TypeVar("_T")
 
+PATIENCE = 10.0
+"""Seconds that a rank which has failed waits for others that do the same, beside ten times what it took itself."""
 _SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
 """Elements of a gradient that are compared, spread over all of it; and of all gradients about."""
 
@@ -34,6 +38,9 @@ class Restores(Protocol):
 
 class Backward(Protocol):
     """How an engine gives out gradients, see :class:`lightning_accum.sync.Sync`."""
+
+    is_waited_for_in_forward: bool
+    """Other ranks wait for each forward of this one."""
 
     def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
         """The gradients of ``share`` times a loss, which are left nowhere."""
@@ -179,9 +186,15 @@ class Trial:
         return {index: _sample(gradient, most) / scale for index, gradient in enumerate(gradients) if gradient is not None}
 
     def together(self, function: Callable[[], _T]) -> _T:
-        """Call a function on all ranks: where it fails on one, it has failed on all."""
+        """Call a function on all ranks: where it fails on one, it has failed on all.
+
+        Raises:
+            CannotCheckError: it has. On all ranks.
+            Exception: of this rank, where another waits for it in the function.
+        """
         problem: CannotCheckError | None = None
         result: _T | None = None
+        cause, begun = None, time.monotonic()
         try:
             result = function()
         except CannotCheckError as error:
@@ -189,7 +202,12 @@ class Trial:
         except UnreadableLossError:
             problem = NoDenominatorError("the graph of the loss shows no denominator")  # the first micro-batch says more
         except Exception as error:
+            cause = error
             problem = CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}")
+        if self.backward.is_waited_for_in_forward:
+            patience = PATIENCE + 10 * (time.monotonic() - begun)
+            if not have_all_left(problem is not None, patience):
+                raise cause or cast("CannotCheckError", problem)
         if self.largest(float(problem is not None)):
             raise problem or CannotCheckError("another rank cannot run a few rows of its batch")
         return cast("_T", result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -321,3 +322,30 @@ def test_one_reduce_scatter_for_each_group_and_small_all_reduces(engine: str, sy
     assert min(size for window in sizes for size in window) == 8
     if reshard is False and sync == "window":
         assert [count[GATHER] for count in kinds] == [GROUPS, 0, 0] * 2
+
+
+# --- failures -----------------------------------------------------------------------------------------------------------
+
+
+class Failing(ShardedLanguage):
+    """Its step fails on one rank before it has called a sharded module."""
+
+    failing = 1
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        if self.global_rank == self.failing:
+            raise ValueError("boom")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.some_cases(1)
+@ENGINES
+@pytest.mark.parametrize("rank", [1, 0])
+def test_step_that_fails_on_one_rank_ends_all(engine: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_accum.weighing.trial.PATIENCE", 0.5)
+    module = Failing()
+    module.failing = rank
+    begin = time.monotonic()
+    with pytest.raises(Exception, match="boom"):
+        trained(module, 2, engine, {}, Dealt(rows_of(2)))
+    assert time.monotonic() - begin < 15  # and not after the time-out of the group
