@@ -142,6 +142,24 @@ class SaveAfter(Callback):
                 raise Interrupted
 
 
+class Limit(torch.autograd.Function):
+    """Has room for so many rows, in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int, most: int, where: str, error: Callable[[], Exception]) -> Tensor:
+        if rows > most and where == "forward":
+            raise error()
+        ctx.fails = rows > most and where == "backward"
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.fails:
+            raise ctx.error()
+        return gradient, None, None, None, None
+
+
 class Scalar(pl.LightningModule):
     """One parameter ``w``, loss ``mean(w * x)``: the gradient is the mean of x, and SGD with lr 1 shows it.
 

@@ -81,19 +81,21 @@ class RetriedSplitting(Splitting):
             torch.OutOfMemoryError: a micro-batch of one sample does not fit.
         """
         assert self.plan is not None
-        undo, accumulated = mark()
-        snapshot = self._snapshotter.take(accumulated)
+        before = mark()
+        snapshot = self._snapshotter.take(before.accumulated)
         versions = [tensor._version for tensor in self.plan.tensors]
         while True:
+            failed, seen = None, ""
             try:
                 result = attempt(self.plan)
             except Exception as error:
-                piece = self.failed
-                if piece is None or not is_out_of_memory(error):
+                failed = self.failed
+                if failed is None or not is_out_of_memory(error):
                     self.plan.note(error)
                     raise
                 seen = str(error).strip().partition("\n")[0]
-            else:
+            # out of the handler: its traceback held on to what the attempt had allocated
+            if not self._is_to_run_again(failed, before):
                 self.sizes.end_batch(self.pieces)
                 self.largest = max((piece.count for piece in self.pieces), default=None)
                 return result
@@ -102,16 +104,29 @@ class RetriedSplitting(Splitting):
                     'training_step changed its batch in place; micro_batch="auto" cannot take that back when memory runs out.'
                     " Change a copy, or use a fixed micro_batch."
                 )
-            # out of the handler: its traceback held on to what the attempt had allocated
-            undo()
+            before.undo()
             snapshot.restore()
             free(self._device)
-            rows = self.sizes.halve(piece.cost, piece.count)
-            self._say(
-                f'GradientAccumulation(micro_batch="auto"): {piece.count} samples of {piece.cost} elements do not fit into memory'
-                f" ({seen}). The batch runs again in micro-batches of {rows}."
-            )
+            if failed is not None:
+                rows = self.sizes.halve(failed.cost, failed.count)
+                self._say(
+                    f'GradientAccumulation(micro_batch="auto"): {failed.count} samples of {failed.cost} elements do not fit into'
+                    f" memory ({seen}). The batch runs again in micro-batches of {rows}."
+                )
+            self._agree_on_sizes()
             self.plan = self._planned(self.plan.batch, self._proof)
+
+    def _is_to_run_again(self, failed: RowSlice | None, before: Mark) -> bool:
+        """An attempt is over: was there one that did not fit?
+
+        Args:
+            failed: on this rank; None where all did.
+            before: where the window stood before it.
+        """
+        return failed is not None
+
+    def _agree_on_sizes(self) -> None:
+        """The loader batch is about to run again: a rank has found another size of micro-batch."""
 
     @override
     def _planned(self, batch: Any, proof: Proof) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,9 +17,14 @@ from typing_extensions import override
 from lightning_accum.checkpointing.remote import LAST, Remote, local_path, new_local_path
 from lightning_accum.checkpointing.whole import atomic_checkpoint
 from lightning_accum.loops.optimization import loss_unlogged
+from lightning_accum.splitting.plan import Splitting
 from lightning_accum.splitting.snapshot import Snapshot
+from lightning_accum.splitting.together import TogetherSplitting
 from lightning_accum.strategies.mixin import AccumulationMixin
 from lightning_accum.sync import ShardedSync
+from lightning_accum.user_warnings import rank_zero_warn
+
+_log = logging.getLogger("lightning.pytorch.accumulation")
 
 
 class ShardedMixin(AccumulationMixin, ParallelStrategy):
@@ -33,6 +39,14 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
         assert self._fit is not None
         self._fit.callback(sync.close)
         return sync
+
+    @override
+    def _splitting(self) -> Splitting | None:
+        if self.policy.micro_batch != "auto":
+            return super()._splitting()
+        assert self.ranks is not None
+        samples, split = self.samples_of_loader, self.policy.split
+        return TogetherSplitting(self.ranks, False, split, self.snapshotter, self.root_device, rank_zero_warn, _log.info, samples)
 
     @override
     def _main_gradients(self, dtype: torch.dtype) -> None:

@@ -45,7 +45,7 @@ class ReachedParameters:
         lacking = [sharded for sharded in trained if whole_gradient(sharded) is None]
         if self._is_of_window:
             self._reached.update(set(trained).difference(lacking))
-        holds_sum = group.all_reduce_grads and _has_partial_sum(group)
+        holds_sum = group.all_reduce_grads and partial_sum_of(group) is not None
         if lacking and group.reduce_grads and (holds_sum or len(lacking) < len(trained)):
             for sharded in lacking:
                 self._fill(sharded)
@@ -77,7 +77,8 @@ class ReachedParameters:
 
     def are_any_left(self) -> bool:
         """Whether something was accumulated, and not reduced over all ranks."""
-        return any(map(_has_partial_sum, self._groups)) or any(whole_gradient(sharded) is not None for sharded in self._trained)
+        has_sum = any(partial_sum_of(group) is not None for group in self._groups)
+        return has_sum or any(whole_gradient(sharded) is not None for sharded in self._trained)
 
     def leave_out_others(self) -> None:
         """Have no gradient of what no rank has reached so far. Called on all ranks."""
@@ -88,6 +89,15 @@ class ReachedParameters:
             if not is_one:
                 sharded.sharded_param.grad = None
                 self._filled.discard(sharded)
+
+    def keep(self) -> Callable[[], None]:
+        """Keep what was reached so far. Returns what puts it back."""
+        reached, filled = set(self._reached), set(self._filled)
+
+        def restore() -> None:
+            self._reached, self._filled, self._is_of_window = set(reached), set(filled), False
+
+        return restore
 
     def forget(self) -> None:
         """The window has ended, or what was reached is of none."""
@@ -104,9 +114,10 @@ def _has_gradient(sharded: Any) -> bool:
     return sharded.sharded_param.grad is not None or whole_gradient(sharded) is not None
 
 
-def _has_partial_sum(group: Any) -> bool:
-    """Whether ``fully_shard`` has something of a group that was scattered, and not all-reduced over replicas yet."""
-    return getattr(group, "_partial_reduce_output", None) is not None
+def partial_sum_of(group: Any) -> Tensor | None:
+    """What ``fully_shard`` has of a group that was scattered, and not all-reduced over replicas yet."""
+    partial_sum: Tensor | None = getattr(group, "_partial_reduce_output", None)
+    return partial_sum
 
 
 def whole_parameter(sharded: Any) -> nn.Parameter | None:

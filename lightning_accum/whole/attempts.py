@@ -37,13 +37,13 @@ class StepAttempts(RetriedSplitting):
     @override
     def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
         def mark_with_calls() -> Mark:
-            undo, accumulated = mark()
+            before = mark()
 
             def undo_all() -> None:
                 self._row_wise.forget()
-                undo()
+                before.undo()
 
-            return Mark(undo_all, accumulated)
+            return before._replace(undo=undo_all)
 
         return super().run(attempt, mark_with_calls)
 

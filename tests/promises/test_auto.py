@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from support import OPTIMIZERS, Language, ddp, loader, pad, relative_error, sentences, trainer
+from support import OPTIMIZERS, Language, Limit, ddp, loader, pad, relative_error, sentences, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
@@ -28,24 +28,6 @@ MESSAGES: dict[str, Callable[[], Exception]] = {
     "cuDNN": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     "cuBLAS": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
 }
-
-
-class Limit(torch.autograd.Function):
-    """Has room for so many rows, in forward or in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: int, most: int, where: str, error: Callable[[], Exception]) -> Tensor:
-        if rows > most and where == "forward":
-            raise error()
-        ctx.fails = rows > most and where == "backward"
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.fails:
-            raise ctx.error()
-        return gradient, None, None, None, None
 
 
 class Limited(Language):

@@ -94,7 +94,7 @@ CASES: list[Callable[[], Any]] = [
     fit(strategy=reducing, micro_batch="auto"),
     fit(strategy=static, micro_batch=Tokens(4)),
     fit(Synced([x(1.0)]), ddp, micro_batch="auto"),
-    fit(ShardedLanguage(), fsdp2, 2, micro_batch="auto"),
+    fit(ShardedLanguage(), fsdp1, 2, micro_batch="auto"),
     fit(ShardedLanguage(), in_parts, 2, micro_batch=2),
     fit(ShardedLanguage(), in_parts, 2, weight=SampleCount()),
     fit(ShardedLanguage(), in_parts, 2, on_nonfinite="skip"),
