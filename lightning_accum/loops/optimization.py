@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.optimization.closure import AbstractClosure
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -190,7 +189,7 @@ class WindowClosure(AbstractClosure[ClosureResult]):
         ends_window: it is the last of its window.
     """
 
-    _warning_cache = WarningCache()
+    _warning_cache = Closure.warning_cache  # who clears Lightning's is warned again
 
     def __init__(self, optimization: WindowOptimization, batch: Any, others: Sequence[Any], seen: int, ends_window: bool) -> None:
         super().__init__()

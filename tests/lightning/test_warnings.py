@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.optimization.automatic import Closure
 from support import Scalar, ddp, trainer, x
 from torchmetrics.aggregation import RunningMean
 
@@ -117,3 +118,19 @@ def test_nothing_in_the_package_warns_but_by_its_category() -> None:
                 assert not (names & {"rank_zero_warn", "warn"} and node.module != "lightning_accum.user_warnings"), path
             if isinstance(node, ast.Attribute) and node.attr == "warn" and path.name != "user_warnings.py":
                 assert ast.unparse(node.value) != "warnings", path
+
+
+def test_a_training_step_without_a_loss_is_warned_of_once_until_lightnings_warnings_are_forgotten() -> None:
+    class Gives(Scalar):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    said = []
+    for forgets in (True, False, True):
+        if forgets:
+            Closure.warning_cache.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(callbacks=[GradientAccumulation(2)]).fit(Gives([x(1), x(2)]))
+        said.append(sum("`training_step` returned `None`" in str(warning.message) for warning in caught))
+    assert said == [1, 0, 1]
