@@ -174,9 +174,15 @@ NOTHING_READ = Read({}, set(), set())
 
 def read_of(contributions: Sequence[Contribution]) -> Read:
     """Of the micro-batches of a rank."""
-    weighed = [one for one in contributions if has_weight(one)]
-    kinds = {one.kind: None for one in weighed if one.kind is not None}
-    return Read(kinds, {f for one in weighed for f in one.forms}, {f for one in contributions for f in one.zeroed})
+    read, last = Read({}, set(), set()), None
+    for one in contributions:
+        if has_weight(one):
+            read.forms.update(one.forms)
+            if one.kind is not last and one.kind is not None:  # they are the same, mostly
+                last = one.kind
+                read.kinds[last] = None
+        read.zeroed.update(one.zeroed)
+    return read
 
 
 def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribution], flags: Sequence[float]) -> list[float]:

@@ -186,7 +186,8 @@ class Accumulator:
                     running.begin(micro_batch, ends_window)
                     yield micro_batch.batch
                     running.end()
-                    self._end_loader_batch()
+                    if micro_batch.ends_loader_batch:
+                        self._passes.end_loader_batch()
                     running.forget()
         finally:
             running.leave()
@@ -210,11 +211,11 @@ class Accumulator:
             RuntimeError: it is called outside of the loop, or again; or what a window had accumulated was changed by others.
         """
         micro_batch = self._running.begin_backward()
-        if not (loss is None or isinstance(loss, Tensor)):
-            raise TypeError(f"backward takes the loss of a micro-batch, a tensor, or None; found {type(loss).__name__}")
         self._untouched.refuse_changes()
         if loss is None:
             self._training.sync.forward_without_batch()
+        elif not isinstance(loss, Tensor):
+            raise TypeError(f"backward takes the loss of a micro-batch, a tensor, or None; found {type(loss).__name__}")
         elif self._may_be_divided:
             self._may_be_divided = False
             warn_of_factors(loss, self._accumulation.boundary.size)

@@ -57,7 +57,8 @@ class Running:
         """
         if self.micro_batch is None:
             raise RuntimeError("backward is called outside of the loop: for batch in accumulator(loader): ...")
-        self.refuse_after_failure()
+        if self._has_failed:
+            self.refuse_after_failure()
         if self._is_backward_done:
             raise RuntimeError(
                 "backward is called twice in a micro-batch. A window has one loss in each: add them up, and call"
@@ -68,7 +69,8 @@ class Running:
     def end_backward(self) -> None:
         """It is over."""
         self._is_backward_done = True
-        self.leave()
+        if self._context is not None or self._snapshot is not None:
+            self.leave()
 
     def fail(self) -> None:
         """It has raised an error."""
@@ -112,7 +114,8 @@ class Running:
                 "The loop has gone on without accumulator.backward(loss). Call it once in every micro-batch, in place of"
                 " loss.backward(): accumulator.backward(None) where there is no loss; and accumulator.step() after it."
             )
-        self.refuse_if_step_is_missing()
+        if self.ends_window:
+            self.refuse_if_step_is_missing()
 
     @property
     def has_ended_loader_batch(self) -> bool:
