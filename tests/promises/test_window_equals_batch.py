@@ -102,7 +102,11 @@ def test_these_limits_change_the_steps(algorithm: str) -> None:
 @pytest.mark.parametrize("tail", ["step", "drop", "carry"])
 @pytest.mark.parametrize(
     ("engine", "options"),
-    [on("accum"), on("fsdp2"), on("ddp"), on("fsdp1"), on("fsdp2", sync="micro_batch"), on("fsdp1", sync="micro_batch")],
+    [
+        *(on(engine) for engine in ("accum", "fsdp2", "ddp", "fsdp1")),
+        *(on(engine, sync="micro_batch") for engine in ("fsdp2", "fsdp1")),
+        on("fsdp2", sync="shard"),
+    ],
 )
 def test_the_tail_of_an_epoch_is_a_window_or_dropped_or_carried(engine: str, options: dict[str, Any], tail: str) -> None:
     by_rank = dealt(ROWS[:20], MICRO_BATCH, engine)
