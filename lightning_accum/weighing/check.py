@@ -100,7 +100,7 @@ class Check:
         found: list[tuple[ShareWeight, Verdict]] = []
         constant, self.constant = self.constant, 0.0  # what is measured adds up as it is
         for self.shares in candidates():
-            verdict = self._worst(batches)
+            verdict = self._worst(batches, is_one_of_several=True)
             if self._do_all_add_up(verdict) and self._are_weights_of(earlier):
                 found.append((self.shares, verdict))
         self.shares = None
@@ -129,9 +129,9 @@ class Check:
     def _do_all_add_up(self, verdict: Verdict) -> bool:
         return self._largest(float(verdict.deviation is None or not verdict.adds_up)) == 0
 
-    def _worst(self, batches: Sequence[Rows]) -> Verdict:
+    def _worst(self, batches: Sequence[Rows], is_one_of_several: bool = False) -> Verdict:
         with self._trial.held():
-            found = [self._look(rows, self._weight) for rows in batches]
+            found = self._found(batches, self._weight, is_one_of_several)
             if self.shares is not None and (unread := [verdict for verdict in found if verdict.is_unread]):
                 return unread[0]  # what is measured is so in every part
             return self._worst_of(found)
@@ -161,11 +161,20 @@ class Check:
         with self._trial.held():
             for words, weight in candidates.items():
                 self.constant = None
-                found = [self._look(rows, weight) for rows in batches]
+                found = self._found(batches, weight, is_one_of_several=True)
                 fits = self._worst_of(found).adds_up and found[0].deviation is not None
                 if weight != self._weight and not self._largest(float(not fits)):
                     return words
         return None
+
+    def _found(self, batches: Sequence[Rows], weight: Any, is_one_of_several: bool) -> list[Verdict]:
+        """In each way of looking; where other weights are tried too, up to the first in which parts do not add up on some rank."""
+        found: list[Verdict] = []
+        for rows in batches:
+            found.append(self._look(rows, weight))
+            if is_one_of_several and self._largest(float(not found[-1].adds_up)):
+                break
+        return found
 
     def _look(self, rows: Rows, weight: Any) -> Verdict:
         """Compare some rows with their parts."""
