@@ -19,6 +19,7 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
+from lightning_accum.weighing.proven import Proven
 from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
@@ -103,7 +104,11 @@ class Accumulation(Windows):
         """What the check found in this fit."""
         self.kept: list[Any] = []
         """The loader batches that it has looked at, each with few rows; None for others. Until it ends."""
-        self._was_checked = False
+        self.proven: Proven | None = None
+        """What windows are known to add up for; None where that was not found out."""
+        self.look_at_doubted: Callable[[], None] = lambda: None
+        """Checks micro-batches of the window that has ended. Called on all ranks."""
+        self.was_checked = False
         """It was made before the checkpoint that training goes on from, with the same weight."""
 
     @property
@@ -122,13 +127,15 @@ class Accumulation(Windows):
         partial, state = super().restart(seen, into_window, steps, loader_batches, size), self.resumed_state
         self.is_zero_grad_due = partial is None
         self.weigher.takes_functions = bool(state.get("takes_functions", True))
-        self._was_checked = state.get("checked_weight") == self.policy.weight_in_words
-        if self._was_checked:
+        self.was_checked = state.get("checked_weight") == self.policy.weight_in_words
+        if self.was_checked:
             self.window.constant = state.get("weight_constant")
-        if self._was_checked and "shares" in state:
+        if self.was_checked and "shares" in state:
             self.weigher.shares = ShareWeight(**state["shares"])
-        if self._was_checked and self.checks_left:
-            self.checks_left, self.verdict = 0, Verdict(None, seen="the checkpoint is of a training that was")
+        if self.was_checked and "ways" in state:
+            self.proven = Proven(set(map(tuple, state["ways"])))
+        if self.was_checked and self.checks_left:
+            self.checks_left, self.verdict = 1, Verdict(None, seen="the checkpoint is of a training that was")
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
             self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
         if self.splitting is not None and "padding" in state:
@@ -139,10 +146,12 @@ class Accumulation(Windows):
     def state_dict(self) -> dict[str, Any]:
         is_verdict = self.verdict is not None and self.verdict.deviation is not None and not self.checks_left
         state = super().state_dict()
-        state["checked_weight"] = self.policy.weight_in_words if self._was_checked or is_verdict else ""
+        state["checked_weight"] = self.policy.weight_in_words if self.was_checked or is_verdict else ""
         state["takes_functions"] = self.weigher.takes_functions
         if self.window.constant:
             state["weight_constant"] = self.window.constant
+        if self.proven is not None:
+            state["ways"] = sorted(map(list, self.proven.ways))
         if self.weigher.shares is not None:
             state["shares"] = asdict(self.weigher.shares)
         if self.splitting is not None and self.splitting.sizes is not None:
@@ -201,6 +210,9 @@ class Accumulation(Windows):
             if not self._is_one_micro_batch():
                 raise
             contribution = Contribution(None)  # nothing depends on its weight
+        proven = self.proven
+        if proven is not None and (proven.rows is None or not contribution.ways <= proven.ways):
+            self.window.has_doubts |= proven.doubts(contribution, micro_batch.batch)
         weight = contribution.weight
         if self.has_joint_loss and weight is None:
             raise ValueError(

@@ -19,6 +19,7 @@ from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.sync import GradientSync
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.check import Check, Earlier
+from lightning_accum.weighing.proven import Proven
 from lightning_accum.weighing.trial import Trial
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, DoesNotAddUpError, Rows, Verdict
 
@@ -79,6 +80,9 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         JointLossError: the loss takes the rows of all ranks, in a window of several loader batches.
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
+    if accumulation.was_checked:
+        accumulation.checks_left = 0
+        return
     if before is not None and before.looked_at > 1 and not accumulation.position:
         _end(checked)  # the window of the rows that were looked at has taken its step
         return
@@ -95,7 +99,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     is_begun = before is not None and before.deviation is not None
     if accumulation.row_wise is not None and not is_begun and _is_settled_by_other_ranks(checked, trial, rows):
         return
-    check = _check(checked, trial, before if is_begun else None)
+    check = check_of(checked, trial, before if is_begun else None)
     verdict, ways = _look(checked, trial, check, rows, ways, is_begun)
     if rows.are_single and checked.largest(float(not verdict.adds_up)):
         if before is None or before.seen != advice.OF_ONE_ROW:
@@ -105,6 +109,9 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)
     verdict = replace(verdict, looked_at=looked_at if verdict.deviation is not None else 0, loss=check.loss).after(before)
     accumulation.verdict = _conclude(checked, check, verdict, ways)
+    if accumulation.verdict.deviation is not None and accumulation.verdict.adds_up and not _is_apart(checked):
+        accumulation.proven = accumulation.proven or Proven(())
+        accumulation.proven.add(check.ways, check.kinds, rows.found.kept)
     accumulation.kept.append(rows.found.kept if rows.found.of_batch < MOST_ROWS else None)
     if not accumulation.checks_left or not checked.largest(float(accumulation.verdict.may_try_again)):
         _end(checked)
@@ -113,6 +120,13 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         with suppress(CannotCheckError):
             if changed := trial.changed_buffers(ways[0].whole):
                 accumulation.warn_once(advice.of_buffers(changed))
+
+
+def _is_apart(checked: Checked) -> bool:
+    """Rows of several loader batches do not go together, their weights are not read, or the engine has the gradients."""
+    policy = checked.accumulation.policy
+    is_joined = checked.accumulation.row_wise is None and policy.split is None and policy.weight == "auto"
+    return checked.sync.is_waited_for_in_forward or not is_joined
 
 
 @dataclass(frozen=True)
@@ -229,7 +243,7 @@ def _is_settled_by_other_ranks(checked: Checked, trial: Trial, rows: _RowsOfRank
     return is_joint
 
 
-def _check(checked: Checked, trial: Trial, before: Verdict | None) -> Check:
+def check_of(checked: Checked, trial: Trial, before: Verdict | None) -> Check:
     """What compares rows, and knows what was found ``before`` in this window."""
     accumulation = checked.accumulation
     policy = accumulation.policy

@@ -59,7 +59,7 @@ class Session:
         self._accumulation = accumulation
         self._snapshotter = snapshotter
         self._row_wise = row_wise
-        self._is_announced = False
+        self._is_announced = self._has_doubts = False
         self._has_ranks = accumulation.ranks.world_size > 1
         self._has_sync = type(sync) is not GradientSync  # engines for several ranks have one on a single rank, too
         policy = accumulation.policy
@@ -86,13 +86,17 @@ class Session:
             splitting = accumulation.splitting
             run = self._run_whole if splitting is None or splitting.plan is None else self._run_in_micro_batches
             if not accumulation.is_shadow_batch:
-                return run(step, batch, seen, ends_window)
-            self.zero_grad(step)  # what it does to the module is to last
-            snapshot = self._snapshotter.take(watches_parameters=False)
-            try:
-                return run(step, batch, seen, ends_window)
-            finally:
-                snapshot.restore()
+                outcome = run(step, batch, seen, ends_window)
+            else:
+                self.zero_grad(step)  # what it does to the module is to last
+                snapshot = self._snapshotter.take(watches_parameters=False)
+                try:
+                    outcome = run(step, batch, seen, ends_window)
+                finally:
+                    snapshot.restore()
+        if self._has_doubts:
+            self.look_at_doubted()
+        return outcome
 
     def _run_whole(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation = self._accumulation
@@ -277,7 +281,11 @@ class Session:
             return self._run_shadow_batches(inside, 0, max(1, self.rounds(0)), seen, has_boundary)
 
         window_loss = attempt() if splitting is None else splitting.run_beside(attempt, partial(self._mark, inside, seen))
-        return self.finish_window(seen) if ends_window and self.finishes_after_backward else window_loss
+        if ends_window and self.finishes_after_backward:
+            window_loss = self.finish_window(seen)
+        if self._has_doubts:
+            self.look_at_doubted()
+        return window_loss
 
     def _run_shadow_batches(self, inside: InsideBatch, done: int, rounds: int, seen: int, has_boundary: bool) -> Tensor | None:
         """Other ranks have more micro-batches in a loader batch: this one takes part in them, with weight 0.
@@ -322,7 +330,10 @@ class Session:
         """
         self._accumulation.reduce()
         self.sync.reduce_accumulated()
-        return self.end_window(seen, is_inside_batch)
+        window_loss = self.end_window(seen, is_inside_batch)
+        if self._has_doubts and not is_inside_batch:  # else at the end of the batch, whose logs are being collected
+            self.look_at_doubted()
+        return window_loss
 
     def end_window(self, seen: int, is_inside_batch: bool = False) -> Tensor | None:
         """As :meth:`finish_window`, where the last backward has reduced the gradients."""
@@ -341,7 +352,15 @@ class Session:
         if accumulation.is_passthrough():
             accumulation.close_passthrough(seen)
             return None
-        return accumulation.close(seen, self._parameters, is_inside_batch)
+        closed = accumulation.close(seen, self._parameters, is_inside_batch)
+        self._has_doubts |= closed.has_doubts
+        return closed
+
+    def look_at_doubted(self) -> None:
+        """Before the step of a window: look at its micro-batches that were read in another way than those that were checked."""
+        if self._has_doubts:
+            self._has_doubts = False
+            self._accumulation.look_at_doubted()
 
     def _parameters(self) -> list[nn.Parameter]:
         return parameters_of(self._module, self._engine.optimizers)

@@ -92,6 +92,8 @@ class Window:
         self._function: FunctionOfMean | None = None
         self.left_out = 0
         """Micro-batches so far, on this rank, that were not finite, see :meth:`skip_nonfinite`."""
+        self.has_doubts = False
+        """A micro-batch of this rank was read in a way that the check has not seen; all ranks are to know of that."""
         self._totals: Tensor | list[float] | None = None
         self._reduction: dist.Work | None = None
         if self.terms is not None:
@@ -288,10 +290,11 @@ class Window:
         are_exact = self.terms is not None and self.terms.are_exact(numbers[self._numbers :], totals.weight)
         is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
         function, contributions, weight, is_sum = self._function, self._contributions, self._total(numbers), bool(totals.sums)
+        has_doubts = self.has_doubts
         self.discard()
         read = read_of(contributions)
         if self._world_size > 1 and totals.has_flag(HAS_NEWS):
-            self._read, read = read, read_of_ranks(read, self._world_size, self._group)
+            self._read, (read, has_doubts) = read, read_of_ranks(read, has_doubts, self._world_size, self._group)
             self._of_ranks = read
         is_function = function is not None if self._world_size == 1 else totals.has_flag(HAS_FUNCTION)
         totals.check(read.kinds)
@@ -304,7 +307,7 @@ class Window:
             loss, slope = function_of_window(function, contributions, loss, size, self._tensor_of, self._world_size, self._group)
         if is_sum:
             _scale(gradients, self._world_size * slope)
-            return totals.window(loss, 1.0, left_out, slope)
+            return totals.window(loss, 1.0, left_out, slope, has_doubts=has_doubts)
         assert self._weight_scale is not None
         _scale(gradients, self._world_size * self._weight_scale / weight * slope)
         of_a_rank = weight / self._world_size
@@ -321,6 +324,7 @@ class Window:
             do_terms_disagree=disagree and has_others,
             do_factors_differ=do_factors_differ,
             is_miscounted=is_miscounted,
+            has_doubts=has_doubts,
         )
 
     def _flags(self) -> list[float]:
@@ -328,7 +332,7 @@ class Window:
         if self._world_size > 1:
             read = read_of(self._contributions)
             has_news = not read.kinds.keys() <= self._of_ranks.kinds.keys()
-            has_news |= bool(read.zeroed or self._of_ranks.zeroed) and read != self._read
+            has_news |= self.has_doubts or (bool(read.zeroed or self._of_ranks.zeroed) and read != self._read)
             has_function = self._function is not None
         flags = as_one_number(self.flag, self.is_last, has_news, has_function)
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]

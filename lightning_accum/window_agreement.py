@@ -16,12 +16,16 @@ from lightning_accum.weighing.weight import Contribution
 from lightning_accum.window_totals import Read, has_weight
 
 
-def read_of_ranks(own: Read, ranks: int, group: dist.ProcessGroup | None) -> Read:
-    """What all ranks have read. Called on all of them, as one has another kind than in the windows before, or a term times 0."""
+def read_of_ranks(own: Read, has_doubts: bool, ranks: int, group: dist.ProcessGroup | None) -> tuple[Read, bool]:
+    """What all ranks have read, and whether any has doubts.
+
+    Called on all of them, as one has doubts, another kind than in the windows before, or a term times 0.
+    """
     of_ranks: list[Any] = [None] * ranks
-    dist.all_gather_object(of_ranks, tuple(own), group=group)
-    kinds, forms, zeroed = zip(*of_ranks, strict=True)
-    return Read({kind: None for of_rank in kinds for kind in of_rank}, set().union(*forms), set().union(*zeroed))
+    dist.all_gather_object(of_ranks, (*own, has_doubts), group=group)
+    kinds, ways, zeroed, doubts = zip(*of_ranks, strict=True)
+    read = Read({kind: None for of_rank in kinds for kind in of_rank}, set().union(*ways), set().union(*zeroed))
+    return read, any(doubts)
 
 
 def function_of_window(

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_accum.weighing.advice import of_kinds
 from lightning_accum.weighing.denominator import Denominator
-from lightning_accum.weighing.weight import Contribution, Form, Kind, are_mixed
+from lightning_accum.weighing.weight import Contribution, Kind, Way, are_mixed
 
 
 class ClosedWindow(NamedTuple):
@@ -32,6 +33,7 @@ class ClosedWindow(NamedTuple):
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
         do_factors_differ: a constant that the loss is multiplied or divided by is not the same in all micro-batches.
         is_miscounted: what was counted ahead for the terms of the loss is not what its micro-batches had.
+        has_doubts: a micro-batch was read in a way that the check has not seen.
     """
 
     loss: Tensor | float
@@ -45,6 +47,7 @@ class ClosedWindow(NamedTuple):
     do_terms_disagree: bool = False
     do_factors_differ: bool = False
     is_miscounted: bool = False
+    has_doubts: bool = False
 
     @property
     def is_doubtful(self) -> bool:
@@ -102,11 +105,7 @@ class Totals(NamedTuple):
                 " GradientAccumulation."
             )
         if are_mixed(kinds):
-            found = " and ".join(f"by {kind}" for kind in dict.fromkeys(map(str, kinds)))
-            raise ValueError(
-                f"The losses of one window are divided {found}. What is counted has to be the same in all of its micro-batches."
-                " Say what to weigh them by: GradientAccumulation(weight=SampleCount()), or any function of the batch."
-            )
+            raise ValueError(of_kinds(kinds))
         if self.sums and self.weight:
             raise ValueError(
                 f"In {self.sums:.0f} of the window's {self.micro_batches:.0f} micro-batches the loss is a sum, in the others it is"
@@ -155,18 +154,18 @@ class Read(NamedTuple):
 
     Attributes:
         kinds: what those with a weight were divided by, in their order.
-        forms: the last operations of their terms, and
-        zeroed: of the terms that were multiplied by 0.
+        ways: how their terms were read, and
+        zeroed: those that were multiplied by 0.
     """
 
     kinds: dict[Kind, None]
-    forms: set[Form]
-    zeroed: set[Form]
+    ways: set[Way]
+    zeroed: set[Way]
 
     @property
     def is_some_zeroed(self) -> bool:
-        """A factor of 0 has made a term weightless that is of the form of others with a weight."""
-        return not self.forms.isdisjoint(self.zeroed)
+        """A factor of 0 has made a term weightless that is read as others with a weight."""
+        return not self.ways.isdisjoint(self.zeroed)
 
 
 NOTHING_READ = Read({}, set(), set())
@@ -177,7 +176,7 @@ def read_of(contributions: Sequence[Contribution]) -> Read:
     read, last = Read({}, set(), set()), None
     for one in contributions:
         if has_weight(one):
-            read.forms.update(one.forms)
+            read.ways.update(one.ways)
             if one.kind is not last and one.kind is not None:  # they are the same, mostly
                 last = one.kind
                 read.kinds[last] = None

@@ -27,6 +27,7 @@ _MORE_STATE = (
     "takes_functions",
     "weight_constant",
     "shares",
+    "ways",
     "micro_batch_sizes",
     "padding",
 )

@@ -274,6 +274,7 @@ class Accumulator:
         if self._running.ends_window:
             if micro_batch.is_boundary:
                 session.close_window(seen)
+                session.look_at_doubted()
             else:
                 session.finish_window(seen)
             return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from lightning_accum.fabric.data import LoaderBatch, length_of, loader_batches
 from lightning_accum.fabric.training import Training
 from lightning_accum.fabric.words import Words
 from lightning_accum.first_batch import Checked, check_first_batch
+from lightning_accum.later_batches import check_doubted
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
@@ -139,6 +141,7 @@ class Passes:
             sync, snapshotter, is_long = training.sync, training.snapshotter, self._is_window_long
             checked = Checked(training.module, self._loss_of, accumulation, sync, snapshotter, self.samples, is_long, self._say)
             check_first_batch(checked, [] if batch is None else [batch])
+            accumulation.look_at_doubted = partial(check_doubted, checked)
 
     def _parts(self, batch: Any, ends_window: bool) -> Iterator[tuple[MicroBatch, bool]]:
         """The micro-batches of a loader batch that may be split."""

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_accum import first_batch
 from lightning_accum.engine import Engine
+from lightning_accum.later_batches import check_doubted
 from lightning_accum.loops.results import collecting_logs
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.splitting.trimming import is_narrow
@@ -30,16 +31,15 @@ def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callabl
 
     It runs in full precision, where rounding is the least; a module's loss hardly changes by that.
     """
-    strategy, precision = cast("Engine", trainer.strategy), trainer.precision_plugin
+    strategy, precision, others = cast("Engine", trainer.strategy), trainer.precision_plugin, [*kwargs.values()][1:]
 
     def training_step(batch: Any) -> Any:
         is_half = isinstance(precision, HalfPrecision) and any(map(is_narrow, trainer.lightning_module.parameters()))
         is_plain = isinstance(precision, (MixedPrecision, HalfPrecision)) and not is_half
         context = nullcontext() if is_plain else precision.train_step_context()
-        arguments = {**kwargs, next(iter(kwargs)): batch}
         with torch.enable_grad(), context, collecting_logs(trainer):
             step = partial(call._call_lightning_module_hook, trainer, "training_step")
-            return strategy.run_as_engine(step, *arguments.values())
+            return strategy.run_as_engine(step, batch, *others)
 
     return training_step
 
@@ -65,6 +65,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
         first_batch.check_first_batch(checked, list(kwargs.values())[:1])
     except first_batch.JointLossError as error:
         raise MisconfigurationException(str(error)) from None
+    accumulation.look_at_doubted = partial(check_doubted, checked)
 
 
 def choose_row_wise(trainer: pl.Trainer, strategy: Engine, row_wise: RowWise, kwargs: OrderedDict[str, Any]) -> None:

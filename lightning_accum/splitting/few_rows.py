@@ -52,6 +52,7 @@ class FewRows:
         except UnsplittableBatchError as error:
             raise CannotCheckError("the rows of the batch cannot be told apart") from error
         self._own, self.of_batch = layout, layout.size
+        self._are_others: Sequence[bool] = ()
         if not layout.size:
             raise CannotCheckError("the first batch has no rows")
         if may_be_one_sample(layout):
@@ -71,13 +72,35 @@ class FewRows:
         found._layout, found.number = self._own, self.of_batch
         return found
 
+    def by_turns(self, others: FewRows) -> FewRows:
+        """The first rows of this batch and of another, by turns.
+
+        Raises:
+            CannotCheckError: they are of different kinds.
+        """
+        few = [self.kept, others.kept]
+        try:
+            joined = Layout.read(join(few)[0], self._own.kinds)
+        except (JoiningError, UnsplittableBatchError) as error:
+            raise CannotCheckError("the rows of two batches cannot be joined") from error
+        own = min(self.of_batch, MOST_ROWS)
+        order = sorted(range(joined.size), key=lambda row: (row if row < own else row - own, row >= own))[:MOST_ROWS]
+        found = copy(self)
+        found._layout, found._are_others = Layout.read(joined.take(order), joined.kinds), [row >= own for row in order]
+        found.number, found.at_once = found._layout.size, max(self.of_batch, others.of_batch)
+        return found
+
+    def together(self) -> Any:
+        """All of them, as one batch."""
+        return self._layout.take(slice(None))
+
     def ways(self, number: int, micro_batch: int | None = None, attempt: int = 0, losses_of: Losses | None = None) -> list[Rows]:
         """As many of the first rows as are looked at, as many at once as fit into memory.
 
-        Where there are fewer, some are there twice.
-        The first of them with a part of one row, and all with the rows of small losses in one part and of large ones in another: a
-        loss that goes by a statistic of its batch is another one there. Then one row several times: a loss that goes by how often
-        something is in its batch. And with a part that has no label, where labels may be missing.
+        Where there are fewer, some are there twice. The first of them with a part of one row, and each alone; and all with the rows
+        of small losses in one part and of large ones in another: a loss that goes by a statistic of its batch is another one there.
+        Then one row several times: a loss that goes by how often something is in its batch. The rows of two batches each by
+        themselves, and a part that has no label, where labels may be missing.
 
         Args:
             number: of rows.
@@ -90,6 +113,8 @@ class FewRows:
         rows = [(attempt * looked_at + row) % layout.size for row in range(looked_at)]
         at_once = sum(sizes)
         found = [_cut(layout, rows[:at_once], sizes)]
+        if at_once > 2:
+            found.append(_cut(layout, rows[:at_once], [1] * at_once))
         losses = [0.0] * looked_at
         if losses_of is not None and at_once > 2:
             with suppress(CannotCheckError):
@@ -101,6 +126,10 @@ class FewRows:
             few = max(min(2, len(together) // 2), (len(together) - 1) // 2)
             found.append(_cut(layout, [rows[index] for index in together], [few, len(together) - few]))
         found.append(_cut(layout, rows[:1] * at_once, [1, at_once - 1]))
+        if self._are_others:
+            by_batch = sorted(rows[:at_once], key=self._are_others.__getitem__)
+            of_others = sum(self._are_others[row] for row in by_batch)
+            found.append(_cut(layout, by_batch, [at_once - of_others, of_others]))
         labels = [path for path, tensor in layout.tensors.items() if _has_ignored(tensor)]
         if labels and at_once > 2:
             emptied = Layout.read(layout.take(rows[:at_once]), layout.kinds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
@@ -48,7 +48,7 @@ def of_losses(verdict: Verdict, weight: Any, mend: str | None, row_wise: tuple[s
 def of_terms(verdict: Verdict, mend: str | None) -> str:
     """The warning of terms that are divided by different counts."""
     return (
-        f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} rows of a batch,"
+        f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} of a batch,"
         f" {_seen(verdict)}. {HOW_TO_WEIGH_EACH if mend is None else _mend(mend)}"
     )
 
@@ -60,6 +60,26 @@ def of_joined(verdict: Verdict) -> str:
         " alone add up. Where loader batches are of different kinds, such as tasks, nothing is wrong, and check=False leaves out"
         " the check. Otherwise the loss compares the rows of its batch, and a window does not take the step of its full batch:"
         ' GradientAccumulation(micro_batch=..., row_wise="encoder") with a window of 1 does.'
+    )
+
+
+def of_later(verdict: Verdict) -> str:
+    """The warning of rows of a later micro-batch, whose loss was read in another way than those that were checked."""
+    return (
+        "The loss of a micro-batch is made in another way than that of the batches that were checked: by other operations, or it"
+        f" has nothing to count, and counts 1. With rows of such a batch its rows do not add up: {_seen(verdict)}. So a window"
+        " that has both does not take the step of its full batch. Where training_step decides by what is in its batch, have it see"
+        ' the whole batch: GradientAccumulation(micro_batch="offload") with a window of 1; or divide all losses of a window by the'
+        " same count. check=False leaves out the check."
+    )
+
+
+def of_kinds(kinds: Iterable[Any]) -> str:
+    """The error of what is counted in different ways in one window."""
+    found = " and ".join(f"by {kind}" for kind in dict.fromkeys(map(str, kinds)))
+    return (
+        f"The losses of one window are divided {found}. What is counted has to be the same in all of its micro-batches."
+        " Say what to weigh them by: GradientAccumulation(weight=SampleCount()), or any function of the batch."
     )
 
 
@@ -84,8 +104,10 @@ def of_buffers(changed: Mapping[str, float]) -> str:
 
 
 def _sizes(verdict: Verdict) -> str:
+    if len(verdict.rows) > 3:
+        return "single rows"
     *first, last = map(str, verdict.rows or ("some", "others"))
-    return f"{', '.join(first)} and {last}"
+    return f"{', '.join(first)} and {last} rows"
 
 
 def _seen(verdict: Verdict) -> str:

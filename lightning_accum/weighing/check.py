@@ -17,12 +17,12 @@ from torch import Tensor
 from lightning_accum.weighing.constant import Excesses
 from lightning_accum.weighing.counts import SampleCount, TokenCount
 from lightning_accum.weighing.denominator import UnreadableLossError
-from lightning_accum.weighing.measured import Measured, deviation, has_fixed_counts, relative
+from lightning_accum.weighing.measured import Measured, deviation, has_fixed_counts, has_raised_count, relative
 from lightning_accum.weighing.shares import ShareWeight, candidates, together
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.trial import Trial, random_state
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, Rows, UnsuitableRowsError, Verdict
-from lightning_accum.weighing.weight import Contribution, Weigher
+from lightning_accum.weighing.weight import COUNTS_NOTHING, Contribution, Kind, Way, Weigher
 
 Earlier: TypeAlias = "tuple[Callable[[], Any], float | None]"
 """A micro-batch and its weight, None for a sum."""
@@ -59,6 +59,13 @@ class Check:
         self.shares: ShareWeight | None = None
         """As there: not None where only so the parts were found to add up. Other batches may show it more."""
         self._counts: set[tuple[float, ...]] = set()
+        self.ways: set[Way] = set()
+        """How weights were read."""
+        self.kinds: set[Kind] = set()
+        """What they counted."""
+        self.asks_for_counts = False
+        """Whether parts in which there is nothing to count are to add up, too. Else later micro-batches like them are looked at."""
+        self._passes_over_counts = self._has_seen_no_count = False
 
     def __call__(
         self, batches: Sequence[Rows], may_leave_functions: bool = True, earlier: Sequence[Earlier] | None = None
@@ -87,8 +94,22 @@ class Check:
             self.constant, self.takes_functions = constant, True
         is_measured = self._weight == "auto" and earlier is not None and self.shares is None
         if is_measured and self._largest(float(verdict.is_unread or not verdict.adds_up)):
-            return self._measured_by_shares(batches, earlier or ()) or verdict
+            measured = self._measured_by_shares(batches, earlier or ())
+            if measured is not None:
+                return measured
+        if self._largest(float(self._has_seen_no_count and not verdict.adds_up)) and not self.asks_for_counts:
+            return self._where_something_is_counted(batches) or verdict
         return verdict
+
+    def _where_something_is_counted(self, batches: Sequence[Rows]) -> Verdict | None:
+        """Pass over parts in which there is nothing to count, and the count is 1: what they say; None if they do not add up."""
+        constant, self.constant, self._passes_over_counts = self.constant, None, True
+        verdict = self._worst(batches, is_one_of_several=True)
+        self._passes_over_counts = False
+        if self._do_all_add_up(verdict):
+            return verdict
+        self.constant = constant
+        return None
 
     @property
     def fixed_counts(self) -> tuple[float, ...]:
@@ -186,6 +207,10 @@ class Check:
             parts = [self._measure(part, weight, whole, size) for part, size in zip(rows.parts, sizes, strict=True)]
             if abs(whole.loss) < self._trial.tolerance * self.loss:
                 raise UnsuitableRowsError("the loss of the first rows is 0 but for rounding")
+            has_no_count = has_raised_count(whole, parts)
+            self._has_seen_no_count |= has_no_count
+            if self._passes_over_counts and has_no_count:
+                raise UnsuitableRowsError("in a part of the first rows there is nothing to count, and its count is 1")
             distance, seen = max(deviation(whole, parts), (self._compare_weights(whole, parts, tuple(rows.sizes)), "the weight"))
             self.loss = max(self.loss, abs(whole.loss))
             has_terms = any(one.has_terms for one in (whole, *parts)) and not whole.counts
@@ -235,6 +260,10 @@ class Check:
             n = None if contribution.weight is None else float(contribution.weight)
             if isinstance(contribution.weight, Tensor) and contribution.weight.is_floating_point():
                 self._excesses.eps = max(self._excesses.eps, torch.finfo(contribution.weight.dtype).eps)
+            if n != 0:
+                self.ways |= contribution.ways
+                if contribution.kind is not None:
+                    self.kinds.add(contribution.kind)
             nodes = weigher.take_terms()
             counts = tuple(float(count) for count in contribution.others) if nodes else ()
             share = 1.0
@@ -255,7 +284,8 @@ class Check:
             self._has_drawn |= drawn_before != random_state()
         has_terms = bool(weigher.unweighed_terms) or any(float(other) != n for other in contribution.others)
         value = share * float(loss.detach()) if share else 0.0
-        measured = Measured(value, n, gradient, counts, has_terms, is_read=read is not None)
+        may_count_nothing = COUNTS_NOTHING in contribution.ways
+        measured = Measured(value, n, gradient, counts, has_terms, is_read=read is not None, may_count_nothing=may_count_nothing)
         if not nodes:
             is_of_samples = contribution.kind is not None and contribution.kind.is_of_samples
             measured = measured._replace(others=tuple(map(float, contribution.others)), is_of_samples=is_of_samples)

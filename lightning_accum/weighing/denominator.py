@@ -123,13 +123,20 @@ class PlainMean:
         below = node.next_functions[0][0]
         is_plain = below is not None and kind_of(below) != "Mean"  # else `criterion_of` knows more
         self._kind, self._below = type(node), type(below) if is_plain else None
+        self._last = _type_below(below) if is_plain else None
         self._denominator = CRITERIA[kind_of(node)][1]
 
     def read(self, node: Node) -> Denominator | None:
         """What a loss was divided by; None where it is not like the first."""
-        if type(node) is not self._kind or type(node.next_functions[0][0]) is not self._below:
+        below = node.next_functions[0][0]
+        if type(node) is not self._kind or type(below) is not self._below or _type_below(below) is not self._last:
             return None
         return on_host(self._denominator(node)) if node._saved_reduction == MEAN_REDUCTION else None
+
+
+def _type_below(node: Node) -> type:
+    below = node.next_functions
+    return type(below[0][0] if below else None)
 
 
 class Operation(NamedTuple):

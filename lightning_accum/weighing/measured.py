@@ -40,6 +40,8 @@ class Measured(NamedTuple):
     """What the other terms were divided by, where they share one weight."""
     is_of_samples: bool = False
     """The weight is the number of samples."""
+    may_count_nothing: bool = False
+    """The weight is a count of at most 1, which may have been raised to that."""
 
 
 def deviation(whole: Measured, parts: Sequence[Measured]) -> tuple[float, str]:
@@ -88,6 +90,14 @@ def _deviation_of_gradients(whole: Measured, parts: Sequence[Measured], scale: f
         return 0.0  # of a finite loss, as that of a distance of 0: only losses and weights can be compared
     overall = math.sqrt(sum(size**2 for _, size in differences))
     return max((difference / max(size, _OF_A_PARAMETER * overall) for difference, size in differences if difference), default=0.0)
+
+
+def has_raised_count(whole: Measured, parts: Sequence[Measured]) -> bool:
+    """Whether parts weigh more than their whole by 1 for some whose count is 1: there is nothing to count in these."""
+    if not whole.weight or whole.counts:
+        return False
+    raised = round(excess := sum(part.weight or 0.0 for part in parts) - whole.weight)
+    return math.isclose(raised, excess, rel_tol=1e-6) and 0 < raised <= sum(part.may_count_nothing for part in parts)
 
 
 def has_fixed_counts(whole: Measured, parts: Sequence[Measured], sizes: Sequence[int]) -> bool:

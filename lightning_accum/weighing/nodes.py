@@ -57,6 +57,23 @@ def is_choice(node: Node) -> bool:
     return kind_of(node) == "Where" and len(inputs_of(node)) > 1 and node._saved_condition.numel() == 1
 
 
+def path_of(node: Node | None, index: int = 0) -> tuple[str, ...]:
+    """The first operations from ``node`` down, along first operands. What comes several times, as in a loop over samples, once."""
+    path: list[str] = []
+    while node is not None and len(path) < _ON_PATH:
+        kind = kind_of(node)
+        below = node.next_functions
+        if kind not in _NOT_ON_PATH and path[-1:] != [kind]:
+            path.append(kind)
+        node, index = below[index if kind == "_DDPSink" else 0] if below else (None, 0)
+    return tuple(path)
+
+
+_ON_PATH = 5
+_NOT_ON_PATH = {"Alias", "Clone", "Contiguous", "ToCopy", "_DDPSink"}
+"""Those of autocast, and of DistributedDataParallel: the check runs without them."""
+
+
 def nodes_below(root: Node) -> Iterator[Node]:
     """``root`` and all nodes below it, each once."""
     stack, seen = [root], {root}

@@ -21,7 +21,7 @@ from lightning_accum.weighing.counts import SampleCount, Weight, count_samples
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, PlainMean, Term, UnreadableLossError, is_of_zeros, on_host
 from lightning_accum.weighing.functions import FoundFunction, FunctionOfMean, OfMean, function_of_mean, is_of_whole_losses
 from lightning_accum.weighing.graph import Reading, read_terms, terms_of
-from lightning_accum.weighing.nodes import kind_of, sizes_of
+from lightning_accum.weighing.nodes import kind_of, path_of, sizes_of
 from lightning_accum.weighing.reductions import Rows
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import ShareWeight
@@ -50,8 +50,10 @@ def are_mixed(kinds: Collection[Kind]) -> bool:
     return len(set(map(str, kinds))) > 1 and len({kind[:2] for kind in kinds}) > 1
 
 
-Form: TypeAlias = "tuple[str, ...]"
-"""Names of operations."""
+Way: TypeAlias = "tuple[str, ...]"
+"""The first operations of a term, or that its count is at most 1."""
+COUNTS_NOTHING: Way = ("a count of at most 1",)
+"""It may have been raised to that where there was nothing to count."""
 
 
 class Contribution(NamedTuple):
@@ -64,7 +66,7 @@ class Contribution(NamedTuple):
         factors: a number that is another one where a constant factor of the loss, or its kind, is; 0 where that is not known.
         kind: what the weight counts; None where it is explicit, and for a sum.
         of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
-        forms: the last operations of each term. One that stands for a loss, where a batch has nothing, has others.
+        ways: how each term was read. One that stands for a loss, where a batch has nothing, is read in another way.
         zeroed: those of terms that weigh nothing as they were multiplied by 0, and not what they are a mean of.
     """
 
@@ -74,8 +76,8 @@ class Contribution(NamedTuple):
     factors: Denominator = 0.0
     kind: Kind | None = None
     of_mean: OfMean | None = None
-    forms: tuple[Form, ...] = ()
-    zeroed: tuple[Form, ...] = ()
+    ways: frozenset[Way] = frozenset()
+    zeroed: frozenset[Way] = frozenset()
 
 
 class Weigher:
@@ -104,7 +106,7 @@ class Weigher:
         self._found: FoundFunction | None = None
         self._proportion = Proportion(getattr(weight, "__name__", str(weight)), warn)
         self._kinds: dict[tuple[str, int], Kind] = {}
-        self._plain: tuple[PlainMean, Denominator, Kind | None] | None = None
+        self._plain: tuple[PlainMean, Denominator, Kind | None, frozenset[Way]] | None = None
         """Reads a loss that is a mean criterion itself, and what is constant in its contributions."""
         self.criterion: str | None = None
         """What the weight was found to be, in words; None before the first micro-batch."""
@@ -134,7 +136,7 @@ class Weigher:
         if loss.grad_fn is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
             return Contribution(0.0 if loss.requires_grad else 1.0)
         if self._plain is not None and self.shares is None and (plain := self._plain[0].read(loss.grad_fn)) is not None:
-            return Contribution(plain, (), 0, self._plain[1], self._plain[2])
+            return Contribution(plain, (), 0, self._plain[1], self._plain[2], None, self._plain[3])
         count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
         if self.shares is not None:
             self.criterion = self.shares.in_words
@@ -142,7 +144,7 @@ class Weigher:
                 measured, factor = self.shares(loss, count_rows)
             except UnreadableLossError as unreadable:
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
-            return Contribution(measured, factors=factor)
+            return Contribution(measured, factors=factor, ways=frozenset((path_of(loss.grad_fn, loss.output_nr),)))
         is_first = self.criterion is None
         takes_functions = self._weight != "equal" and self.takes_functions
         self._found = found = function_of_mean(loss.grad_fn, loss.output_nr) if takes_functions else None
@@ -164,7 +166,7 @@ class Weigher:
             if is_first:
                 self._describe(reading)
             guard_against_zero(terms)
-            forms, zeroed = _forms(terms, loss)
+            ways, zeroed = _ways(terms, loss)
             divisor = None if reading.weight is None else on_host(reading.weight)
             is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in reading.others)
             if not reading.others or (is_one_sum and self._reader is None):  # chunks of a sum over one count
@@ -172,8 +174,8 @@ class Weigher:
                 of_mean = None if found is None else found.of_mean(loss)
                 weight = _zero_where_empty(divisor, loss if of_mean is None else of_mean.mean, terms[0])
                 if terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
-                    self._plain = (PlainMean(loss.grad_fn), factors, kind)
-                return Contribution(weight, (), 0, factors, kind, of_mean, forms, zeroed)
+                    self._plain = (PlainMean(loss.grad_fn), factors, kind, ways)
+                return Contribution(weight, (), 0, factors, kind, of_mean, ways, zeroed)
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             penalties = reading.penalties
             if self.fixed_counts and not any(isinstance(other, Tensor) for other in others) and others == self.fixed_counts:
@@ -182,7 +184,7 @@ class Weigher:
             signature = 0
             if self._reader is not None and others and reading.weight is not None:
                 self._terms, signature = self._reader.read(terms, reading, factors)
-            return Contribution(divisor, others, signature, factors, kind, forms=forms, zeroed=zeroed)
+            return Contribution(divisor, others, signature, factors, kind, ways=ways, zeroed=zeroed)
         terms = []
         with suppress(UnreadableLossError):
             terms = terms_of(loss, count_rows, below)
@@ -305,16 +307,21 @@ def _number_for(terms: Sequence[Term], penalties: Sequence[str]) -> Denominator:
     return 1.0 + number % 1.0
 
 
-def _forms(terms: Sequence[Term], loss: Tensor) -> tuple[tuple[Form, ...], tuple[Form, ...]]:
-    """The last operations of each term; of those that were multiplied by 0 apart."""
-    forms: tuple[list[Form], list[Form]] = [], []
+def _ways(terms: Sequence[Term], loss: Tensor) -> tuple[frozenset[Way], frozenset[Way]]:
+    """How the terms of a loss were read; and those that were multiplied by 0."""
+    ways: tuple[set[Way], set[Way]] = set(), set()
     for term in terms:
-        node = loss.grad_fn if term.edge is None else term.edge[0].next_functions[term.edge[1]][0]
-        below = node.next_functions[0][0] if node is not None and node.next_functions else None
-        form = tuple(kind_of(one) for one in (node, below, term.node) if one is not None)
+        node, index = (loss.grad_fn, loss.output_nr) if term.edge is None else term.edge[0].next_functions[term.edge[1]]
         if term.factor != 0 or not is_of_zeros(term.node):
-            forms[term.factor == 0].append(form)
-    return tuple(forms[0]), tuple(forms[1])
+            ways[term.factor == 0].add(path_of(node, index))
+        if term.is_divided_sum and _is_at_most_one(term.denominator):
+            ways[0].add(COUNTS_NOTHING)
+    return frozenset(ways[0]), frozenset(ways[1])
+
+
+def _is_at_most_one(count: Denominator | None) -> bool:
+    """As the host knows it, and it is not 0."""
+    return count is not None and not (isinstance(count, Tensor) and count.device.type != "cpu") and 0 < float(count) <= 1
 
 
 def _count(weight: Weight, batch: Any, rows: int | None) -> Any:

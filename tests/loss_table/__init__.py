@@ -10,6 +10,7 @@ from loss_table import (
     libraries,
     metric_learning,
     multi_task,
+    papers,
     reinforcement,
     segmentation,
     self_supervised,
@@ -20,6 +21,6 @@ from loss_table.rows import Loss
 
 _MODULES = (
     criteria, vision, segmentation, metric_learning, self_supervised, language, reinforcement, forecasting, multi_task, idioms,
-    libraries, strange,
+    libraries, strange, papers,
 )  # fmt: skip
 LOSSES: list[Loss] = [loss for module in _MODULES for loss in module.table]
