@@ -46,9 +46,6 @@ class Accumulation(Windows):
     """The windows of a fit whose Trainer optimizes.
 
     Args:
-        policy: what was asked for.
-        ranks: those whose gradients are averaged by their reduction, and the device of this one.
-        warn: takes a warning to be seen once, on rank zero.
         splitting: how loader batches are split; None where each is a micro-batch.
         sums: where gradients are added up, if in a wider type than that of their parameters.
     """

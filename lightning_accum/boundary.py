@@ -16,9 +16,6 @@ class Boundary:
 
     Counts are loader batches over the whole training, epochs included, so a window may reach over the end of an epoch.
 
-    Args:
-        tail: what the end of an epoch does to an unfinished window.
-
     Example:
         >>> boundary = Boundary("step")
         >>> boundary.begin(size=2)

@@ -98,7 +98,6 @@ class MainGradients(GradientSums):
     The weight of a micro-batch is multiplied in as its gradients are added, so that it is not rounded to the narrow type.
 
     Args:
-        dtype: the type.
         parameters: gives those whose gradients are added up; asked at the beginning of every window. Frozen ones may be among
             them, and be trained later.
 

@@ -30,17 +30,7 @@ _NOTHING_AROUND = nullcontext()
 
 
 class Session:
-    """Runs the loader batches of one fit.
-
-    Args:
-        engine: what it belongs to.
-        module: that is trained.
-        accumulation: what the window is made of.
-        sync: when gradients are reduced over the ranks.
-        snapshotter: keeps what a micro-batch changes, to restore it.
-        guard: looks whether micro-batches are finite; None where nobody does.
-        row_wise: runs submodules in micro-batches; None where nothing was asked to.
-    """
+    """Runs the loader batches of one fit."""
 
     def __init__(
         self,

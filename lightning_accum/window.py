@@ -47,9 +47,6 @@ class Window:
     this window does so too, they are the full batch's as they are. An accelerator keeps the room that float16 has below.
 
     Args:
-        device: where the weights are summed.
-        world_size: the ranks whose gradients the reduction averages.
-        group: their process group; None for the default one.
         counts_left_out: whether micro-batches may be left out, and their number is summed over the ranks.
         weight_scale: of the first window; None to take it from the first weights, which all ranks have together.
     """

@@ -179,15 +179,7 @@ class WindowOptimization(_AutomaticOptimization):
 
 
 class WindowClosure(AbstractClosure[ClosureResult]):
-    """Runs a loader batch, up to the end of its window where it is the last; and how its micro-batches are run.
-
-    Args:
-        optimization: the loop that it runs in.
-        batch: the loader batch.
-        others: the other arguments of ``training_step``.
-        seen: the number of the loader batch, counted from 1 over all epochs.
-        ends_window: it is the last of its window.
-    """
+    """Runs a loader batch, up to the end of its window where it is the last; and how its micro-batches are run."""
 
     _warning_cache = Closure.warning_cache  # who clears Lightning's is warned again
 

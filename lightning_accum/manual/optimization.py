@@ -52,12 +52,6 @@ class ManualEngine(Protocol):
 class ManualOptimization:
     """Hands what the module calls over to its windows.
 
-    Args:
-        strategy: of the Trainer, set up.
-        policy: what was asked for.
-        ranks: those whose gradients are averaged.
-        warn: takes a warning, on rank zero.
-
     Raises:
         MisconfigurationException: the policy asks for what only a Trainer that optimizes can do.
     """

@@ -73,11 +73,7 @@ class ManualWindows(Windows):
     """The windows of a fit whose module optimizes by itself.
 
     Args:
-        policy: what was asked for.
-        ranks: those whose gradients are averaged, and the device of this one.
-        module: that is trained.
         parameters: gives all that may get a gradient.
-        warn: takes a warning to be seen once, on rank zero.
         loss_scale: what a GradScaler multiplies losses by at the moment.
         reduces_by_itself: every backward leaves gradients that are averaged over the ranks, as those of sharded modules are.
     """

@@ -102,8 +102,6 @@ class SmoothedNoise:
 
     Args:
         smoothing: how much a window counts less than the next one after it; 1 for all alike.
-        device: where the sums are.
-        dtype: of the sums.
     """
 
     def __init__(self, smoothing: float, device: torch.device, dtype: torch.dtype = torch.float64) -> None:

@@ -149,11 +149,6 @@ class FewRows:
 class SplitRows:
     """The first micro-batch of a batch that the user's own function cuts, whose sizes may be of another kind than samples.
 
-    Args:
-        batch: as ``training_step`` gets it.
-        split: see :class:`~lightning_accum.GradientAccumulation`.
-        micro_batch: what it is given as a size.
-
     Attributes:
         number: how many parts it has.
 

@@ -45,7 +45,6 @@ class PackedBatches:
 
     Args:
         samples: returns how many samples the loader puts into a batch; empty where it does not say so.
-        warn: takes a warning that should be seen once.
     """
 
     def __init__(self, samples: Callable[[], Collection[int]], warn: Callable[[str], None]) -> None:

@@ -39,13 +39,7 @@ class RowSlice:
 
 
 class Packer:
-    """Packs the rows of batches.
-
-    Args:
-        size: of a micro-batch: samples, padded tokens, or ``"auto"``.
-        sizes: with ``"auto"``, what was found to fit.
-        warn: takes a warning that should be seen once.
-    """
+    """Packs the rows of batches."""
 
     def __init__(self, size: MicroBatchSize, sizes: MicroBatchSizes | None, warn: Callable[[str], None]) -> None:
         self._size = size

@@ -244,14 +244,8 @@ class Splitting:
     """How the loader batches of a training are split, and the one that is under way.
 
     Args:
-        size: of a micro-batch.
-        trim: whether to trim padding, or the key of the lengths of rows.
-        split: cuts batches that cannot be read.
         has_ranks: there are other ranks. What is logged in a split batch is reduced over them at its end, so for batches that are
             not split it has to be at their end too.
-        warn: takes a warning that should be seen once.
-        samples: returns how many samples the loader puts into a batch; empty where it does not say so.
-        sizes: with ``"auto"``, what was found to fit.
     """
 
     def __init__(

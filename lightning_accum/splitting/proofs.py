@@ -48,9 +48,6 @@ class TrimmingCheck:
     """Answers for either side of rows, and for each tensor that shows where they end.
 
     A proof that could not be made is tried again with the next batch that has such padding, then after one more, two, four.
-
-    Args:
-        warn: takes a warning that should be seen once.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:

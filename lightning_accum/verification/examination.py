@@ -34,12 +34,7 @@ _SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6
 
 
 class Diagnosis:
-    """Runs the full batch and its window, and whatever else shows how they differ.
-
-    Args:
-        runner: takes the steps.
-        comparison: what is compared.
-    """
+    """Runs the full batch and its window, and whatever else shows how they differ."""
 
     def __init__(self, runner: StepRunner, comparison: Comparison) -> None:
         self._runner, self._comparison = runner, comparison

@@ -46,11 +46,8 @@ class OverRanks:
     """Runs a window over ranks, and compares it with the full batch.
 
     Args:
-        runner: takes the steps.
         comparison: the full batch, and the loader batches of all ranks in the order in which ranks take turns.
         alone: what was found in one process, where the steps are equal.
-        ranks: how many.
-        strategy: what trains over them.
     """
 
     runner: StepRunner
