@@ -207,7 +207,7 @@ class Engine(Strategy):
         accumulation, trainer = self.accumulation, self.trainer()
         assert accumulation is not None
         batch = micro_batch.batch if accumulation.plan is None else accumulation.plan.batch
-        samples = samples_of(batch, trainer_state.samples_of_loader(trainer))
+        samples = samples_of(batch, self.samples_of_loader())
         rank_zero_info(start_line(accumulation, micro_batch, weighed, samples, trainer.accumulate_grad_batches))
         warn_of_windows_never_full(accumulation, micro_batch, weighed, batch, trainer.num_training_batches)
 

@@ -30,7 +30,7 @@ _NOTHING_AROUND = nullcontext()
 
 
 class Session:
-    """Runs the loader batches of one fit."""
+    """Runs the loader batches of one fit. What lasts from one to the next is not here, but in its :class:`Accumulation`."""
 
     def __init__(
         self,

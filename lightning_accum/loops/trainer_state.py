@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -45,30 +45,26 @@ def _batch_size(loader: Any) -> int | None:
 
 def is_logging_due(trainer: pl.Trainer) -> bool:
     """Whether the Trainer's loggers get metrics at this optimizer step."""
-    return bool(_specialised(trainer._logger_connector).is_step_due)
+    connector: Any = trainer._logger_connector  # without its type here and below: the classes of a fit import this file
+    return bool(connector.is_step_due)
 
 
 def window_metrics(trainer: pl.Trainer) -> dict[str, Tensor | float]:
     """What is to be added to ``trainer.callback_metrics`` and ``logged_metrics`` once somebody looks."""
-    shown: dict[str, Tensor | float] = _specialised(trainer).window_metrics
+    shown: dict[str, Tensor | float] = cast("Any", trainer).window_metrics
     return shown
 
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
     """Give metrics to the Trainer's loggers, in the row that the module's own metrics of the step get."""
-    _specialised(trainer._logger_connector).hold(metrics)
+    cast("Any", trainer._logger_connector).hold(metrics)
 
 
 def flush_metrics(trainer: pl.Trainer) -> None:
     """The loader batch of the last window has ended, or never will: what :func:`log_metrics` got is a row by itself."""
-    _specialised(trainer._logger_connector).flush()
+    cast("Any", trainer._logger_connector).flush()
 
 
 def stop(trainer: pl.Trainer) -> None:
     """All ranks know that one got SIGTERM: Lightning ends them after the current loader batch."""
     trainer._signal_connector.received_sigterm = True
-
-
-def _specialised(part: Any) -> Any:
-    """A part of the Trainer, without its type: the classes that it has in a fit import this file."""
-    return part

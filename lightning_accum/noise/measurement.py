@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_accum.noise.watch import sum_of_squares
 from lightning_accum.weighing.denominator import Denominator
+from lightning_accum.window_totals import tensor_of
 
 
 @dataclass(eq=False, slots=True)
@@ -56,10 +57,7 @@ def totals(
     micro_batches[-1].add_up(device, dtype)
 
     def column(values: Iterable[Denominator]) -> Tensor:
-        values = list(values)
-        if any(isinstance(value, Tensor) for value in values):
-            return torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
-        return torch.tensor(values, dtype=dtype, device=device)
+        return tensor_of(list(values), device, dtype)
 
     # what a loss that is a sum would be divided by, if it were a mean, is its samples
     weights = column(m.samples if m.weight is None else m.weight for m in micro_batches)

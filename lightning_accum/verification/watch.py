@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_accum.engine import Engine
 from lightning_accum.randomness import seed_everything, switch_off_dropout
+from lightning_accum.session import named_parameters_of
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import terms_of
 from lightning_accum.weighing.nodes import nodes_below
@@ -92,11 +93,12 @@ class StepRecorder(pl.Callback):
     def __init__(self, seed: int = 0) -> None:
         self.step = Step()
         self._seed = seed
-        self._trained: list[tuple[str, Tensor]] = []
+        self._trained: list[tuple[str, nn.Parameter]] = []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._trained = list(trained(pl_module, trainer.optimizers))
+        named = named_parameters_of(pl_module, trainer.optimizers)
+        self._trained = [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
         self.step.dropout = switch_off_dropout(pl_module)
         self.step.batch_norm = batch_norm_layers(pl_module)
         self.step.gradient_hooks = [
@@ -199,23 +201,11 @@ def narrowest_dtype(loss: Tensor) -> torch.dtype:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def trained(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that need gradients: those of the module, and others that an optimizer has."""
-    known = set()
-    for name, parameter in module.named_parameters():
-        known.add(id(parameter))
-        if parameter.requires_grad:
-            yield name, parameter
-    for number, optimizer in enumerate(optimizers):
-        others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known and p.requires_grad]
-        yield from ((f"parameter {index} outside of the module, in optimizer {number}", p) for index, p in enumerate(others))
-
-
 def _copies(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: _whole(parameter.detach()).cpu().clone() for name, parameter in parameters}
 
 
-def _gradients(parameters: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     found = {}
     for name, parameter in parameters:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
