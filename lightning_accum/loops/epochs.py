@@ -310,13 +310,12 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        if interval == "step":
-            # the first thing that Lightning does after every loader batch, also where it was None and nothing ran
-            if not update_plateau_schedulers and self.batch_progress.total.ready != self.begun:
-                self._end_batch_that_did_not_run()
-            if self._should_accumulate():
-                return
-        self._update_learning_rates(interval, update_plateau_schedulers)
+        is_of_steps = interval == "step"
+        # the first thing that Lightning does after every loader batch, also where it was None and nothing ran
+        if is_of_steps and not update_plateau_schedulers and self.batch_progress.total.ready != self.begun:
+            self._end_batch_that_did_not_run()
+        if self.strategy.lr_scheduler_configs and not (is_of_steps and self._should_accumulate()):
+            self._update_learning_rates(interval, update_plateau_schedulers)
 
     def _end_batch_that_did_not_run(self) -> None:
         progress = self.batch_progress
