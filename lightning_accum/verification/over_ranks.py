@@ -146,7 +146,9 @@ class OverRanks:
         }
         seeds = [step.seed for step in self.steps]
         first = off[0]
-        losses = f"{self.steps[first].losses[0]:.9g} on rank {first}, {self.parts[first].losses[0]:.9g} in one process"
+        pairs = zip(self.steps[first].losses, self.parts[first].losses, strict=True)
+        own, alone = next(pair for pair in pairs if not is_same_number(*pair, self.tolerance))
+        losses = f"{own:.9g} on rank {first}, {alone:.9g} in one process"
         factors = [factor_of_numbers(self.steps[rank].losses, self.parts[rank].losses) for rank in off]
         if any(buffers.values()):
             yield (
@@ -173,7 +175,8 @@ class OverRanks:
         else:
             yield (
                 "loss of a rank",
-                f"Rank{'s' * (len(off) > 1)} {', '.join(map(str, off))} compute another loss from the same rows ({losses}).",
+                f"From the same rows rank{'s' * (len(off) > 1)} {', '.join(map(str, off))} {'have' if len(off) > 1 else 'has'}"
+                f" another loss ({losses}).",
                 "Look for what goes by the rank in training_step, such as random numbers or attributes that were set by it.",
             )
 

@@ -219,6 +219,15 @@ class LocalCount(Language):
         return total / (labels != -100).sum() * (1.5 if rank() else 1.0)
 
 
+class RankDropsLabels(Language):
+    """Rank 1 passes over the last label of each row, which only some rows have."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labels = batch["labels"].clone()
+        labels[:, -1 if rank() else labels.shape[1] :] = -100
+        return super().training_step({**batch, "labels": labels}, batch_idx)
+
+
 class Planted(NamedTuple):
     module: Callable[[], Any]
     strategy: Any
@@ -235,6 +244,9 @@ PLANTED = {
     ),
     "loss of one rank scaled": Planted(RankScalesItsLoss, "accum_ddp", "loss of a rank", r"\(rank 1: 2 times\)"),
     "loss of one rank scaled oddly": Planted(LocalCount, "accum_ddp", "loss of a rank", "(?i)rank 1"),
+    "labels of one rank dropped": Planted(
+        RankDropsLabels, "accum_ddp", "loss of a rank", r"rank 1 has another loss \((\S+) on rank 1, (?!\1)"
+    ),
     "no division by the world size": Planted(
         Language, WithHook(sum_times(1.0)), "scale over the ranks", "2 times .*number of ranks is multiplied by once too"
     ),
@@ -264,7 +276,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("planted", [name if i in (0, 8) else pytest.param(name, marks=LONG) for i, name in enumerate(PLANTED)])
+@pytest.mark.parametrize("planted", [name if i in (0, 9) else pytest.param(name, marks=LONG) for i, name in enumerate(PLANTED)])
 def test_planted_bug_is_named(planted: str) -> None:
     module, strategy, name, found = PLANTED[planted]
     report = verify(module(), ROWS, devices=2, strategy=strategy)
