@@ -86,6 +86,38 @@ def has_room_to_double(device: torch.device) -> bool:
     return lasting + 2 * passing <= 0.9 * available
 
 
+class PeakMemory:
+    """How many elements are likely to fit, by what the micro-batches so far took at their peak.
+
+    What is allocated when a loader batch ends is taken to stay, and all above it to grow with the elements of its largest
+    micro-batch. The sum has to be within nine tenths of the memory that this process has or can have.
+
+    Args:
+        device: where they run; one that keeps no count is taken to have room for all.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._elements = 0
+        """Of the largest micro-batch."""
+        self.most = math.inf
+        """Elements that are likely to fit into a micro-batch."""
+
+    def note(self, micro_batches: Iterable[MicroBatch]) -> None:
+        """A loader batch went well in these."""
+        self._elements = max([self._elements, *(micro_batch.cost * micro_batch.count for micro_batch in micro_batches)])
+        if self._device.type != "cuda" or not self._elements:
+            return
+        lasting = torch.cuda.memory_allocated(self._device)
+        passing = torch.cuda.max_memory_allocated(self._device) - lasting
+        available = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+        self.most = self._elements * max(0.0, 0.9 * available - lasting) / passing if passing else math.inf
+
+    def forget(self) -> None:
+        """The peak is no longer that of the micro-batches so far: one failed."""
+        self._elements = 0
+
+
 class MicroBatch(Protocol):
     """What is known of a micro-batch: elements in a row, and rows."""
 
@@ -131,6 +163,7 @@ class MicroBatchSizes:
 
     Args:
         may_grow: vetoes the trial of a size, which then waits for as long again.
+        peaks: what is likely to fit; None for nobody who says.
         patience: loader batches, at first.
         longest_patience: loader batches, at most.
 
@@ -144,10 +177,17 @@ class MicroBatchSizes:
         (16, 16, 32)
     """
 
-    def __init__(self, may_grow: Callable[[int], bool] | None = None, patience: int = 100, longest_patience: int = 100_000) -> None:
+    def __init__(
+        self,
+        may_grow: Callable[[int], bool] | None = None,
+        patience: int = 100,
+        longest_patience: int = 100_000,
+        peaks: PeakMemory | None = None,
+    ) -> None:
         self.has_changed = False
         """Something was learned since ranks last agreed."""
         self._may_grow = may_grow
+        self._peaks = peaks
         self._patience, self._longest_patience = patience, longest_patience
         self._buckets = [_Bucket(patience) for _ in range(64)]
         self._bound: set[int] = set()
@@ -164,6 +204,8 @@ class MicroBatchSizes:
             cost: elements or tokens in a row, from 1.
             rows: what is left of the batch, the most that is returned.
         """
+        if self._peaks is not None and self._peaks.most < cost * rows:
+            rows = max(1, int(self._peaks.most // cost))
         index = _index(cost)
         limit = self._limit(index)
         if limit is None or limit >= rows:
@@ -188,6 +230,8 @@ class MicroBatchSizes:
             )
         self._has_failed = self.has_changed = True
         self._bound.clear()
+        if self._peaks is not None:
+            self._peaks.forget()
         index = _index(cost)
         bucket, before = self._buckets[index], self._limit(index)
         if before is not None and rows > before:  # a trial: the limit stands
@@ -209,6 +253,9 @@ class MicroBatchSizes:
         Args:
             micro_batches: those that it was run in.
         """
+        micro_batches = list(micro_batches)
+        if self._peaks is not None:
+            self._peaks.note(micro_batches)
         if self._bound and not self._has_failed:
             for index in self._bound:
                 self._buckets[index].calm += 1

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.attempts import RetriedSplitting
-from lightning_accum.splitting.memory import free, is_out_of_memory
+from lightning_accum.splitting.memory import MicroBatchSizes, PeakMemory, free, has_room_to_double, is_out_of_memory
 from lightning_accum.splitting.packing import RowSlice
 from lightning_accum.splitting.plan import Mark
 
@@ -25,11 +25,13 @@ class TogetherSplitting(RetriedSplitting):
 
     Args:
         ranks: those of the training.
+        device: of this one.
         arguments: see :class:`RetriedSplitting`.
     """
 
-    def __init__(self, ranks: Ranks, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, ranks: Ranks, device: torch.device, **arguments: Any) -> None:
+        sizes = MicroBatchSizes(may_grow=lambda _: has_room_to_double(device), peaks=PeakMemory(device))
+        super().__init__(trim=False, device=device, sizes=sizes, **arguments)
         self._ranks = ranks
 
     @override

@@ -45,8 +45,15 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
         if self.policy.micro_batch != "auto":
             return super()._splitting()
         assert self.ranks is not None
-        samples, split = self.samples_of_loader, self.policy.split
-        return TogetherSplitting(self.ranks, False, split, self.snapshotter, self.root_device, rank_zero_warn, _log.info, samples)
+        return TogetherSplitting(
+            self.ranks,
+            self.root_device,
+            split=self.policy.split,
+            snapshotter=self.snapshotter,
+            warn=rank_zero_warn,
+            say=_log.info,
+            samples=self.samples_of_loader,
+        )
 
     @override
     def _main_gradients(self, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_accum.splitting.memory import MicroBatchSizes, free, has_room_to_double, is_out_of_memory
+from lightning_accum.splitting.memory import MicroBatchSizes, PeakMemory, free, has_room_to_double, is_out_of_memory
 
 # --- telling the error ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,34 @@ def test_room_to_double_is_for_what_is_above_the_lasting_part(monkeypatch, lasti
     assert has_room_to_double(torch.device("cuda")) is expected
 
 
+@pytest.mark.parametrize(
+    ("lasting", "peak", "free_", "reserved", "most"),
+    [
+        (20, 50, 40, 60, 8 * 70 / 30),  # 8 elements took 30, and 70 of nine tenths of 100 are left
+        (20, 80, 40, 60, 8 * 70 / 60),
+        (90, 95, 0, 95, 0),  # nothing is left
+        (20, 20, 40, 60, math.inf),
+    ],
+)
+def test_sizes_by_what_the_largest_micro_batch_took(monkeypatch, lasting, peak, free_, reserved, most):
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: lasting)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    sizes = MicroBatchSizes(peaks=PeakMemory(torch.device("cuda")))
+    fitting = int(min(most, 1000) // 2)
+    assert sizes.size_for(cost=2, rows=50) == 50  # nothing was seen yet
+    sizes.end_batch([MicroBatch(2, 4), MicroBatch(3, 1)])
+    assert sizes.size_for(cost=2, rows=50) == max(1, min(50, fitting))
+    assert sizes.size_for(cost=2, rows=1) == 1
+    sizes.halve(cost=2, rows=8)  # a limit that was found holds beside it
+    assert sizes.size_for(cost=2, rows=50) == min(4, max(1, fitting))
+
+
 def test_where_nothing_is_known_only_trying_tells():
+    peaks = PeakMemory(torch.device("cpu"))
+    peaks.note([MicroBatch(10, 10)])
+    assert peaks.most == math.inf
     assert has_room_to_double(torch.device("cpu"))
 
 
