@@ -2,16 +2,17 @@
 
 A stack of linear layers of 105 MB is sharded over 2 and 4 processes and trained in windows of 4 loader batches: by Lightning's own
 accumulation, which reduces the gradients at every micro-batch, and by this package with ``sync="micro_batch"`` and
-``sync="window"``. Each layer is a unit of FSDP2, resharded after its forward, or gathered until its backward
-(``fully_shard(reshard_after_forward=...)``); the first and the last are left to the root, as embedding and head of a language model
-are, which FSDP2 never reshards after its forward. The rows are few, so activations are small, and the optimizer has no state.
+``sync="window"``; on 4 processes also as two replicas of shards over 2, with ``sync="shard"`` too. Each layer is a unit of FSDP2,
+resharded after its forward, or gathered until its backward (``fully_shard(reshard_after_forward=...)``); the first and the last are
+left to the root, as embedding and head of a language model are, which FSDP2 never reshards after its forward. The rows are few, so
+activations are small, and the optimizer has no state.
 
 Bytes are of the rank that has the most, in the second window, when all that is made once has been made. After a micro-batch that is
 not the last, storages are counted, each once:
 
 shards      the sharded parameters
 gathered    parameters that are whole on this rank, beside them
-gradients   sharded ones, and whole ones that wait for their reduction
+gradients   sharded ones, and those that wait for their reduction: whole ones, or shards that are not summed over replicas yet
 
 buffers     of gathers and reductions that FSDP2 has not let go of
 
@@ -44,11 +45,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
 from lightning_accum.sync.fsdp2 import groups_of
+from lightning_accum.sync.reached import partial_sum_of
 
 WINDOW, ROWS = 4, 8
 FORGET_PEAK = Path("/proc/self/clear_refs")  # of Linux
@@ -59,13 +62,17 @@ class Setting(NamedTuple):
 
     sync: str | None
     do_reshard: bool
+    replicas: int = 1
 
     def __str__(self) -> str:
         name = "Lightning" if self.sync is None else f'sync="{self.sync}"'
-        return f"{name}, reshard_after_forward={self.do_reshard}"
+        return f"{f'{self.replicas} replicas, ' if self.replicas > 1 else ''}{name}, reshard_after_forward={self.do_reshard}"
 
 
-SETTINGS = [Setting(sync, do_reshard) for do_reshard in (True, False) for sync in (None, "micro_batch", "window")]
+def settings(ranks: int) -> list[Setting]:
+    """All on so many processes."""
+    whole = [Setting(sync, do_reshard) for do_reshard in (True, False) for sync in (None, "micro_batch", "window")]
+    return whole + [Setting(sync, True, 2) for sync in (None, "micro_batch", "shard", "window") if ranks >= 4]
 
 
 # --- what is held ---------------------------------------------------------------------------------------------------------
@@ -87,6 +94,7 @@ def held(module: nn.Module) -> Held:
     shards = [parameter.sharded_param for parameter in parameters]
     whole = [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
     waiting = [parameter.unsharded_accumulated_grad for parameter in parameters]  # where they are reduced in another type
+    waiting += [partial_sum_of(group) for group in groups]
     gathers = [group._all_gather_result.all_gather_output for group in groups if group._all_gather_result is not None]
     reductions = [state for group in groups for state in getattr(group.comm_ctx, "reduce_scatter_states", ())]
     gradients = _bytes([*(parameter.grad for parameter in (*shards, *whole)), *waiting])
@@ -143,13 +151,16 @@ class Meters(Callback):
 class Stack(pl.LightningModule):
     """Linear layers that are sharded. It knows nothing of accumulation."""
 
-    def __init__(self, features: int, layers: int, do_reshard: bool) -> None:
+    def __init__(self, features: int, layers: int, do_reshard: bool, replicas: int = 1) -> None:
         super().__init__()
         self.net = nn.Sequential(*(nn.Sequential(nn.Linear(features, features, bias=False), nn.GELU()) for _ in range(layers)))
-        self._do_reshard = do_reshard
+        self._do_reshard, self._replicas = do_reshard, replicas
 
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
+        if self._replicas > 1:
+            sizes = (self._replicas, mesh.size() // self._replicas)
+            mesh = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
         for layer in self.net[1:-1]:
             fully_shard(layer, mesh=mesh, reshard_after_forward=self._do_reshard)
         fully_shard(self.net, mesh=mesh)
@@ -203,7 +214,7 @@ def measure(rank: int, ranks: int, setting: Setting, features: int, layers: int,
         use_distributed_sampler=False,
         **quiet,
     )
-    trainer.fit(Stack(features, layers, setting.do_reshard), Batches(features))
+    trainer.fit(Stack(features, layers, setting.do_reshard, setting.replicas), Batches(features))
     most = {name: max(getattr(found, name) for found in meters.between) for name in Held._fields}
     Path(folder, f"{rank}.json").write_text(json.dumps({**most, "peak": meters.peak}))
     del trainer
@@ -222,10 +233,10 @@ def most_of_any_rank(ranks: int, setting: Setting, features: int, layers: int) -
 def table(measured: dict[Setting, dict[str, int]], model: int, ranks: int) -> str:
     """Bytes, and how many times what the model's parameters take."""
     columns = (*Held._fields, "peak")
-    lines = [f"{f'{ranks} ranks':48}" + "".join(f"{column:>21}" for column in columns)]
+    lines = [f"{f'{ranks} ranks':60}" + "".join(f"{column:>21}" for column in columns)]
     for setting, found in measured.items():
         numbers = (f"{found[name]:,d} ({found[name] / model:.2f})" for name in columns)
-        lines.append(f"{setting!s:48}" + "".join(f"{number:>21}" for number in numbers))
+        lines.append(f"{setting!s:60}" + "".join(f"{number:>21}" for number in numbers))
     return "\n".join(lines)
 
 
@@ -244,7 +255,7 @@ def main() -> None:
         f" rows. Lightning {pl.__version__}, torch {torch.__version__}"
     )
     for ranks in arguments.ranks:
-        measured = {setting: most_of_any_rank(ranks, setting, features, layers) for setting in SETTINGS}
+        measured = {setting: most_of_any_rank(ranks, setting, features, layers) for setting in settings(ranks)}
         print(table(measured, model, ranks), flush=True)
 
 

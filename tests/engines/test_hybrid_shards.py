@@ -24,6 +24,7 @@ from sharded import (
 from support import OPTIMIZERS, ddp, sentences
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_accum import GradientAccumulation
 
@@ -132,3 +133,28 @@ def test_shards_of_other_ranks_are_refused(module: type[OverAllRanks], sync: str
 def test_other_engines_have_no_replicas_of_shards(strategy: Any) -> None:
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match='"window" or "micro_batch"'):
         strategy(sync="shard")
+
+
+# --- beside tensor parallelism ------------------------------------------------------------------------------------------
+
+
+class BesideTensor(ShardedLanguage):
+    """Replicas of shards, whose layers are cut over other ranks."""
+
+    def configure_model(self) -> None:
+        if self._trainer is None:
+            return
+        for block in self.net.blocks:
+            parallelize_module(
+                block, self.device_mesh["tensor_parallel"], {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+            )
+        for part in [*self.net.blocks, self.net]:
+            fully_shard(part, mesh=self.device_mesh["replicate", "shard"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sync", ["window", "micro_batch", "shard"])
+def test_replicas_of_shards_beside_tensor_parallelism_equal_the_full_batch(sync: str) -> None:
+    by_rank = dealt(sentences(20), 2, "fsdp2")
+    options = {"mesh": {"replicate": 2, "shard": 1, "tensor_parallel": 2}, "sync": sync}
+    assert_one_window_one_batch(BesideTensor, by_rank, windows_of(by_rank, 2), 2, "named mesh", options)

@@ -147,8 +147,7 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_package() -> None
     missing = [
         heading
         for heading in headings
-        if heading not in of_others
-        and not any(all(part in literal for part in re.split(r"\s*…\s*", heading)) for literal in known)
+        if heading not in of_others and not any(all(part in literal for part in re.split(r"\s*…\s*", heading)) for literal in known)
     ]
     assert missing == []
 
