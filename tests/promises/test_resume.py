@@ -26,6 +26,7 @@ POLICIES = {
     "by step": {"window": lambda step: 1 + step % 3},
     "one batch, split": {"window": 1, "micro_batch": 1},
     "carry": {"window": 4, "tail": "carry"},
+    "row-wise": {"window": 3, "micro_batch": 2, "row_wise": "net"},
 }
 
 

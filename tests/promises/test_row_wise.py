@@ -16,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from sharded import fsdp2, needs_sharding_on_cpu, shard
 from support import OPTIMIZERS, ddp, loader, relative_error, train_by_hand, trainer
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from whole_batch_losses import LOSSES, Loss, barlow_twins, clip, siglip
@@ -786,6 +787,17 @@ def test_batches_without_a_loss_or_a_weight_count_for_nothing() -> None:
     assert relative_error(module.parameters(), expected.parameters()) < 1e-12
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_loader_batches_that_are_not_finite_are_left_out(optimizer: str) -> None:
+    data = batches(4)
+    bad = [data[0][0] * math.inf, data[0][1]]
+    together = [[torch.cat(part) for part in zip(*data[start : start + 2], strict=True)] for start in (0, 2)]
+    expected = train_by_hand(Classifier(clip, optimizer), together, 1)
+    with pytest.warns(UserWarning, match="not finite"):
+        module = fit(Classifier(clip, optimizer), [*data[:2], bad, bad, *data[2:]], window=3, on_nonfinite="skip")
+    assert relative_error(module.parameters(), expected.parameters()) < 1e-12
+
+
 def test_gradients_are_added_up_in_a_wider_type() -> None:
     data = [[x.bfloat16(), t] for x, t in batches(4)]
     module = Classifier(clip).bfloat16()
@@ -1087,6 +1099,29 @@ def test_sharded_submodules_in_windows_of_ranks_with_unequally_many_rows(micro_b
     expected = train_by_hand(Sharded(F.cross_entropy), together, 1)
     found = fit_sharded(Sharded(F.cross_entropy), (11, 5), "encoder", window=2, micro_batch=micro_batch)
     assert relative_error(found, expected.parameters()) < 1e-12
+
+
+class InSinglePrecision(Sharded):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.float()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch[0].to(self.head.weight.dtype), batch[1]], batch_idx)
+
+
+@pytest.mark.exhaustive
+@needs_sharding_on_cpu
+def test_gradients_of_sharded_submodules_are_added_up_in_the_type_that_they_are_reduced_in() -> None:
+    together = [[torch.cat(part) for part in zip(*batches(4, 16)[start : start + 2], strict=True)] for start in (0, 2)]
+    expected = train_by_hand(Sharded(F.cross_entropy), together, 1)
+    policy = {"window": 2, "micro_batch": 3, "accumulate_dtype": torch.float64}
+    with pytest.raises(Exception, match=r"MixedPrecisionPolicy\(reduce_dtype=torch.float64\)"):
+        fit_sharded(InSinglePrecision(F.cross_entropy), (11, 5), "encoder", **policy)
+    module = InSinglePrecision(F.cross_entropy)
+    module.resharding = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}
+    found = fit_sharded(module, (11, 5), "encoder", **policy)
+    assert relative_error(found, expected.parameters()) < 1e-6  # of float32, that parameters are in
 
 
 @needs_sharding_on_cpu
