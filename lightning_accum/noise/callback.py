@@ -22,10 +22,9 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.engine import Engine
 from lightning_accum.loops import trainer_state
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.noise.measurement import MeasuredMicroBatch, totals
+from lightning_accum.noise.measurement import GradientWatch, MeasuredMicroBatch, squared_norm_of_gradients, totals
 from lightning_accum.noise.report import LargestMicroBatch, report
 from lightning_accum.noise.scale import NoiseScale, SmoothedNoise, variance_and_gradient
-from lightning_accum.noise.watch import GradientWatch, squared_norm_of_gradients
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.sync import ShardedSync
 from lightning_accum.user_warnings import rank_zero_warn
