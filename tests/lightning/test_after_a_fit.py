@@ -67,17 +67,21 @@ class Small(Scalar):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class Manual(Small):
-    def __init__(self, fails_in: str = "") -> None:
-        super().__init__(fails_in)
-        self.automatic_optimization = False
+class ByItself:
+    """Optimizes by itself."""
+
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
+        optimizer, schedulers = self.optimizers(), self.lr_schedulers()
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
         optimizer.step()
-        self.lr_schedulers().step()
+        (schedulers[0] if isinstance(schedulers, list) else schedulers).step()
+
+
+class Manual(ByItself, Small):
+    pass
 
 
 def everything(root: object) -> Iterator[tuple[str, object]]:
@@ -351,17 +355,8 @@ class Encoded(Small):
         return [optimizer], [every, {"scheduler": plateau, "monitor": "train_loss", "interval": "epoch"}]
 
 
-class EncodedManual(Encoded):
-    def __init__(self, fails_in: str = "") -> None:
-        super().__init__(fails_in)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-        self.lr_schedulers()[0].step()
+class EncodedManual(ByItself, Encoded):
+    pass
 
 
 def shapes(run: pl.Trainer, lightnings: set[str]) -> dict[str, tuple[Any, ...]]:

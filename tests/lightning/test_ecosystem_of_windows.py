@@ -24,7 +24,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
-from support import Language, SaveAfter, Scalar, pad, sentences, trainer, x
+from resumed import Module
+from support import SaveAfter, Scalar, pad, sentences, trainer, x
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -42,21 +43,15 @@ ROWS = sentences(28)
 """Seven loader batches of four an epoch."""
 
 
-class InSinglePrecision(Language):
-    """Where sums in another order would show; with a state in the optimizer, and a scheduler."""
+class InOrder(Module):
+    """Notes which batches it gets."""
 
     def __init__(self) -> None:
-        super().__init__("adamw")
-        self.float()
+        super().__init__()
         self.order: list[int] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.order.append(int(batch["input_ids"].sum()))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=12)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def stateful(workers: int, order: str) -> Any:
@@ -105,8 +100,8 @@ ORDERS: list[Any] = [
 def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(
     workers: int, order: str, epoch: int, policy: dict[str, Any]
 ) -> None:
-    def fit(*callbacks: Callback, ckpt_path: str | None = None) -> InSinglePrecision:
-        module = InSinglePrecision()
+    def fit(*callbacks: Callback, ckpt_path: str | None = None) -> InOrder:
+        module = InOrder()
         run = trainer(callbacks=[GradientAccumulation(**policy), *callbacks], max_epochs=2)
         run.fit(module, stateful(workers, order), ckpt_path=ckpt_path)
         return module
@@ -187,8 +182,8 @@ def test_a_checkpoint_by_the_clock_inside_a_window_goes_on_to_the_bit(monkeypatc
         def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
             clock.hours += batch_idx == 4  # the second of the second window
 
-    def fit(*callbacks: Callback, ckpt_path: str | None = None) -> InSinglePrecision:
-        module = InSinglePrecision()
+    def fit(*callbacks: Callback, ckpt_path: str | None = None) -> InOrder:
+        module = InOrder()
         run = trainer(callbacks=[GradientAccumulation(3), *callbacks], enable_checkpointing=True)
         run.fit(module, stateful(0, "shuffled by a generator"), ckpt_path=ckpt_path)
         return module

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import OPTIMIZERS, Language, Scalar, fp16_on_cpu, loader, pad, relative_error, sentences, trainer, x
+from support import OPTIMIZERS, Hide, Language, Scalar, fp16_on_cpu, loader, pad, relative_error, sentences, trainer, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -265,17 +265,7 @@ def test_gradients_are_unscaled_and_clipped_once_a_batch(size: Any) -> None:
 def test_explicit_weight_counts_in_the_micro_batch() -> None:
     class Hidden(Language):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            return Opaque.apply(loss)
-
-    class Opaque(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, loss: Tensor) -> Tensor:
-            return loss.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient
+            return Hide.apply(super().training_step(batch, batch_idx))
 
     batch = pad(sentences(16))
     module, whole = Hidden(), Hidden()

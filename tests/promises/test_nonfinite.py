@@ -231,30 +231,20 @@ def layouts_of(ranks: int, most_rows: int = 4) -> list[Layout]:
     return [layout(seed, ranks, most_rows) for seed in range(LAYOUTS)]
 
 
-@pytest.mark.some_cases(1, 2)
+@pytest.mark.some_cases(2, 4)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("micro_batch", "most_rows"), [(None, 4), (2, 9)], ids=["whole", "split"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("engine", "ranks"), [("accum", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=needs_sharding_on_cpu)], ids=str
 )
-def test_training_equals_the_one_without_the_bad_micro_batches(engine: str, ranks: int, optimizer: str) -> None:
-    layouts = layouts_of(ranks)
-    found, skipped = run_layouts(engine, optimizer, layouts, ranks)
-    compare(found, layouts, optimizer)
-    assert skipped == sum(bad for plan in layouts for _, bad in windows_of(plan)) > 2 * LAYOUTS
-
-
-@pytest.mark.some_cases(1, 2)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(
-    ("engine", "ranks"), [("accum", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=needs_sharding_on_cpu)], ids=str
-)
-def test_of_a_split_batch_only_the_bad_micro_batches_are_left_out(engine: str, ranks: int, optimizer: str) -> None:
-    layouts = layouts_of(ranks, 9)
-    found, skipped = run_layouts(engine, optimizer, layouts, ranks, micro_batch=2, trim_padding=False)
-    compare(found, layouts, optimizer, 2)
-    assert skipped == sum(bad for plan in layouts for _, bad in windows_of(plan, 2)) > 2 * LAYOUTS
+def test_training_equals_the_one_without_the_bad_micro_batches(
+    engine: str, ranks: int, optimizer: str, micro_batch: int | None, most_rows: int
+) -> None:
+    layouts = layouts_of(ranks, most_rows)
+    found, skipped = run_layouts(engine, optimizer, layouts, ranks, micro_batch=micro_batch, trim_padding=micro_batch is None)
+    compare(found, layouts, optimizer, micro_batch)
+    assert skipped == sum(bad for plan in layouts for _, bad in windows_of(plan, micro_batch)) > 2 * LAYOUTS
 
 
 @pytest.mark.filterwarnings("ignore")

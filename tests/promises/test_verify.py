@@ -17,7 +17,7 @@ import torchmetrics
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, DemoModel
 from lightning.pytorch.demos.transformer import LightningTransformer
-from support import OPTIMIZERS, Language, Scalar, loader, pad, sentences, trainer, x
+from support import OPTIMIZERS, Hide, Language, Scalar, loader, pad, sentences, trainer, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -317,16 +317,6 @@ class TwoMeans(Classifier):
 class Mixed(Classifier):
     def loss(self, logits, batch, batch_idx):
         return F.cross_entropy(logits + logits[torch.randperm(len(logits))], batch[1])
-
-
-class Hide(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, loss):
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
 
 
 class Hidden(Classifier):
