@@ -70,6 +70,7 @@ class Accumulator:
         skipped_micro_batches: those that ``on_nonfinite="skip"`` has left out so far, over all ranks.
         passes: passes over the data that are done.
         loader_batches: loader batches of the pass under way that are done; 0 between passes.
+        is_shadow_batch: what was yielded runs for the sake of other ranks, and is in no window: leave it out of metrics.
 
     Raises:
         ValueError: an argument is out of its range, or two exclude each other, or the model is trained in a way that is not known.
