@@ -57,10 +57,12 @@ def scale_terms(terms: Sequence[TermNode], factors: Sequence[Denominator]) -> No
 
 def _times(factor: Denominator, only: int | None) -> Callable[..., tuple[Tensor | None, ...]]:
     def times(gradients: tuple[Tensor | None, ...], *_: Any) -> tuple[Tensor | None, ...]:
-        return tuple(
-            g if g is None or only not in (None, place) else g * (factor.to(g.dtype) if isinstance(factor, Tensor) else factor)
-            for place, g in enumerate(gradients)
-        )
+        return tuple(g if g is None or only not in (None, place) else product(g) for place, g in enumerate(gradients))
+
+    def product(gradient: Tensor) -> Tensor | None:
+        if isinstance(factor, Tensor):
+            return gradient * factor.to(gradient.dtype)
+        return gradient * factor if factor else None  # the mean of nothing is NaN, and 0 times that too
 
     return times
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
+from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import terms_of
 from lightning_accum.weighing.term_nodes import TermLister, TermNode, scale_terms
@@ -171,6 +173,48 @@ def test_a_rank_without_a_term_or_without_a_loss_holds_nobody_up() -> None:
 
     train_by_hand(expected, range(3), epochs=1, loss=full_batch)
     assert error_of_updates(module, expected, Rated()) <= 1e-12
+
+
+class Selected(pl.LightningModule):
+    """Two losses with learned factors, the second a mean of selected rows: NaN where there are none."""
+
+    def __init__(self, by_rank: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.factors = nn.Linear(4, 4).double(), nn.Parameter(torch.tensor([0.7, 1.3], dtype=torch.float64))
+        self.by_rank = by_rank
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        errors = (self.net(batch["x"]) - batch["y"]).square().mean(1)
+        return self.factors[0] * errors.mean() + self.factors[1] * errors[batch["chosen"]].mean()
+
+    def train_dataloader(self) -> Any:
+        return loader(self.by_rank[self.global_rank])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("is_over_ranks", [False, True])
+def test_a_learned_factor_of_the_mean_of_nothing_is_that_of_the_full_batch(is_over_ranks: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        {
+            "x": torch.randn(rows, 4, generator=generator).double(),
+            "y": torch.randn(rows, 4, generator=generator).double(),
+            "chosen": (torch.rand(rows, generator=generator) < 0.6) & (rows != 5),
+        }
+        for rows in (6, 5, 7, 4) * 2
+    ]
+    whole = [{name: torch.cat([batch[name] for batch in data[start : start + 4]]) for name in data[0]} for start in (0, 4)]
+    module, each = Selected([data[::2], data[1::2]]), [SampleCount(), lambda batch: batch["chosen"].sum()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccumulationWarning)
+        if is_over_ranks:
+            trainer(ddp(), devices=2, callbacks=[GradientAccumulation(2, weight=each)]).fit(module)
+        else:
+            trainer(callbacks=[GradientAccumulation(4, weight=each)]).fit(module, loader(data))
+    assert error_of_updates(module, train_by_hand(Selected(), whole, epochs=1), Selected()) <= 1e-12
 
 
 def test_ranks_with_other_terms_share_the_main_weight() -> None:
