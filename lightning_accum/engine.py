@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.gradient_reads import GradientReads
 from lightning_accum.hook_table import HookTable, already_on_cpu
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.watch import Watch
@@ -55,6 +56,8 @@ class Engine(Strategy):
     """The state of the running ``fit``; None outside of one, and in manual optimization."""
     policy: Policy = Policy()
     estimated_windows: int | None = None
+    gradient_reads: GradientReads | None = None
+    """Notices hooks that look at gradients inside of a window."""
     """How many windows of tokens a training will have; None where it was not asked."""
     listener: WindowListener | None = None
     has_varying_windows: bool = False
@@ -176,7 +179,8 @@ class Engine(Strategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.manual is not None:
             return self.manual.backward(super().backward, closure_loss, optimizer, *args, **kwargs)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with nullcontext() if self.gradient_reads is None else self.gradient_reads:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def watching_gradient(self, loss: Tensor, grad_output: Tensor | None) -> AbstractContextManager[None]:
         """A backward in here: its loss is to get the gradient that it was given."""

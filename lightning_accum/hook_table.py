@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, KeysView
 from operator import attrgetter, is_
 from types import CodeType
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_accum import seams
+from lightning_accum.gradient_reads import GradientReads
 from lightning_accum.user_warnings import listed
 
 
@@ -258,20 +260,6 @@ def _is_step_bare(trainer: pl.Trainer) -> bool:
     )
 
 
-def warn_of_hooks_on_gradients(trainer: pl.Trainer, warn: Callable[[str], None]) -> None:
-    """Name hooks that get gradients which are not those of a window yet: of ``on_after_backward``, and of parameters."""
-    owners = [o for o in (*callbacks_of(trainer), trainer.lightning_module) if not type(o).__module__.startswith(_LIBRARIES)]
-    names = ("grad", "parameters", "named_parameters", "zero_grad")
-    found = [type(o).__name__ for o in owners if any(_reads(o, "on_after_backward", name) for name in names)]
-    if found:
-        warn(
-            f"on_after_backward of {' and '.join(found)} looks at gradients. It runs after every micro-batch, on what the window"
-            " has accumulated so far, before that is normalised: what it changes or measures is not what it would in the full"
-            " batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
-        )
-    warn_of_hooks_of_parameters(trainer.lightning_module, warn)
-
-
 def warn_of_hooks_of_parameters(module: pl.LightningModule, warn: Callable[[str], None]) -> None:
     """Name parameters with hooks that run after every micro-batch. Those of tensors are found by the checks, which run them."""
     hooked = [name for name, parameter in module.named_parameters() if getattr(parameter, "_post_accumulate_grad_hooks", None)]
@@ -281,6 +269,18 @@ def warn_of_hooks_of_parameters(module: pl.LightningModule, warn: Callable[[str]
             " accumulated so far, before that is normalised. What it changes, or an optimizer that it steps, is not what it would"
             " be in the full batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
         )
+
+
+def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> GradientReads | None:
+    """Notices an ``on_after_backward`` that looks at gradients, which are not those of a window yet; None where nobody has one."""
+    hooks: dict[CodeType, str] = {}
+    for owner in (*callbacks_of(trainer), trainer.lightning_module):
+        hook: Any = getattr(owner, "on_after_backward", None)
+        hook = inspect.unwrap(getattr(hook, "func", hook)) if callable(hook) else None
+        code = getattr(hook, "__code__", None)
+        if code is not None and not hook.__module__.startswith(_LIBRARIES):
+            hooks[code] = type(owner).__name__
+    return GradientReads(hooks, warn) if hooks else None
 
 
 def _reads(owner: object, hook: str, name: str) -> bool:

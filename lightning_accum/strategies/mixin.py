@@ -27,7 +27,7 @@ from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
 from lightning_accum.engine import Engine
 from lightning_accum.first_batch import MOST_BATCHES
-from lightning_accum.hook_table import HookTable, callbacks_of, warn_of_hooks_of_parameters, warn_of_hooks_on_gradients
+from lightning_accum.hook_table import HookTable, callbacks_of, gradient_reads, warn_of_hooks_of_parameters
 from lightning_accum.loops.installation import handle_sigterm_before_training, installed
 from lightning_accum.loops.launch import naming_launcher
 from lightning_accum.loops.specialised import drop_own_attributes
@@ -156,10 +156,10 @@ class AccumulationMixin(Engine):
         is_long = self.policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
         is_split = self.policy.micro_batch is not None
         warn_of_batch_norm(module, is_split, is_long, rank_zero_warn)
-        if is_split or is_long or self.ranks.size > 1:
-            warn_of_hooks_on_gradients(trainer, rank_zero_warn)
-        elif self.row_wise is not None:  # on_after_backward sees all gradients, but not hooks of parameters
-            warn_of_hooks_of_parameters(trainer.lightning_module, rank_zero_warn)
+        is_one_backward = not (is_split or is_long or self.ranks.size > 1)
+        if not is_one_backward or self.row_wise is not None:
+            warn_of_hooks_of_parameters(module, rank_zero_warn)
+        self.gradient_reads = None if is_one_backward else gradient_reads(trainer, rank_zero_warn)
         sums = None if self.policy.accumulate_dtype is None else self._main_gradients(self.policy.accumulate_dtype)
         self.snapshotter = StateSnapshotter(module, self.root_device)
         self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(), sums)

@@ -309,6 +309,19 @@ class Times(Net):
         self.backwards = getattr(self, "backwards", 0) + 1
 
 
+class MayLog(Net):
+    logs_gradients = False
+
+    def on_after_backward(self) -> None:
+        if self.logs_gradients:
+            self.log("norm", max(parameter.grad.norm() for parameter in self.parameters()))
+
+
+class ClampsThroughOthers(Net):
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_value_(self.online.parameters(), 0.01)
+
+
 class Measures(pl.Callback):
     def on_after_backward(self, run: Any, module: Any) -> None:
         self.norm = max(self.norm_of(parameter) for parameter in module.parameters())
@@ -327,20 +340,22 @@ class ClampsOnce(Net):
     [
         (Clamps, [], {"window": 3}, "Clamps"),
         (Net, [Measures], {"micro_batch": 2}, "Measures"),
-        (Clamps, [Measures], {"window": 3}, "Measures and Clamps"),
-        (Clamps, [Measures], {"window": 1}, None),
-        (Times, [], {"window": 3}, None),
-        (ClampsOnce, [], {"window": 3}, None),
+        (Clamps, [Measures], {"window": 3}, "Measures Clamps"),
+        (Clamps, [Measures], {"window": 1}, ""),
+        (ClampsThroughOthers, [], {"window": 3}, "ClampsThroughOthers"),
+        (Times, [], {"window": 3}, ""),
+        (MayLog, [], {"window": 3}, ""),
+        (ClampsOnce, [], {"window": 3}, ""),
     ],
 )
 def test_a_hook_that_looks_at_gradients_of_micro_batches_is_named(
-    module: type[Net], callbacks: list[Any], policy: dict[str, Any], names: str | None
+    module: type[Net], callbacks: list[Any], policy: dict[str, Any], names: str
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(callbacks=[GradientAccumulation(**policy), *(kind() for kind in callbacks)]).fit(module(), loader(batches()))
     messages = [str(w.message) for w in caught if issubclass(w.category, AccumulationWarning)]
-    assert [message.partition(" looks at")[0] for message in messages] == ([f"on_after_backward of {names}"] if names else [])
+    assert [message.partition(" looks at")[0] for message in messages] == [f"on_after_backward of {name}" for name in names.split()]
 
 
 class ClampsEach(Net):
