@@ -196,6 +196,85 @@ def test_what_a_compiled_module_saves_is_moved(memory: OtherMemory, backend: str
     torch._dynamo.reset()
 
 
+class WritesIntoItsInput(torch.autograd.Function):
+    """Saves what it was given, and what it makes of that in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        x.mul_(y)
+        ctx.save_for_backward(x, y)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return gradient * y, gradient * x / y
+
+
+def packed(x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    sequences = nn.utils.rnn.pack_padded_sequence(x.reshape(4, 10, 20), torch.tensor([3, 10, 1, 7]), True, False)
+    return nn.LSTM(20, 8, batch_first=True).double()(sequences)[0].data
+
+
+def written_views(x: Tensor) -> Tensor:
+    y = x.sin()
+    y[:, :5].mul_(2)
+    y[3] = 0
+    return y.t()[3:9].reshape(-1)[::2] * y.cos().flatten()[:240][::2]
+
+
+def spectrum(x: Tensor) -> Tensor:
+    turned = torch.complex(x.sin(), x.cos()).conj()
+    return torch.fft.fft(turned * turned.exp()).abs() * turned.imag
+
+
+def sparse_values(x: Tensor) -> Tensor:
+    matrix = torch.sparse_coo_tensor(torch.arange(40).repeat(2, 1), x[:, 0].sin(), (40, 40))
+    return torch.sparse.mm(matrix, x.cos())
+
+
+def decomposed(x: Tensor) -> Tensor:
+    square = x[:20] @ x[:20].T + torch.eye(20, dtype=x.dtype)
+    return torch.linalg.solve(square, x[:20]) + torch.linalg.svd(x[:20])[1] + torch.logdet(square)
+
+
+def attended(x: Tensor) -> Tensor:
+    heads = x.reshape(2, 20, 2, 10).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads.sin(), heads.cos(), is_causal=True)
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "views that are written into": written_views,
+    "an own function that writes into its input": lambda x: WritesIntoItsInput.apply(x * 3, x.exp()).sin(),
+    "complex numbers, conjugated": spectrum,
+    "a sparse matrix": sparse_values,
+    "a packed LSTM": packed,
+    "attention": attended,
+    "decompositions": decomposed,
+    "indices": lambda x: x.sin().gather(1, x.argsort(1)).topk(3).values + x.sort(1).values.cumsum(1).cumprod(1)[:, :3],
+    "strides": lambda x: x.exp().as_strided((30, 5), (3, 2), 7).sin() * x.exp().expand(2, -1, -1)[:, ::2, 1::3].sum(),
+    "many tensors in one call": lambda x: torch._foreach_mul([x.sin(), x.cos()], [2.0, 3.0])[1].exp(),
+    "hooks of the user's own": lambda x: user_hooks(x).tanh(),
+}
+
+
+def user_hooks(x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return x.sin().exp()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_gradients_of_other_operations_are_those_without_it(memory: OtherMemory, name: str) -> None:
+    def total(x: Tensor) -> Tensor:
+        return OPERATIONS[name](x).square().sum()
+
+    x = torch.randn(40, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert is_equal(gradients(total, x), gradients(total, x, is_offloaded=False))
+    assert memory.out > 0
+
+
 class Doubled(Tensor):
     pass
 
