@@ -1157,6 +1157,7 @@ class Towers(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.filterwarnings("error:.*for them a window may differ")  # of one loader batch, it cannot
 def test_auto_names_the_largest_submodules_that_treat_rows_independently(caplog: pytest.LogCaptureFixture) -> None:
     expected = train_by_hand(Towers(), batches(), 1)
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
