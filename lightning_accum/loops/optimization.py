@@ -178,13 +178,11 @@ class WindowOptimization(_AutomaticOptimization):
             call_window_hooks(trainer, strategy.hooks.window_listeners, EndedWindow.of(closed, *numbers))
 
 
-class WindowClosure(AbstractClosure[ClosureResult]):
+class WindowClosure(Closure):
     """Runs a loader batch, up to the end of its window where it is the last; and how its micro-batches are run."""
 
-    _warning_cache = Closure.warning_cache  # who clears Lightning's is warned again
-
     def __init__(self, optimization: WindowOptimization, batch: Any, others: Sequence[Any], seen: int, ends_window: bool) -> None:
-        super().__init__()
+        AbstractClosure.__init__(self)  # what runs here is no function that Closure would call
         self.seen = seen
         self.ends_window = ends_window
         self.skips_backward = optimization._skip_backward
@@ -243,7 +241,7 @@ class WindowClosure(AbstractClosure[ClosureResult]):
             return output, _NOTHING
         result = _result_of(output)
         if result.closure_loss is None:
-            self._warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning.")
+            self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning.")
         return result.closure_loss, result.extra
 
     def _training_step_with_hooks(self, *args: Any) -> Any:

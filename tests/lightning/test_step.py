@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support import NONE_LOSS, Language, Scalar, ddp, fp16_on_cpu, loader, pad, relative_error, sentences, train_by_hand, trainer, x
 
@@ -115,6 +116,7 @@ def test_optimizer_step_of_the_module_runs_once_a_window_and_gets_its_loss() -> 
             return ((1 + self.w) * batch).mean()
 
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure) -> None:
+            assert isinstance(optimizer_closure, Closure)  # as with Lightning
             losses.append(optimizer.step(closure=optimizer_closure).item())
 
     module = Steps([x(1), x(2, 6), x(5)], lr=0.0)
