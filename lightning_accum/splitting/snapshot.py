@@ -144,6 +144,13 @@ class Snapshot:
         elif device.type == "mps":
             self.kept.append((_call, torch.mps.set_rng_state, torch.mps.get_rng_state()))
 
+    def has_random_state_of_torch(self, device: torch.device) -> bool:
+        """Whether torch's generators are as they were kept: none has drawn since."""
+        now = Snapshot(self._module)
+        now.keep_random_state(device, of_torch_alone=True)
+        kept = [state for _, _, state in self.kept if isinstance(state, Tensor)]
+        return all(torch.equal(state, of_now) for state, (_, _, of_now) in zip(kept, now.kept, strict=True))
+
     def keep_attributes(self, module: nn.Module) -> None:
         """Keep what the module's attributes refer to, and the values of those that can be changed in place."""
         attributes = vars(module)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,17 +17,22 @@ class CallState:
     """What a call depends on beside its arguments, which has to be the same when it runs again."""
 
     def __init__(self, layer: Layer, inputs: list[Any]) -> None:
-        module = layer.module
-        self._modes = [inner.training for inner in module.modules()]
-        self._parameters = [] if layer.is_sharded else list(module.parameters())
+        self._modules = list(layer.module.modules())
+        self._modes = [inner.training for inner in self._modules]
+        self._parameters = [] if layer.is_sharded else self._parameters_now()
         self._are_trained = [parameter.requires_grad for parameter in self._parameters]
         self._tensors = [*self._parameters, *(leaf for leaf in inputs if isinstance(leaf, Tensor))]
         self._versions = _versions(self._tensors)
-        self._buffers = list(module.buffers())
+        self._buffers = [value for inner in self._modules for value in inner._buffers.values() if value is not None]
         self._versions_of_buffers = _versions(self._buffers)
         kinds = dict.fromkeys(("cpu", *(tensor.device.type for tensor in self._tensors)))
         self._autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self._dtype = torch.get_default_dtype()
+
+    def _parameters_now(self) -> list[nn.Parameter]:
+        # without the names that torch would give them
+        held = (value for inner in self._modules for value in inner._parameters.values() if value is not None)
+        return list(dict.fromkeys(held))
 
     def check_unchanged(self, layer: Layer) -> None:
         """Raise where the call has changed what it depends on."""
@@ -46,8 +51,8 @@ class CallState:
 
     def check_same(self, layer: Layer) -> None:
         """Raise where what the call depends on is not what it was."""
-        parameters = [] if layer.is_sharded else list(layer.module.parameters())
-        is_same = all(now is before for now, before in zip(parameters, self._tensors, strict=False))
+        parameters = [] if layer.is_sharded else self._parameters_now()
+        is_same = all(now is before for now, before in zip(parameters, self._parameters, strict=False))
         if not is_same or _versions(self._tensors) != self._versions:
             raise RowWiseError(
                 f"row_wise={layer.name!r}: the parameters or inputs of a call were changed or exchanged before its backward,"
@@ -56,10 +61,9 @@ class CallState:
             )
 
     @contextmanager
-    def modes_as_before(self, module: nn.Module) -> Iterator[None]:
+    def modes_as_before(self) -> Iterator[None]:
         """In here training and evaluation mode, and which parameters are trained, are those of the call."""
-        modules = list(module.modules())
-        modes = [(inner, inner.training) for inner, mode in zip(modules, self._modes, strict=True) if inner.training != mode]
+        modes = [(inner, inner.training) for inner, mode in zip(self._modules, self._modes, strict=True) if inner.training != mode]
         trained = zip(self._parameters, self._are_trained, strict=True)
         toggled = [parameter for parameter, is_trained in trained if parameter.requires_grad != is_trained]
         for inner, mode in modes:
@@ -74,9 +78,13 @@ class CallState:
             for parameter in toggled:
                 parameter.requires_grad_(not parameter.requires_grad)
 
+    def autocast_again(self) -> Callable[[], AbstractContextManager[None]]:
+        """Contexts in which autocast and the default type are those of the call."""
+        is_off = not any(is_enabled or torch.is_autocast_enabled(kind) for kind, _, is_enabled in self._autocasts)
+        return nullcontext if is_off and self._dtype is torch.get_default_dtype() else self._autocast_again
+
     @contextmanager
-    def autocast_again(self) -> Iterator[None]:
-        """In here autocast and the default type are those of the call."""
+    def _autocast_again(self) -> Iterator[None]:
         dtype = torch.get_default_dtype()
         with ExitStack() as stack:
             for kind, of_autocast, is_enabled in self._autocasts:

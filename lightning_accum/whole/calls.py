@@ -26,7 +26,7 @@ from lightning_accum.whole.layers import (
     is_close,
     sharing_memory,
 )
-from lightning_accum.whole.trees import leaves, others, replaced
+from lightning_accum.whole.trees import Tree, leaves, read
 
 Backward: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
 """Of some tensors, with these gradients; the last argument is whether the graph is kept."""
@@ -49,7 +49,7 @@ class Form:
     is_watched: bool = False
 
 
-def taken(arguments: Any, are_rows: Sequence[bool], selector: RowSelector) -> Any:
+def taken(arguments: Tree, are_rows: Sequence[bool], selector: RowSelector) -> Any:
     """The arguments with some rows.
 
     Args:
@@ -57,8 +57,7 @@ def taken(arguments: Any, are_rows: Sequence[bool], selector: RowSelector) -> An
         are_rows: which of their leaves have one entry a row.
         selector: what is kept of them.
     """
-    kinds = iter(are_rows)
-    return replaced(arguments, lambda leaf: _taken(leaf, next(kinds), selector))
+    return arguments.make(_taken(leaf, is_row, selector) for leaf, is_row in zip(arguments.leaves, are_rows, strict=True))
 
 
 def _taken(leaf: Any, is_row: bool, selector: RowSelector) -> Any:
@@ -135,7 +134,8 @@ class Call:
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.inputs = leaves(self.arguments)
+        self._tree = read(self.arguments)
+        self.inputs = self._tree.leaves
         places = [place for place, leaf in enumerate(self.inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.needs_gradient = [self.inputs[place] for place in places]
         self._have_rows = [self.form.inputs[place] for place in places]
@@ -173,20 +173,21 @@ class Call:
         """
         self._device = device
         state = state_outside_torch()
-        output, parts = self._run_all(device)
+        first, parts = self._run_all(device)
         if not self.layer.draws_outside_torch and len(parts) > 1 and state_outside_torch() != state:
             self.layer.draws_outside_torch = True
             self._random_states[0].restore()
-            output, parts = self._run_all(device)
+            first, parts = self._run_all(device)
+        if not self.layer.draws_outside_torch and self._random_states[0].has_random_state_of_torch(device):
+            self._random_states.clear()  # it draws nothing
         self._state.check_unchanged(self.layer)
         if self.left is not None:
             self.left.watch()
-        return self._joined(output, parts)
+        return self._joined(first, parts)
 
-    def _run_all(self, device: torch.device) -> tuple[Any, list[list[Any]]]:
+    def _run_all(self, device: torch.device) -> tuple[Tree, list[list[Any]]]:
         """Run all micro-batches. Returns what the first gave, and the leaves of each, without a graph."""
         self._random_states = []
-        first: Any = None
         parts: list[list[Any]] = []
         trained: set[int] = set()
         is_known = False  # which outputs need a gradient, see below
@@ -198,19 +199,20 @@ class Call:
                 random_state = Snapshot(self.layer.module)
                 random_state.keep_random_state(device, bool(parts) and not self.layer.draws_outside_torch)
                 self._random_states.append(random_state)
-                args, kwargs = taken(self.arguments, self.form.inputs, piece.selector)
+                args, kwargs = taken(self._tree, self.form.inputs, piece.selector)
                 with torch.set_grad_enabled(not is_known), self._looking_at(piece):
                     output = self.layer.run(*args, **kwargs)
-                found = leaves(output)
+                found, others, make = read(output)
                 trained |= {place for place, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.requires_grad}
+                without_graph = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found]
                 if not parts:
-                    first = replaced(output, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+                    first = read(make(iter(without_graph)))
                     sharing = sharing_memory(found, leaves((args, kwargs)))
-                self._check_outputs(output, found, first, parts)
+                self._check_outputs(found, others, first, parts)
                 # one without a graph may have one for other rows, as where they are routed
                 is_known = all(place in trained or not _may_need_gradient(leaf) for place, leaf in enumerate(found))
-                parts.append([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found])
-                del output, found, args, kwargs
+                parts.append(without_graph)
+                del output, found, make, args, kwargs
             self._run_shadows()
         self._trained, self._sharing = sorted(trained), sharing
         return first, parts
@@ -225,6 +227,8 @@ class Call:
 
     def _run_shadows(self, backward: Backward | None = None) -> None:
         """Take part in the micro-batches that other ranks have more."""
+        if not self.shadows:
+            return
         now = Snapshot(self.layer.module)
         now.keep_random_state(self._device)
         for _ in range(self.shadows):
@@ -236,12 +240,12 @@ class Call:
                 backward(roots, [torch.zeros_like(root) for root in roots], False)
         now.restore()
 
-    def _check_outputs(self, output: Any, found: list[Any], first: Any, parts: list[list[Any]]) -> None:
+    def _check_outputs(self, found: list[Any], others: list[Any], first: Tree, parts: list[list[Any]]) -> None:
         if len(found) != len(self.form.dims) or (parts and len(found) != len(parts[0])):
             raise RowWiseError(
                 f"row_wise={self.layer.name!r}: the outputs of {self.layer.name!r} are not the same in each micro-batch"
             )
-        check_others(self.layer, others(output), others(first))
+        check_others(self.layer, others, first.others)
         for place, (leaf, dim) in enumerate(zip(found, self.form.dims, strict=True)):
             if not parts:
                 return
@@ -259,7 +263,7 @@ class Call:
             if not is_same:
                 raise RowWiseError(f"row_wise={self.layer.name!r}: for some rows {self.layer.name!r} returns {what}. {INSTEAD}")
 
-    def _joined(self, output: Any, parts: list[list[Any]]) -> Any:
+    def _joined(self, first: Tree, parts: list[list[Any]]) -> Any:
         joined: list[Any] = []
         self._sizes = []
         for place, dim in enumerate(self.form.dims):
@@ -282,8 +286,7 @@ class Call:
         # without their graph, which leads to this call
         self._given = [joined[place].detach() for place in self._trained]
         self._shared = [joined[place].detach() for place in self._sharing]
-        in_order = iter(joined)
-        return replaced(output, lambda leaf: next(in_order))
+        return first.make(iter(joined))
 
     # --- with a graph, and its gradients ------------------------------------------------------------------------------
 
@@ -299,14 +302,16 @@ class Call:
         # what was written into since cannot be compared
         given = [None if tensor._version else self._parts(tensor, index) for index, tensor in enumerate(self._given)]
         is_same: list[Tensor] = []
+        autocast_again = self._state.autocast_again()
         of_inputs = [torch.zeros_like(leaf) for leaf in self.needs_gradient]
-        with self._state.modes_as_before(self.layer.module):
+        with self._state.modes_as_before():
             for index, piece in enumerate(self.pieces):
                 self.current = index
-                self._random_states[index].restore()
+                if self._random_states:
+                    self._random_states[index].restore()
                 detached, arguments = self._detached(piece.selector)
                 args, kwargs = arguments
-                with self._state.autocast_again(), torch.enable_grad():
+                with autocast_again(), torch.enable_grad():
                     output = self.layer.run(*args, **kwargs)
                 roots, seeds = [], []
                 found = leaves(output)
@@ -328,7 +333,7 @@ class Call:
                     elif leaf.grad is not None:
                         piece.selector.shared(total).add_(leaf.grad)
                 del roots, seeds, detached
-            with self._state.autocast_again():
+            with autocast_again():
                 self._run_shadows(backward)
         if is_same and not bool(torch.stack([flag.to(is_same[0].device) for flag in is_same]).all()):
             raise RowWiseError(
@@ -366,17 +371,15 @@ class Call:
     def _detached(self, selector: RowSelector) -> tuple[list[Tensor], Any]:
         """The inputs that need gradients, and all arguments, for one micro-batch: cut off from the graph that made them."""
         found: list[Tensor] = []
-        kinds = iter(self.form.inputs)
 
-        def detached(leaf: Any) -> Any:
-            is_row = next(kinds)
+        def detached(leaf: Any, is_row: bool) -> Any:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf = _taken(leaf.detach(), is_row, selector).requires_grad_()
                 found.append(leaf)
                 return leaf.view_as(leaf)  # the submodule may write into it
             return _taken(leaf, is_row, selector)
 
-        return found, replaced(self.arguments, detached)
+        return found, self._tree.make(map(detached, self.inputs, self.form.inputs))
 
 
 def _inverse(order: list[int]) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +37,11 @@ class Layer:
     run: Callable[..., Any]
     is_sharded: bool = False
     draws_outside_torch: bool = False
+
+    @cached_property
+    def argument_names(self) -> list[str]:
+        """The names of its positional arguments."""
+        return list(inspect.signature(self.module.forward).parameters)
 
 
 def check_others(layer: Layer, found: list[Any], expected: list[Any]) -> None:

@@ -20,7 +20,7 @@ from lightning_accum.whole.call_state import as_with_a_graph
 from lightning_accum.whole.calls import Form
 from lightning_accum.whole.gradient_proof import check_gradients
 from lightning_accum.whole.layers import INSTEAD, Layer, RowWiseError, check_others, is_close
-from lightning_accum.whole.trees import UnknownObjectError, is_list_of_numbers, leaves, others, replaced
+from lightning_accum.whole.trees import UnknownObjectError, is_list_of_numbers, leaves, read
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -87,10 +87,10 @@ class RowProof:
         Raises:
             RowWiseError: its rows are not independent, or it cannot be told where they are.
         """
-        found = leaves(arguments)
+        found, others, _ = read(arguments)
         fitting = tuple(_size(leaf) == number for leaf in found)
         shapes = tuple(_shape(leaf, fits) for leaf, fits in zip(found, fitting, strict=True))
-        flags = tuple(map(_flag, others(arguments)))
+        flags = tuple(map(_flag, others))
         key = (layer.name, layer.module.training, fitting, shapes, flags)
         form = self._forms.get(key)
         if self._largest is not None:
@@ -148,7 +148,7 @@ def _prove(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], numbe
             what = f"changes its buffer {name.rpartition('.')[2]!r} in forward"
             raise _not_independent(layer, owner, layer.module.get_submodule(owner), what)
     for output in apart:
-        check_others(layer, others(output), others(together))
+        check_others(layer, read(output).others, read(together).others)
     dims = _dims(together, apart)
     if dims is None:
         name, inner = watch.first_that_differs()
@@ -223,14 +223,13 @@ def _runs(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: l
 
 
 def _run(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: Sequence[int]) -> Any:
-    kinds = iter(are_rows)
-
-    def some_rows(leaf: Any) -> Any:
-        if not next(kinds):
+    def some_rows(leaf: Any, is_row: bool) -> Any:
+        if not is_row:
             return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
         return leaf.detach()[rows] if isinstance(leaf, Tensor) else [leaf[row] for row in rows]
 
-    return _as_it_is(layer, *replaced(arguments, some_rows))
+    tree = read(arguments)
+    return _as_it_is(layer, *tree.make(map(some_rows, tree.leaves, are_rows)))
 
 
 def _as_it_is(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,7 +7,6 @@ takes its part of the gradient (GradCache, arXiv 2101.06983). Any loss of the ou
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -28,7 +27,7 @@ from lightning_accum.whole.auto_names import choose_names
 from lightning_accum.whole.calls import Call, Form, call_of, taken, twice_differentiated
 from lightning_accum.whole.layers import Layer, RowWiseError
 from lightning_accum.whole.row_proof import Largest, RowProof, difference_by_padding, number_of_rows
-from lightning_accum.whole.trees import leaves, paths
+from lightning_accum.whole.trees import leaves, paths, read
 
 _ENGINE = "_engine_run_backward"
 """What all of torch's backwards go through, read in torch 2.6 to 2.15."""
@@ -261,15 +260,14 @@ class RowWise:
 def _layout(layer: Layer, arguments: Any, form: Form, number: int) -> Layout:
     """How the arguments of a call are made of rows."""
     positional, by_name = arguments
-    known = list(inspect.signature(layer.module.forward).parameters)
-    known += [str(place) for place in range(len(known), len(positional))]
+    known = [*layer.argument_names, *map(str, range(len(layer.argument_names), len(positional)))]
     named = zip(paths(dict(zip(known, positional, strict=False))) + paths(by_name), leaves(arguments), form.inputs, strict=True)
     tensors: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
     for name, leaf, is_row in named:
         if isinstance(leaf, Tensor):
             tensors[is_row][name] = leaf
     rows, shared = tuple(tensors[True]), tuple(tensors[False])
-    pattern = Pattern(number, rows, shared, {}, None, lambda value, selector: taken(value, form.inputs, selector))
+    pattern = Pattern(number, rows, shared, {}, None, lambda value, selector: taken(read(value), form.inputs, selector))
     return Layout(number, tensors[True], tensors[False], {}, arguments, pattern)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,53 +16,64 @@ class UnknownObjectError(TypeError):
     """An object of a class that is not known here holds tensors."""
 
 
-def replaced(value: Any, function: Callable[[Any], Any], note: Callable[[Any], None] = lambda other: None) -> Any:
-    """A copy of ``value`` with ``function`` of each leaf in its place, always in the same order.
+class Tree(NamedTuple):
+    """A nested value, taken apart.
 
-    Args:
-        value: any nesting of tensors, and lists of texts or numbers, which are the leaves, and other values.
-        function: of a leaf.
-        note: takes each other value, and the keys or the length of what they are in.
+    Attributes:
+        leaves: tensors, and lists of texts or numbers.
+        others: each other value, and the keys or the length of what they are in.
+        make: a copy of the value, with the leaves that the iterator yields.
+    """
+
+    leaves: list[Any]
+    others: list[Any]
+    make: Callable[[Iterator[Any]], Any]
+
+
+def read(value: Any) -> Tree:
+    """Take any nesting of tensors apart.
 
     Raises:
         UnknownObjectError: there may be tensors in ``value`` that are not found.
 
     Example:
         >>> import torch
-        >>> replaced({"x": [torch.ones(2), None], "names": ["a", "b"]}, lambda leaf: leaf[:1])
+        >>> tree = read({"x": [torch.ones(2), None], "names": ["a", "b"]})
+        >>> tree.make(leaf[:1] for leaf in tree.leaves)
         {'x': [tensor([1.]), None], 'names': ['a']}
     """
+    tree_leaves: list[Any] = []
+    others: list[Any] = []
+    return Tree(tree_leaves, others, _read(value, tree_leaves, others))
+
+
+def _read(value: Any, leaves: list[Any], others: list[Any]) -> Callable[[Iterator[Any]], Any]:
     if isinstance(value, Tensor) or is_list_of(str, value) or is_list_of_numbers(value):
-        return function(value)
+        leaves.append(value)
+        return next
     if isinstance(value, Mapping):  # the outputs of Hugging Face's models too, which keep their entries as attributes as well
-        note(list(value))
-        items = {key: replaced(entry, function, note) for key, entry in value.items()}
-        return items if type(value) is dict else _refilled(value, items)
+        others.append(list(value))
+        entries = [(key, _read(entry, leaves, others)) for key, entry in value.items()]
+        if type(value) is dict:
+            return lambda found: {key: make(found) for key, make in entries}
+        return lambda found: _refilled(value, {key: make(found) for key, make in entries})
     if isinstance(value, (list, tuple)):
-        note(len(value))
-        entries = [replaced(entry, function, note) for entry in value]
-        return value._make(entries) if hasattr(value, "_make") else type(value)(entries)
+        others.append(len(value))
+        makers = [_read(entry, leaves, others) for entry in value]
+        kind: Callable[[list[Any]], Any] = getattr(type(value), "_make", type(value))
+        return lambda found: kind([make(found) for make in makers])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made: Any = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(made, field.name, replaced(getattr(value, field.name), function, note))  # also where it is frozen
-        return made
+        fields = [(field.name, _read(getattr(value, field.name), leaves, others)) for field in dataclasses.fields(value)]
+        return lambda found: _with_fields(value, {name: make(found) for name, make in fields})
     if holds_tensors(value, depth=3):
         raise UnknownObjectError(f"a {type(value).__name__}, which holds tensors")
-    note(value)
-    return value
+    others.append(value)
+    return lambda found: value
 
 
 def leaves(value: Any) -> list[Any]:
-    """The leaves of ``value``, in the order of :func:`replaced`."""
-    found: list[Any] = []
-
-    def keep(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
-    replaced(value, keep)
-    return found
+    """The leaves of ``value``, in the order of :func:`read`."""
+    return read(value).leaves
 
 
 def paths(value: Any, path: str = "") -> list[str]:
@@ -85,15 +96,8 @@ def paths(value: Any, path: str = "") -> list[str]:
     return [name for key, entry in entries for name in paths(entry, f"{path}.{key}" if path else str(key))]
 
 
-def others(value: Any) -> list[Any]:
-    """What is no leaf in ``value``, in the order of :func:`replaced`."""
-    found: list[Any] = []
-    replaced(value, lambda leaf: leaf, found.append)
-    return found
-
-
 def first_that_differs(found: list[Any], expected: list[Any]) -> tuple[Any, Any] | None:
-    """The first two of :func:`others` that are not equal; None where all are."""
+    """The first two of what is no leaf that are not equal; None where all are."""
     if len(found) != len(expected):
         return len(found), len(expected)
     return next(((a, b) for a, b in zip(found, expected, strict=True) if not _are_equal(a, b)), None)
@@ -114,6 +118,13 @@ def is_list_of(kind: Any, value: Any) -> bool:
 def is_list_of_numbers(value: Any) -> bool:
     """Whether it is a list that may have one number a row; a tuple is a shape."""
     return type(value) is list and is_list_of((int, float), value)
+
+
+def _with_fields(value: Any, entries: dict[str, Any]) -> Any:
+    made = copy.copy(value)
+    for name, entry in entries.items():
+        object.__setattr__(made, name, entry)  # also where it is frozen
+    return made
 
 
 def _refilled(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
