@@ -61,6 +61,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             fit_loop._resuming_from_checkpoint = data_fetcher.length is None and not data_fetcher.done
             self.reset_restart_stage()
             self.reset()
+        if self.begun > self.batch_progress.total.ready:  # the batch size finder sets the progress back
+            self.begun = 0
         super().on_run_start(data_fetcher)
 
     @override

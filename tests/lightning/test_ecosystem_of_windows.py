@@ -831,3 +831,8 @@ def test_the_batch_size_finder_finds_what_it_does_with_lightning(policy: str) ->
         assert len(module.steps) == run.global_step
     assert found[0] == found[1] == 4
     assert run.global_step == 4  # windows of two loader batches of 4
+
+
+def test_the_batch_size_finder_may_try_one_step_of_each_size() -> None:
+    module = Regression(batch_size=2)
+    assert Tuner(trainer("accum")).scale_batch_size(module, max_trials=2, steps_per_trial=1) == 4
