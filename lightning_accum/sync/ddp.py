@@ -50,10 +50,12 @@ class DDPSync(GradientSync):
             return nullcontext()
         # A static graph is recorded at the first backward and reduced with it: torch raises "SystemError" or an internal assert
         # where that happens under no_sync (Lightning-AI/pytorch-lightning #19354, #20704; still so in torch 2.13).
-        if self.is_recording_graph():
+        if self.is_recording_graph:
             return nullcontext()
         return self._ddp.no_sync()
 
+    @property
+    @override
     def is_recording_graph(self) -> bool:
         """A static graph is recorded in the next forward and backward, and both have to be the module's own."""
         return bool(self._ddp.static_graph and not self._ddp._static_graph_delay_allreduce_enqueued)

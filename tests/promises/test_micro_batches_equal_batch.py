@@ -65,7 +65,7 @@ def test_so_does_plain_lightning_on_one_device() -> None:
 CASES = [on(engine, size) for engine in ("ddp", "fsdp2", "fsdp1", "accum") for size in (3, Tokens(40))]
 CASES += [on(engine, "auto") for engine in ("ddp", "accum")]
 CASES += [on(engine, 3, sync="micro_batch") for engine in ("ddp", "fsdp2", "fsdp1")]
-CASES += [on("fsdp2", 3, sync="shard")]
+CASES += [on("fsdp2", 3, sync="shard"), on("ddp", 3, static_graph=True)]
 
 
 @pytest.mark.some_cases(4)
@@ -79,10 +79,3 @@ def test_so_do_windows_of_split_batches_where_ranks_have_different_numbers_of_mi
     policy = GradientAccumulation(window, micro_batch=size)
     windows = windows_of(by_rank, window)
     assert_one_window_one_batch(partial(ShardedLanguage, "adamw"), by_rank, windows, policy, engine, options)
-
-
-@pytest.mark.exhaustive
-def test_so_does_a_static_graph_where_ranks_have_as_many_micro_batches() -> None:
-    by_rank = dealt(ROWS[:32], 4, "ddp")
-    policy = GradientAccumulation(2, micro_batch=3, trim_padding=False)
-    assert_one_window_one_batch(ShardedLanguage, by_rank, windows_of(by_rank, 2), policy, "ddp", {"static_graph": True})
