@@ -55,10 +55,13 @@ class GradientSync:
     """The forward and backward of a micro-batch wait for those of the other ranks, whether gradients are reduced or not."""
     can_forget_forward = True
     """A forward may fail half-way, and others follow."""
-    is_recording_graph = False
-    """The next forward and backward are reduced, wherever they are in a window."""
     is_reduced_inside = False
     """The gradients of an unfinished window are averaged over the ranks already."""
+
+    @property
+    def is_recording_graph(self) -> bool:
+        """The next forward and backward are reduced, wherever they are in a window."""
+        return False
 
     def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         """A micro-batch that is not the last of its window: no reduction in its forward and backward."""
