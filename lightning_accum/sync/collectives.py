@@ -46,8 +46,8 @@ class Collectives:
             group.wait_for_unshard()
         self._left_out, self._done = self._done, 0
 
-    def is_next_left_out(self) -> bool:
-        """Whether that which is due is left out; else it is counted."""
+    def leave_out_next(self) -> bool:
+        """The next is due: count it, or say that it is one of those that are left out."""
         if self._left_out:
             self._left_out -= 1
             return True
@@ -76,7 +76,7 @@ class _Counted:
         return getattr(self._collective, name)
 
     def __call__(self, *, output_tensor: Tensor, **kwargs: Any) -> Any:
-        if self._collectives.is_next_left_out():
+        if self._collectives.leave_out_next():
             output_tensor.zero_()
             return None
         return self._collective(output_tensor=output_tensor, **kwargs)
