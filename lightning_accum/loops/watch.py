@@ -80,6 +80,9 @@ class Watch:
         self._epoch, self.is_unfinished, self.is_in_epoch = number, True, True
         try:
             yield
+        except BaseException:
+            self.is_unfinished = False  # the batch size finder catches it, and ends the fit
+            raise
         finally:
             self.is_in_epoch = False
 

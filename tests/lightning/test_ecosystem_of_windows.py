@@ -836,3 +836,13 @@ def test_the_batch_size_finder_finds_what_it_does_with_lightning(policy: str) ->
 def test_the_batch_size_finder_may_try_one_step_of_each_size() -> None:
     module = Regression(batch_size=2)
     assert Tuner(trainer("accum")).scale_batch_size(module, max_trials=2, steps_per_trial=1) == 4
+
+
+def test_the_batch_size_finder_keeps_the_size_before_the_one_that_does_not_fit() -> None:
+    class Small(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.batch_size > 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(batch, batch_idx)
+
+    assert Tuner(trainer("accum")).scale_batch_size(Small(batch_size=2), max_trials=3, steps_per_trial=1) == 2
