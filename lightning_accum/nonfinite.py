@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_accum.exact import exact_dtype
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Snapshot, StateSnapshotter
 from lightning_accum.sync.base import GradientSlot
@@ -167,7 +168,7 @@ def _on_host(numbers: Sequence[Tensor]) -> list[float]:
     for index, number in enumerate(numbers):
         alike.setdefault((number.dtype, number.device), []).append(index)
     device = numbers[0].device
-    exact = torch.float32 if device.type == "mps" else torch.float64
+    exact = exact_dtype(device)
     order = [index for group in alike.values() for index in group]
     stacked = [torch.stack([numbers[index] for index in group]).to(device, exact) for group in alike.values()]
     values: list[float] = torch.cat(stacked).tolist()

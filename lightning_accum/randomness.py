@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accum.dispatch import with_tensors
+from lightning_accum.exact import exact_dtype
 
 _NAMES_WITH_P = ("drop", "stochasticdepth")
 """What classes are called that have their probability in ``p``."""
@@ -144,7 +145,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     if tensor.dim() == 0:
         return func(*args, **kwargs)
     if rest and isinstance(rest[0], Tensor):  # bernoulli_(probabilities)
-        return tensor.copy_(_row_of(tensor, torch.float64).uniform_() < rest[0])
+        return tensor.copy_(_row_of(tensor, exact_dtype(tensor.device)).uniform_() < rest[0])
     return tensor.copy_(func(_row_of(tensor), *rest, **kwargs))
 
 
@@ -168,7 +169,7 @@ def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
     probabilities = args[1] if len(args) > 1 else args[0]
     if args[0].dim() == 0:
         return func(*args, **kwargs)
-    return (_row_of(args[0], torch.float64).uniform_() < probabilities).to(args[0].dtype)
+    return (_row_of(args[0], exact_dtype(args[0].device)).uniform_() < probabilities).to(args[0].dtype)
 
 
 def _normal(func: Any, args: Any, kwargs: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_accum.exact import exact_dtype
+
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
@@ -77,7 +79,7 @@ class Ranks:
         """The sum over those whose gradients are averaged. Called on all."""
         if self.world_size == 1:
             return number
-        value = torch.tensor([number], dtype=torch.float64, device=self._device)
+        value = torch.tensor([number], dtype=exact_dtype(self._device), device=self._device)
         dist.all_reduce(value, group=self._world)
         return float(value) * self.size / self.world_size  # those of tensor parallelism have the same numbers
 
@@ -85,7 +87,7 @@ class Ranks:
         """The largest of the ranks' numbers; inf is one. Called on all of them."""
         if self.world_size == 1:
             return list(numbers)
-        values = torch.tensor(numbers, dtype=torch.float32 if self._device.type == "mps" else torch.float64, device=self._device)
+        values = torch.tensor(numbers, dtype=exact_dtype(self._device), device=self._device)
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._world)
         return values.tolist()
 

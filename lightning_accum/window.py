@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_accum.exact import exact_dtype
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
@@ -62,7 +63,7 @@ class Window:
         self.device = device
         self._world_size = world_size
         self._group = group
-        self.dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.dtype = exact_dtype(device)
         """The type of weights and totals. MPS has no float64; float32 counts are exact up to 2**24."""
         self.flag = False
         """Something that all ranks are to know of when the window ends; it travels with the weights."""

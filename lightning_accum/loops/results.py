@@ -19,6 +19,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from typing_extensions import override
 
 from lightning_accum.engine import Engine
+from lightning_accum.exact import exact
 from lightning_accum.splitting.batch_log import Arguments, BatchLog, name_of_reduction
 
 
@@ -45,7 +46,7 @@ class BatchResults(_ResultCollection):
         metric = self[key]
         if self.strategy is not None and self.strategy.world_size > 1 and metric.is_tensor and metric.meta.is_mean_reduction:
             # Lightning averages it over the ranks, which cuts off the fraction of a whole number
-            metric.cumulated_batch_size = metric.cumulated_batch_size.double()
+            metric.cumulated_batch_size = exact(metric.cumulated_batch_size)
 
 
 def _weightless(value: Tensor, metric: _ResultMetric) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_accum.exact import exact_dtype, moved
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import OfMean
 
@@ -36,8 +37,8 @@ def weighted_mean(values: Tensor, weights: Sequence[Denominator]) -> Tensor:
     """
     for weight in weights:  # to where they are: from the host to a device nobody waits
         if isinstance(weight, Tensor) and weight.device.type != "cpu":
-            values = values.to(weight.device)
-    exact = torch.float32 if values.device.type == "mps" else torch.float64
+            values = moved(values, weight.device)
+    exact = exact_dtype(values.device)
     if any(isinstance(weight, Tensor) for weight in weights):
         n = torch.stack([torch.as_tensor(weight, device=values.device).detach().to(exact) for weight in weights])
     else:

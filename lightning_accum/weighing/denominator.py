@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_accum.exact import moved
 from lightning_accum.weighing.nodes import (
     CONTRACTIONS,
     SUMS,
@@ -283,7 +284,7 @@ def _zero_where_masked(summed: Node, count: Tensor) -> Tensor:
         names = ("_saved_tensor", "_saved_mat2", "_saved_vec", "_saved_self")
         saved = (getattr(summed, name, None) for name in names)
         mask = next(operand for operand in saved if operand is not None)
-        return torch.where(mask.any() | (count.to(mask.device) > 1), count.to(mask.device), 0)
+        return torch.where(mask.any() | (moved(count, mask.device) > 1), moved(count, mask.device), 0)
     below = summed.next_functions[0][0]
     while below is not None and kind_of(below) in ("Mul", "Where", "MaskedFill") and len(inputs := inputs_of(below)) == 1:
         mask = constant_operand(below)
@@ -292,7 +293,7 @@ def _zero_where_masked(summed: Node, count: Tensor) -> Tensor:
         elif kind_of(below) == "Where":
             mask = below._saved_condition if below.next_functions[0][0] is not None else ~below._saved_condition
         if isinstance(mask, Tensor) and mask.dim() > 0:
-            return torch.where(mask.any() | (count.to(mask.device) > 1), count.to(mask.device), 0)
+            return torch.where(mask.any() | (moved(count, mask.device) > 1), moved(count, mask.device), 0)
         below = inputs[0][0]
     return count
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_accum.exact import exact
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, UnreadableLossError, on_host, operation
 from lightning_accum.weighing.graph import Reading, read_loss, read_terms, terms_of
 from lightning_accum.weighing.nodes import SUMS, THROUGH, Node, constant_operand, inputs_of, is_of_parameters_only, kind_of
@@ -43,16 +44,12 @@ class _Scalar(NamedTuple):
     numbers: tuple[str, ...] = ()
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.device.type == "mps" else tensor.detach().double()
-
-
 def _saved_self(node: Node) -> Tensor:
-    return _wide(node._saved_self)
+    return exact(node._saved_self)
 
 
 def _result(node: Node) -> Tensor:
-    return _wide(node._saved_result)
+    return exact(node._saved_result)
 
 
 # by the kind of its node; what a sum of operations is computed from is known from what they have saved

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_accum.exact import exact
 from lightning_accum.weighing.counts import SampleCount, Weight, count_samples
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, PlainMean, Term, UnreadableLossError, is_of_zeros, on_host
 from lightning_accum.weighing.functions import FoundFunction, FunctionOfMean, OfMean, function_of_mean, is_of_whole_losses
@@ -302,7 +303,7 @@ def _number_for(terms: Sequence[Term], penalties: Sequence[str]) -> Denominator:
                 value = abs(constant.item()) or 1e-300
                 number = number + (math.log(value) + (constant.item() < 0)) * (0.4 + place / math.pi)
             else:
-                constant = constant.detach().reshape(()).double()
+                constant = exact(constant).reshape(())
                 number = number + ((constant.abs() + 1e-300).log() + (constant < 0)) * (0.4 + place / math.pi)
     return 1.0 + number % 1.0
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_accum.dispatch import with_tensors
+from lightning_accum.exact import exact_dtype
 from lightning_accum.whole.call_state import saving_nothing
 from lightning_accum.whole.layers import INSTEAD, Layer, RowWiseError, rounding
 from lightning_accum.whole.trees import leaves
@@ -64,7 +65,7 @@ def _sums(roots: Sequence[Tensor], trained: Sequence[Tensor]) -> Tensor:
     seeds = [_LARGE * (root.detach() * 3).sin() for root in roots]  # the same for a row, wherever it is
     found = torch.autograd.grad(roots, trained, seeds, allow_unused=True)
     zero = torch.zeros(2, dtype=torch.float64)
-    return torch.stack([zero if gradient is None else _sum_and_norm(gradient).cpu() for gradient in found], 1)
+    return torch.stack([zero if gradient is None else _sum_and_norm(gradient).cpu().double() for gradient in found], 1)
 
 
 def _may_be_watched(tensor: Tensor) -> bool:
@@ -74,8 +75,8 @@ def _may_be_watched(tensor: Tensor) -> bool:
 def _sum_and_norm(gradient: Tensor) -> Tensor:
     values = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
     values = torch.view_as_real(values).flatten() if values.is_complex() else values
-    factors = torch.arange(len(values), device=values.device, dtype=torch.float64).cos()
-    return torch.stack(((values * factors).sum(), values.double().norm()))
+    factors = torch.arange(len(values), device=values.device, dtype=exact_dtype(values.device)).cos()
+    return torch.stack(((values * factors).sum(), values.to(factors.dtype).norm()))
 
 
 class LeftBehind(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_accum.exact import exact
 from lightning_accum.whole.trees import first_that_differs
 
 INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
@@ -71,7 +72,7 @@ def differences(found: Tensor, expected: Tensor | None) -> list[Tensor]:
     if not found.is_floating_point():
         return [(found == expected).all()]
     tolerance = rounding(expected)
-    found, expected = found.double(), expected.double()
+    found, expected = exact(found), exact(expected)
     difference = (found - expected).nan_to_num(0.0, 0.0, 0.0).norm()
     is_near = difference <= tolerance * expected.nan_to_num(0.0, 0.0, 0.0).norm()
     return [is_near & (found.isfinite() == expected.isfinite()).all()]

@@ -203,6 +203,36 @@ def test_nothing_above_the_line_imports_lightning_or_what_is_below() -> None:
     assert {module: wrong for module, wrong in above.items() if wrong} == {}
 
 
+ON_THE_HOST = {
+    "demo/model.py": "the demo trains there",
+    "demo/train.py": "the demo trains there",
+    "dispatch.py": "a number that an operator takes",
+    "loops/loggers.py": "numbers for a logger",
+    "loops/trainer.py": "numbers for a progress bar",
+    "metrics.py": "the mean of an epoch",
+    "noise/scale.py": "a default, for a device that has it",
+    "parameter_changes.py": "the type of what is there already",
+    "splitting/memory.py": "sizes that ranks agree on",
+    "splitting/outputs.py": "losses that are numbers",
+    "weighing/constant.py": "a precision",
+    "weighing/denominator.py": "a count that is a number",
+    "weighing/functions.py": "a number",
+    "weighing/trial.py": "gradients that were copied there",
+    "whole/gradient_proof.py": "sums that were copied there",
+    "window.py": "a comparison",
+}
+"""Where float64 may be named, beside ``exact.py`` and ``verify``, which runs on the host: Apple's MPS has none."""
+
+
+def test_float64_is_asked_for_where_a_device_has_it() -> None:
+    names = {
+        file: {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & {"float64", "double"}
+        for file, tree in FILES.items()
+        if not file.startswith("verification/") and file != "exact.py"
+    }
+    assert {file for file, found in names.items() if found} == set(ON_THE_HOST)
+
+
 def test_no_test_file_imports_from_another() -> None:
     files = list(Path(__file__).parents[1].rglob("*.py"))
     names = {file.stem for file in files if file.stem.startswith("test_")}
