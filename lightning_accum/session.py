@@ -304,7 +304,8 @@ class Session:
 
     def rounds(self, own: int) -> int:
         """The micro-batches of a loader batch, after each of which this rank may have to wait for others. Called on all ranks."""
-        is_agreed = self._has_rounds or (self.sync.is_recording_graph and self._accumulation.splitting is not None)
+        splitting = self._accumulation.splitting
+        is_agreed = self._has_rounds or (self._has_ranks and splitting is not None and self.sync.is_recording_graph)
         return int(self._accumulation.ranks.largest(own)[0]) if is_agreed else own
 
     # --- the end of a window --------------------------------------------------------------------------------------
