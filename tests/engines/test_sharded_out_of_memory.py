@@ -147,7 +147,7 @@ def test_memory_runs_out_in_the_check_on_both(where: str) -> None:
 @pytest.mark.parametrize(
     "policy",
     [{"on_nonfinite": "skip"}, {"on_nonfinite": "raise"}, {"tail": "carry"}, {"weight": count_targets}],
-    ids=str,
+    ids=" ".join,
 )
 def test_other_policies(policy: dict[str, Any], where: str) -> None:
     by_rank = dealt(ROWS[:32], 8, "fsdp2")
