@@ -19,6 +19,7 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
 from support import Scalar, trainer, x
+from torch.distributed.fsdp import FSDPModule
 
 import lightning_accum
 from lightning_accum import loops, seams
@@ -40,7 +41,8 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def test_everything_is_as_it_was_read() -> None:
-    assert seams.changed(seams.SEAMS) == []
+    has_auto = hasattr(FSDPModule, "reset_iter_state")  # else micro_batch="auto" over shards is refused, which alone needs these
+    assert [seam for seam in seams.changed(seams.SEAMS) if has_auto or seam not in seams.COLLECTIVES] == []
 
 
 def test_every_method_that_is_replaced_is_in_the_table() -> None:
