@@ -80,10 +80,15 @@ def has_room_to_double(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
+    room, passing = _room_and_passing(device)
+    return 2 * passing <= room
+
+
+def _room_and_passing(device: torch.device) -> tuple[float, int]:
+    """Bytes for what passes, and how many passed at the peak: what is allocated now stays, of nine tenths of what can be had."""
     lasting = torch.cuda.memory_allocated(device)
-    passing = torch.cuda.max_memory_allocated(device) - lasting
     available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return lasting + 2 * passing <= 0.9 * available
+    return 0.9 * available - lasting, torch.cuda.max_memory_allocated(device) - lasting
 
 
 class PeakMemory:
@@ -108,10 +113,8 @@ class PeakMemory:
         self._elements = max([self._elements, *(micro_batch.cost * micro_batch.count for micro_batch in micro_batches)])
         if self._device.type != "cuda" or not self._elements:
             return
-        lasting = torch.cuda.memory_allocated(self._device)
-        passing = torch.cuda.max_memory_allocated(self._device) - lasting
-        available = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
-        self.most = self._elements * max(0.0, 0.9 * available - lasting) / passing if passing else math.inf
+        room, passing = _room_and_passing(self._device)
+        self.most = self._elements * max(0.0, room) / passing if passing else math.inf
 
     def forget(self) -> None:
         """The peak is no longer that of the micro-batches so far: one failed."""
