@@ -56,9 +56,9 @@ class Engine(Strategy):
     """The state of the running ``fit``; None outside of one, and in manual optimization."""
     policy: Policy = Policy()
     estimated_windows: int | None = None
+    """How many windows of tokens a training will have; None where it was not asked."""
     gradient_reads: GradientReads | None = None
     """Notices hooks that look at gradients inside of a window."""
-    """How many windows of tokens a training will have; None where it was not asked."""
     listener: WindowListener | None = None
     has_varying_windows: bool = False
     """:attr:`listener` sets the size of each window that is about to begin."""

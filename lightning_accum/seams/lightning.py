@@ -45,7 +45,6 @@ strategies.parallel.ParallelStrategy
     block_backward_sync | DDPAccumulationStrategy, ShardedMixin | reduces once a window | 1aa2cbd7
 strategies.ddp.DDPStrategy
     _timeout | - | how long ranks wait for each other | -
-    configure_ddp | DDPAccumulationStrategy | leaves BatchNorm to joint runs | daffde51
     setup | - | wraps the module, and calls Strategy.setup | 86bfe418
     pre_backward | - | prepares DistributedDataParallel's reduction | b2401dc8
     post_backward | DDPAccumulationStrategy | reduces what manual optimization delayed | 46a7c777
@@ -105,14 +104,14 @@ loops.optimization.automatic.ClosureResult
     asdict | - | what on_train_batch_end gets | 7547fd28
 loops.optimization.manual._ManualOptimization
     run | WindowManualOptimization | a loader batch begins and ends, and a window with it | bde82f8c
-    advance | WindowManualOptimization | runs training_step, of a split batch for each micro-batch | 5ae27545
+    advance | - | runs training_step once | 5ae27545
     on_run_end | - | takes back what it put into the optimizers | ce3ea3a5
     _on_before_step | WindowManualOptimization | counts the steps that do not wait | 158c1bd3
     _on_after_step | WindowManualOptimization | counts the steps that do not wait | 44da92f0
 loops.optimization.manual.ManualResult
     from_training_step_output | - | what on_train_batch_end gets | 82da99e5
 loops.utilities
-    _block_parallel_sync_behavior | - | blocks the reduction inside a window | 094165ef
+    _block_parallel_sync_behavior | - | enters block_backward_sync, for toggled optimizers too | 094165ef
 loops.fetchers._PrefetchDataFetcher
     __iter__ | UnevenDataFetcher, AheadFetcher | ranks of different lengths end together; windows are drawn ahead | 46027b64
     __next__ | UnevenDataFetcher, AheadFetcher | ranks of different lengths end together; windows are drawn ahead | 7dee5f74

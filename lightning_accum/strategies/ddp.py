@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-)
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import (
-    FSDPStrategy,
-)
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override

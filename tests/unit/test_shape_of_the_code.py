@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from inspect import get_annotations
 from pathlib import Path
 
 import lightning_accum
@@ -129,6 +130,14 @@ def test_every_row_of_the_table_is_used() -> None:
     words = {word for file in FILES if not file.startswith("seams/") for word in words_in(file)}
     read = [row for row in seams.SEAMS if row.read == "-" or row not in seams.LIGHTNING]
     assert [str(row) for row in read if row.name not in words] == []
+
+
+def test_what_the_table_calls_replaced_is_replaced() -> None:
+    methods = {kind.__name__: {*vars(kind), *get_annotations(kind)} for kind in classes() if not is_of_library(kind)}
+    functions = {name for tree in FILES.values() for name in defined_in(tree)} - set(methods)
+    replaced = [(row, by) for row in seams.LIGHTNING if row.read != "-" for by in row.replaced_by.split(", ") if by]
+    assert len(replaced) > 50
+    assert [f"{row} by {by}" for row, by in replaced if row.name not in methods.get(by, ()) and by not in functions] == []
 
 
 # --- imports, those for type checking included ---------------------------------------------------------------------------
