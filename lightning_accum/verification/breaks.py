@@ -81,6 +81,12 @@ _WORDS = {
     ),
 }
 """By name: what was seen of it, and what mends it."""
+WARNED = {
+    "weight of a term": "the term of the loss that it weighs",
+    "BatchNorm": "BatchNorm (",
+    "terms of the loss": "terms",
+}
+"""Words of the warning about it while training."""
 
 
 def named(name: str, difference: float, *words: Any, without: float | None = None) -> Break:

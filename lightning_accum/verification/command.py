@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import os
+import pkgutil
 import sys
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,7 @@ def found(name: str) -> Any:
     if not (module and path):
         raise UsageError(f"{name!r} is not of the form package.module:name")
     try:
-        return attrgetter(path)(importlib.import_module(module))
+        return pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # of an import inside of it

@@ -13,17 +13,7 @@ from torch import Tensor
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Comparison
-from lightning_accum.verification.measure import (
-    Difference,
-    Fit,
-    flat,
-    is_same_step,
-    minus,
-    most_noise,
-    orderable,
-    tolerance,
-    weights_that_fit,
-)
+from lightning_accum.verification.measure import Difference, flat, is_same_step, most_noise, tolerance, weights_that_fit
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, NoStepError, StepRunner
 from lightning_accum.verification.watch import Step
@@ -38,7 +28,8 @@ class Diagnosis:
 
     def __init__(self, runner: StepRunner, comparison: Comparison) -> None:
         self._runner, self._comparison = runner, comparison
-        self._change = Change()
+        self.change = Change()
+        """What was taken out of the module in all steps, so that they can be compared."""
         self._order: float | None = None
         self.breaks: list[Break] = []
         self.notes: list[str] = []
@@ -55,13 +46,12 @@ class Diagnosis:
         self.window: Step | None = None
         """None where it could not be run, since its weight cannot be read."""
         try:
-            self.window = runner.accumulated(comparison.batches, self._change)
+            self.window = runner.accumulated(comparison.batches, self.change)
         except UnreadableLossError as error:
             self.breaks.append(breaks.mended_by_row_wise(breaks.unreadable_weight(error), self._names_that_mend(self.full)))
             return
         self.gradient = Difference.between(self.window.gradients, self.full.gradients)
-        ways = minus(self.window.after, self.window.before), minus(self.full.after, self.full.before)
-        self.update = Difference.between(*ways)
+        self.update = Difference.between(self.window.way, self.full.way)
         if self.gradient.largest <= self.tolerance:
             self._check_step(self.window)
         elif not self.breaks:  # beside random numbers nothing else can be found out
@@ -72,11 +62,6 @@ class Diagnosis:
     def is_equal(self) -> bool:
         """Whether the window's step is the full batch's."""
         return self.window is not None and not self.breaks and self.gradient.largest <= self.tolerance
-
-    @property
-    def change(self) -> Change:
-        """What was taken out of the module in all steps, so that they can be compared."""
-        return self._change
 
     # --- what a run of the same batch changes -------------------------------------------------------------------------
 
@@ -89,41 +74,32 @@ class Diagnosis:
         if noise <= most:
             return noise
         same = self._difference(comparison.full, seed=0)
-        if not same <= most:
+        if same > most:
             self.breaks.append(breaks.named("non-deterministic operations", same))
             return same
         seeded = self._difference(comparison.full, seed=1)
-        if not seeded <= most:
-            return self._even_noise(seeded, again)
-        self._note_order(noise)
-        return same
-
-    def _even_noise(self, seeded: float, again: Any) -> float:
-        """The module draws random numbers: have it draw the same for every row."""
-        most = most_noise(self.full.dtype)
-        drawn, self._change = self.full, Change(evens_noise=True)
-        self.full = self._runner.full(self._comparison.full, self._change)
-        left = self._difference(self._comparison.full, seed=1)
-        if not left <= most:
-            self.full, self._change = drawn, Change()
-            self.breaks.append(breaks.named("random numbers", seeded))
-            return left
-        self.notes.append(
-            f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row, to compare batches of"
-            f" different sizes: two seeds alone differ by {seeded:.1e}. In training a window is equal to its batch in distribution."
-        )
-        noise = self._difference(again, seed=1)
-        if noise <= most:
-            return noise
-        self._note_order(noise)
-        return left
-
-    def _note_order(self, noise: float) -> None:
+        if seeded > most:  # have it draw the same random numbers for every row
+            drawn, self.change = self.full, Change(evens_noise=True)
+            self.full = self._runner.full(comparison.full, self.change)
+            same = self._difference(comparison.full, seed=1)
+            if same > most:
+                self.full, self.change = drawn, Change()
+                self.breaks.append(breaks.named("random numbers", seeded))
+                return same
+            self.notes.append(
+                f"Random numbers ({', '.join(sorted(self.full.noise))}) were made the same for every row, to compare batches of"
+                f" different sizes: two seeds alone differ by {seeded:.1e}. In training a window is equal to its batch in"
+                " distribution."
+            )
+            noise = self._difference(again, seed=1)
+            if noise <= most:
+                return noise
         self._order = noise
         self.notes.append(f"The gradient of the full batch depends on the order of its rows: in reverse it is {noise:.1e} away.")
+        return same
 
     def _difference(self, batch: Any, seed: int) -> float:
-        return _difference(self._runner.full(batch, self._change, seed), self.full)
+        return _difference(self._runner.full(batch, self.change, seed), self.full)
 
     # --- what breaks equality -----------------------------------------------------------------------------------------
 
@@ -134,27 +110,27 @@ class Diagnosis:
             self.breaks.append(breaks.named("non-finite gradient", math.nan))
             return
         if layers := self.full.batch_norm:
-            change = replace(self._change, freezes_batch_norm=True)
+            change = replace(self.change, freezes_batch_norm=True)
             frozen, frozen_window = self._runner.full(self._comparison.full, change), self._runner.accumulated(batches, change)
             without = _difference(frozen_window, frozen)
             if without < left:
                 self.breaks.append(breaks.named("BatchNorm", left, listed(layers), without=without))
-                self._change, full, window, left = change, frozen, frozen_window, without
-        if not left <= self.tolerance and len(batches) > 1:
-            change = replace(self._change, fixes_batch_idx=True)
+                self.change, full, window, left = change, frozen, frozen_window, without
+        if left > self.tolerance and len(batches) > 1:
+            change = replace(self.change, fixes_batch_idx=True)
             fixed = self._runner.accumulated(batches, change)
-            if not _difference(fixed, window) <= self.tolerance:
+            if _difference(fixed, window) > self.tolerance:
                 without = _difference(fixed, full)
                 self.breaks.append(breaks.named("batch_idx", left, without=without))
-                self._change, window, left = change, fixed, without
+                self.change, window, left = change, fixed, without
         padded = self._comparison.padded()
-        if not left <= self.tolerance and padded is not None:
-            even = self._runner.accumulated(padded, self._change)
-            if not _difference(even, window) <= self.tolerance:
+        if left > self.tolerance and padded is not None:
+            even = self._runner.accumulated(padded, self.change)
+            if _difference(even, window) > self.tolerance:
                 without = _difference(even, full)
                 self.breaks.append(breaks.named("padding", left, self._comparison.padding, without=without))
                 batches, window, left = padded, even, without
-        if not left <= self.tolerance:
+        if left > self.tolerance:
             found = self._look_into_the_rest(full, batches, left, window.warnings)
             if found.name in ("contrastive loss", "terms of the loss", "rows that depend on each other"):
                 found = breaks.mended_by_row_wise(found, self._names_that_mend(full))
@@ -163,16 +139,19 @@ class Diagnosis:
     def _look_into_the_rest(self, full: Step, batches: Sequence[Any], left: float, warnings: Sequence[str]) -> Break:
         """What cannot be taken out."""
         nonlinearity = self._nonlinearity(full)
-        if not nonlinearity <= self.tolerance:
+        if nonlinearity > self.tolerance:
             hooked = listed(full.gradient_hooks)
             hooks = f", as the hooks on the gradients of {hooked} may" if hooked else ""
             return breaks.named("backward that is not linear", nonlinearity, hooks)
-        if full.is_contrastive or any("contrastive" in warning for warning in warnings):
+        if full.is_contrastive:
             return breaks.named("contrastive loss", left)
-        carried = self._state_carried(full)
-        if not carried <= self.tolerance:
+        # the mean of the same batch twice is the batch's own: what differs was carried from one to the other
+        carried = _difference(self._runner.twice(self._comparison.full, replace(self.change, fixes_batch_idx=True)), full)
+        if carried > self.tolerance:
             return breaks.named("state", carried)
-        fit, used = self._weights_that_fit(full, batches)
+        window = self._runner.accumulated(batches, self.change, keeps_micro_batches=True)
+        pieces = torch.stack([flat(piece) for piece in window.micro_batch_gradients], 1)
+        fit = weights_that_fit(pieces, flat(full.of_backward))
         most = max(10 * self.tolerance, 1e-9)
         if fit.left <= most:
             given = self._runner.policy.get("weight", "auto")
@@ -180,14 +159,11 @@ class Diagnosis:
                 found = "With other weights the micro-batches would give the gradient of the full batch."
                 return breaks.named("weight of a term", left, found)
             if fit.left_of_means <= most:
-                return breaks.weight(given, fit.weights.tolist(), used, left, fit.left)
+                return breaks.weight(given, fit.weights.tolist(), window.weights, left, fit.left)
             return breaks.scale(fit.weights.tolist(), left)
-        about_counts = [warning for warning in warnings if "the term of the loss that it weighs" in warning]
-        if about_counts:
-            return breaks.named("weight of a term", left, about_counts[-1])
-        about_terms = [warning for warning in warnings if "terms" in warning]
-        if about_terms:
-            return breaks.named("terms of the loss", left, about_terms[-1])
+        for name in ("weight of a term", "terms of the loss"):
+            if warned := [warning for warning in warnings if breaks.WARNED[name] in warning]:
+                return breaks.named(name, left, warned[-1])
         of_order = "" if self._order is None else " It depends on the order of the rows, too."
         return breaks.named("rows that depend on each other", left, fit.left, of_order)
 
@@ -196,7 +172,7 @@ class Diagnosis:
         asked_for = self._runner.policy.get("micro_batch")
         size = asked_for if isinstance(asked_for, int) else max(1, (self._comparison.rows or 2) // 2)
         try:
-            step = self._runner.row_wise(self._comparison.full, size, self._change)
+            step = self._runner.row_wise(self._comparison.full, size, self.change)
         except Exception:  # whatever a submodule does on other rows
             return []
         return step.row_wise if Difference.between(step.gradients, full.gradients).largest <= self.tolerance else []
@@ -205,54 +181,41 @@ class Diagnosis:
         """How far the gradient of a multiple of the loss is from that multiple of its gradient."""
         if full.dtype == torch.float16:  # which would overflow
             return 0.0
-        batch, change, found = self._comparison.full, self._change, [0.0]
+        found = []
         for factor in (2.0**-10, 2.0**10):  # powers of two do not round
-            scaled = self._runner.full(batch, replace(change, factor=factor)).of_backward
+            scaled = self._runner.full(self._comparison.full, replace(self.change, factor=factor)).of_backward
             multiple = {name: gradient * factor for name, gradient in full.of_backward.items()}
             found.append(Difference.between(scaled, multiple).largest)
-        return max(found, key=orderable)
-
-    def _state_carried(self, full: Step) -> float:
-        """The mean of the same batch twice is the batch's own: what differs was carried from one to the other."""
-        twice = self._runner.twice(self._comparison.full, replace(self._change, fixes_batch_idx=True))
-        return _difference(twice, full)
-
-    def _weights_that_fit(self, full: Step, batches: Sequence[Any]) -> tuple[Fit, list[float | None]]:
-        """How near any weights come to the full batch; and the weights that were used."""
-        window = self._runner.accumulated(batches, self._change, keeps_micro_batches=True)
-        pieces = torch.stack([flat(piece) for piece in window.micro_batch_gradients], 1)
-        return weights_that_fit(pieces, flat(full.of_backward)), window.weights
+        return max(found)
 
     # --- what comes after the gradients -------------------------------------------------------------------------------
 
     def _check_step(self, window: Step) -> None:
         """Given the window's gradient, does the full batch's step end where the window's did?"""
-        replay = self._runner.full(self._comparison.full, self._change, gradients=window.gradients)
+        replay = self._runner.full(self._comparison.full, self.change, gradients=window.gradients)
         is_same = is_same_step(window.after, replay.after, replay.before)
-        if not is_same and not self.update.largest <= self.tolerance:  # LBFGS takes more gradients than the one that is replayed
+        if not is_same and self.update.largest > self.tolerance:  # LBFGS takes more gradients than the one that is replayed
             self.breaks.append(breaks.named("optimizer step", self.update.largest))
-        elif not self.update.largest <= self.tolerance:
+        elif self.update.largest > self.tolerance:
             self.notes.append(
                 "Updates differ by more than gradients, by what the optimizer makes of rounding in a gradient that is almost 0:"
                 " given the window's gradient, the full batch's step ends in the same parameters."
             )
-        if not any(bool(way.any()) for way in minus(self.full.after, self.full.before).values()):
+        if not any(bool(way.any()) for way in self.full.way.values()):
             self.notes.append("The step moved no parameter, as with a learning rate that begins at 0: gradients were compared.")
 
     def _check_buffers(self, window: Step) -> None:
         """What the steps after this one go by."""
         if any(found.name in ("BatchNorm", "state", "random numbers") for found in self.breaks):
             return
-        changed = {name: _buffer_difference(window.buffers.get(name), buffer) for name, buffer in self.full.buffers.items()}
-        changed = {n: value for n, value in changed.items() if not value <= max(self.tolerance, _SMALLEST_DIFFERENCE_OF_BUFFERS)}
-        if not changed:
-            return
+        most = max(self.tolerance, _SMALLEST_DIFFERENCE_OF_BUFFERS)
+        differences = {name: _buffer_difference(window.buffers.get(name), buffer) for name, buffer in self.full.buffers.items()}
+        changed = {name: value for name, value in differences.items() if value > most}
         updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in changed)]
-        left = self.gradient.largest
         if updated:
-            self.breaks.append(breaks.named("BatchNorm", left, listed(updated)))
-        else:
-            self.breaks.append(breaks.named("buffers", left, listed(list(changed)), max(changed.values())))
+            self.breaks.append(breaks.named("BatchNorm", self.gradient.largest, listed(updated)))
+        elif changed:
+            self.breaks.append(breaks.named("buffers", self.gradient.largest, listed(list(changed)), max(changed.values())))
 
 
 def _difference(step: Step, full: Step) -> float:
@@ -264,4 +227,4 @@ def _buffer_difference(found: Tensor | None, expected: Tensor) -> float:
         return math.inf
     if torch.equal(found, expected):
         return 0.0
-    return Difference.between({"": found}, {"": expected}).overall if expected.is_floating_point() else 1.0
+    return Difference.between({"": found}, {"": expected}).largest if expected.is_floating_point() else 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +31,8 @@ class Difference:
 
     @property
     def largest(self) -> float:
-        """The largest of all; NaN where any is."""
-        values = [self.overall, *self.by_name.values()]
-        return math.nan if any(map(math.isnan, values)) else max(values)
+        """The largest of all; infinite where any is NaN."""
+        return max(math.inf if math.isnan(value) else value for value in (self.overall, *self.by_name.values()))
 
     @classmethod
     def between(cls, found: Tensors, expected: Tensors) -> Difference:
@@ -43,21 +42,13 @@ class Difference:
             >>> Difference.between({"w": torch.tensor([3.0, -3.0])}, {"w": torch.tensor([3.0, -4.0])}).overall
             0.2
         """
-        distances = {name: _norm(_minus(found[name], tensor)) for name, tensor in expected.items()}
+        distances = {name: _distance(found[name], tensor) for name, tensor in expected.items()}
         sizes = {name: _norm(tensor) for name, tensor in expected.items()}
         size = math.hypot(*sizes.values())
-        numbers = sum(tensor.numel() for tensor in expected.values())
-        typical = SMALLEST_SHARE * size / math.sqrt(max(1, numbers))
-        by_name = {
-            name: _ratio(distances[name], max(sizes[name], typical * math.sqrt(tensor.numel())))
-            for name, tensor in expected.items()
-        }
+        numbers = {name: tensor.numel() for name, tensor in expected.items()}
+        typical = SMALLEST_SHARE * size / math.sqrt(max(1, sum(numbers.values())))
+        by_name = {n: _ratio(distances[n], max(sizes[n], typical * math.sqrt(numbers[n]))) for n in expected}
         return cls(_ratio(math.hypot(*distances.values()), size), by_name)
-
-
-def minus(after: Tensors, before: Tensors) -> dict[str, Tensor]:
-    """The way that each tensor went."""
-    return {name: _minus(tensor, before[name]) for name, tensor in after.items()}
 
 
 def is_same_step(found: Tensors, expected: Tensors, before: Tensors) -> bool:
@@ -66,8 +57,7 @@ def is_same_step(found: Tensors, expected: Tensors, before: Tensors) -> bool:
         if not tensor.is_floating_point():
             continue
         eps = torch.finfo(tensor.dtype).eps
-        way, size = _norm(_minus(tensor, before[name])), _norm(tensor)
-        if not _norm(_minus(found[name], tensor)) <= 1024 * eps * way + 4 * eps * size:
+        if not _distance(found[name], tensor) <= 1024 * eps * _distance(tensor, before[name]) + 4 * eps * _norm(tensor):
             return False
     return True
 
@@ -141,98 +131,41 @@ def flat(gradients: Tensors) -> Tensor:
     return torch.cat([gradient.to(torch.float64).flatten() for gradient in gradients.values()])
 
 
-def only(gradients: Tensors, names: Sequence[str]) -> dict[str, Tensor]:
-    """Those of these names."""
-    return {name: gradients[name] for name in names}
-
-
-def sum_of(shares: Sequence[Tensors]) -> dict[str, Tensor]:
-    """What all ranks add up to."""
-    return {name: torch.stack([share[name] for share in shares]).sum(0) for name in shares[0]}
-
-
-def factors_that_fit(shares: Sequence[Tensors], found: Tensors, tolerance: float) -> list[float] | None:
-    """How often each share counts; one number for all where they cannot be distinguished, None where they do not fit."""
-    most = max(100 * tolerance, 1e-9)
-    target = flat(found)
-    fit = weights_that_fit(torch.stack([flat(share) for share in shares], 1), target)
-    if float(target.norm()) == 0:
-        return [0.0] * len(shares)
-    if not fit.left <= most:
+def factors_that_fit(shares: Tensor, found: Tensor, tolerance: float) -> Tensor | None:
+    """How often each share, a column, counts; one number where they cannot be distinguished, None where they do not fit."""
+    if not found.any():
+        return torch.zeros(shares.shape[1], dtype=shares.dtype)
+    fit = weights_that_fit(shares, found)
+    if not fit.left <= max(100 * tolerance, 1e-9):
         return None
     if len(fit.weights):
-        return [float(weight) for weight in fit.weights]
-    factor = common_factor(found, sum_of(shares))
-    return None if factor is None else [factor]
+        return fit.weights
+    factor = common_factor(found, shares.sum(1))
+    return None if factor is None else torch.tensor([factor], dtype=shares.dtype)
 
 
-def is_rounding(found: Tensors, shares: Sequence[Tensors], eps: float) -> bool:
-    """Whether each number is off by no more than rounding what was added up to it can do."""
-    if not shares:
-        return False
-    size = flat(sum_of([{name: share.abs() for name, share in of_rank.items()} for of_rank in shares]))
-    return bool(((flat(found) - flat(sum_of(shares))).abs() <= 4 * eps * size + 1e-6 * size.max()).all())
-
-
-def common_factor(found: Tensors, expected: Tensors) -> float | None:
+def common_factor(found: Tensor, expected: Tensor) -> float | None:
     """By how much all of it is multiplied; None where it is not."""
-    a, b = flat(found), flat(expected)
-    size = float(b @ b)
-    factor = float(a @ b) / size if size else 0.0
-    return factor if float((a - factor * b).norm()) <= 1e-9 * float(b.norm()) * max(1.0, abs(factor)) else None
+    size = float(expected @ expected)
+    factor = float(found @ expected) / size if size else 0.0
+    return factor if float((found - factor * expected).norm()) <= 1e-9 * size**0.5 * max(1.0, abs(factor)) else None
 
 
-def factor_of_numbers(found: Sequence[float], expected: Sequence[float]) -> float | None:
-    """By how much all numbers are multiplied; None where each by another, or there is one number, and the factor is not round."""
-    if not expected or any(value == 0 for value in expected):
-        return None
-    factors = [a / b for a, b in zip(found, expected, strict=True)]
-    factor = factors[0]
-    if any(not math.isclose(other, factor, rel_tol=1e-9) for other in factors):
-        return None
-    is_round = factor != 0 and any(math.isclose(f, round(f), rel_tol=1e-9) for f in (factor, 1 / factor))
-    return factor if is_round or factor == 0 or len(factors) > 1 else None
+def is_rounding(found: Tensor, shares: Tensor, eps: float) -> bool:
+    """Whether each number is off by no more than rounding what was added up to it, the columns, can do."""
+    size = shares.abs().sum(1)
+    return bool(((found - shares.sum(1)).abs() <= 4 * eps * size + 1e-6 * size.max()).all())
 
 
-def are_close(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the factors are the same, to rounding."""
-    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in zip(one, other, strict=True))
-
-
-def is_near(found: Tensors, expected: Tensors, tolerance: float) -> bool:
-    """Whether nothing is off by more than the tolerance."""
-    return Difference.between(found, expected).largest <= tolerance
-
-
-def is_close(found: Tensor, expected: Tensor | None, tolerance: float = 1e-9) -> bool:
+def is_close(found: Tensor, expected: Tensor | None, tolerance: float) -> bool:
     """Whether a tensor is another, to rounding."""
     if expected is None or found.shape != expected.shape:
         return False
-    return torch.equal(found, expected) or is_near({"": found.double()}, {"": expected.double()}, tolerance)
+    return torch.equal(found, expected) or Difference.between({"": found}, {"": expected}).largest <= tolerance
 
 
-def is_same_number(found: float, expected: float, tolerance: float) -> bool:
-    """Whether a loss is another, to rounding; NaN is NaN."""
-    return math.isclose(found, expected, rel_tol=16 * tolerance, abs_tol=1e-300) or (found != found and expected != expected)
-
-
-def orderable(value: float) -> float:
-    """A difference, infinite where it is NaN."""
-    return math.inf if math.isnan(value) else value
-
-
-def times(factor: float) -> str:
-    """A factor in words."""
-    return f"{factor:.6g} times"
-
-
-def in_a_list(factors: Sequence[float]) -> str:
-    """Factors in words."""
-    return ", ".join(f"{factor:.6g}" for factor in factors)
-
-
-def _minus(a: Tensor, b: Tensor) -> Tensor:
-    return a.to(torch.float64) - b.to(torch.float64)
+def _distance(a: Tensor, b: Tensor) -> float:
+    return _norm(a.to(torch.float64) - b.to(torch.float64))
 
 
 def _norm(tensor: Tensor) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -16,29 +16,21 @@ from lightning_accum.verification.data import Comparison
 from lightning_accum.verification.examination import Diagnosis
 from lightning_accum.verification.measure import (
     Difference,
-    Tensors,
-    are_close,
     common_factor,
-    factor_of_numbers,
     factors_that_fit,
     flat,
-    in_a_list,
     is_close,
-    is_near,
     is_rounding,
-    is_same_number,
     is_same_step,
-    minus,
-    only,
-    orderable,
-    sum_of,
-    times,
     weights_that_fit,
 )
 from lightning_accum.verification.ranks import steps_over_ranks
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import StepRunner
 from lightning_accum.verification.watch import Step
+
+_Found = tuple[str, str, str]
+"""The name of a break, what was seen, and what mends it."""
 
 
 @dataclass
@@ -55,23 +47,21 @@ class OverRanks:
     alone: Diagnosis
     ranks: int
     strategy: str | Strategy
-    breaks: list[Break] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         change, batches = self.alone.change, self.comparison.batches
         shares = [list(batches[rank :: self.ranks]) for rank in range(self.ranks)]
-        self.tolerance = self.alone.tolerance
+        self.tolerance, self.full = self.alone.tolerance, self.alone.full
         self.steps = steps_over_ranks(self.runner, shares, self.strategy, change)
-        self.parts = [self.runner.share(share, change) for share in shares]
-        full = self.alone.full
-        by_rank = [Difference.between(step.gradients, full.gradients) for step in self.steps]
-        worst = max(range(self.ranks), key=lambda rank: orderable(by_rank[rank].largest))
+        self.parts = [self.runner.accumulated(share, change) for share in shares]
+        by_rank = [Difference.between(step.gradients, self.full.gradients) for step in self.steps]
+        worst = max(range(self.ranks), key=lambda rank: by_rank[rank].largest)
         self.worst, self.gradient = self.steps[worst], by_rank[worst]
-        self.update = Difference.between(_way(self.worst), _way(full))
-        if not all(difference.largest <= self.tolerance for difference in by_rank):
-            self._find_breaks(full, by_rank)
-        else:
-            self._check_step(full)
+        self.update = Difference.between(self.worst.way, self.full.way)
+        is_equal = self.gradient.largest <= self.tolerance
+        stages = [self._of_step] if is_equal else [self._before_step, self._of_losses, self._after_reduction, self._of_reduction]
+        found = next(filter(None, (list(stage()) for stage in stages)), [])  # what comes later follows from the first
+        self.breaks = [Break(name, text, self.gradient.largest, None, mend) for name, text, mend in found]
 
     @property
     def is_equal(self) -> bool:
@@ -92,77 +82,49 @@ class OverRanks:
         """Its name, or its class."""
         return self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
 
-    # --- gradients ------------------------------------------------------------------------------------------------------
+    # --- one stage of a step after the other ------------------------------------------------------------------------------
 
-    def _find_breaks(self, full: Step, by_rank: Sequence[Difference]) -> None:
-        if (found := self._break_before_step(full)) is not None:
-            self._note(found)
-            return
-        if of_losses := list(self._breaks_of_losses()):
-            for one in of_losses:
-                self._note(one)
-            return
-        if all(is_near(step.of_backward, full.of_backward, self.tolerance) for step in self.steps):
-            factor = common_factor(self.worst.gradients, full.gradients)
-            text = "The gradients are the full batch's when they have been reduced, and others when the optimizer gets them" + (
-                f": {times(factor)} as large." if factor is not None else "."
-            )
-            self._note(("after the reduction", text, "Look for hooks around the step that go by the rank or the number of ranks."))
-            return
-        self._note(self._break_of_reduction(full, by_rank))
-
-    def _break_before_step(self, full: Step) -> tuple[str, str, str] | None:
-        """What differs before anything was computed."""
-        off = {
-            rank: [name for name, before in step.before.items() if not is_close(before, full.before.get(name), self.tolerance)]
-            for rank, step in enumerate(self.steps)
-        }
-        if any(off.values()):
-            return (
+    def _before_step(self) -> Iterator[_Found]:
+        if off := self._differing(lambda step: step.before):
+            yield (
                 "parameters before the step",
-                f"{self._on(off)} not those of one process.",
+                f"{off} not those of one process.",
                 "Make them from the same random numbers on every rank (seed_everything with one seed), or load one checkpoint.",
             )
-        return None
 
-    def _breaks_of_losses(self) -> Iterator[tuple[str, str, str]]:
-        """A rank whose micro-batches have other losses than in one process."""
-        off = []
+    def _of_losses(self) -> Iterator[_Found]:
+        """The losses of the same rows are others than in one process."""
+        off: dict[int, Tensor] = {}
         for rank, (step, part) in enumerate(zip(self.steps, self.parts, strict=True)):
-            if len(step.losses) != len(part.losses):
+            own, alone = (torch.tensor(losses, dtype=torch.float64) for losses in (step.losses, part.losses))
+            if len(own) != len(alone):
                 yield (
                     "micro-batches of a rank",
-                    f"Rank {rank} has {len(step.losses)} micro-batches with a loss, and one process has {len(part.losses)} on the"
-                    " same rows.",
+                    f"Rank {rank} has {len(own)} micro-batches with a loss, and one process has {len(alone)} on the same rows.",
                     "Have training_step return a loss, or None, by what is in the batch, and not by the rank.",
                 )
-            elif not all(is_same_number(a, b, self.tolerance) for a, b in zip(step.losses, part.losses, strict=True)):
-                off.append(rank)
+            elif not torch.allclose(own, alone, rtol=16 * self.tolerance, atol=0.0, equal_nan=True):
+                off[rank] = torch.stack((own, alone), 1)
         if not off:
             return
-        buffers = {
-            rank: [n for n, b in self.steps[rank].buffers_before.items() if not is_close(b, self.parts[rank].buffers_before.get(n))]
-            for rank in off
-        }
+        first, pairs = next(iter(off.items()))
+        own_loss, loss = next((a, b) for a, b in pairs.tolist() if not math.isclose(a, b, rel_tol=16 * self.tolerance))
+        losses = f"{own_loss:.9g} on rank {first}, {loss:.9g} in one process"
+        factors = {rank: _round_factor(*pairs.unbind(1)) for rank, pairs in off.items()}
         seeds = [step.seed for step in self.steps]
-        first = off[0]
-        pairs = zip(self.steps[first].losses, self.parts[first].losses, strict=True)
-        own, alone = next(pair for pair in pairs if not is_same_number(*pair, self.tolerance))
-        losses = f"{own:.9g} on rank {first}, {alone:.9g} in one process"
-        factors = [factor_of_numbers(self.steps[rank].losses, self.parts[rank].losses) for rank in off]
-        if any(buffers.values()):
+        if buffers := self._differing(lambda step: step.buffers_before):
             yield (
                 "buffers of a rank",
-                f"{self._on(buffers)} not those of one process, and so are the losses of the same rows ({losses}).",
+                f"{buffers} not those of one process, and so are the losses of the same rows ({losses}).",
                 "Set buffers from the same numbers on every rank, or have the strategy broadcast them (broadcast_buffers=True).",
             )
-        elif all(factor is not None for factor in factors):
-            listing = ", ".join(f"rank {rank}: {times(factor)}" for rank, factor in zip(off, factors, strict=True) if factor)
-            same = len(off) == self.ranks and len({round(factor or 0, 9) for factor in factors}) == 1
+        elif None not in factors.values():
+            listing = ", ".join(f"rank {rank}: {factor:.6g} times" for rank, factor in factors.items())
+            same = len(off) == self.ranks and len(set(factors.values())) == 1
             yield (
                 "loss of all ranks" if same else "loss of a rank",
                 f"The losses of the same rows are multiples of those in one process ({listing})"
-                f"{self._group(factors[0]) if same else ''}.",
+                f"{self._group(factors[first] or 0.0) if same else ''}.",
                 "Return the loss as one process would: the strategy sums over ranks, and divides once.",
             )
         elif len(set(seeds)) > 1:
@@ -175,54 +137,109 @@ class OverRanks:
         else:
             yield (
                 "loss of a rank",
-                f"From the same rows rank{'s' * (len(off) > 1)} {', '.join(map(str, off))} {'have' if len(off) > 1 else 'has'}"
-                f" another loss ({losses}).",
+                f"From the same rows {_ranks(list(off))} {'have' if len(off) > 1 else 'has'} another loss ({losses}).",
                 "Look for what goes by the rank in training_step, such as random numbers or attributes that were set by it.",
             )
 
-    def _break_of_reduction(self, full: Step, by_rank: Sequence[Difference]) -> tuple[str, str, str]:
-        """The losses are right, so what becomes of their gradients is not."""
-        shares = self._shares(full)
-        views = [Difference.between(step.of_backward, full.of_backward).by_name for step in self.steps]
-        bad = [name for name in full.of_backward if any(not view[name] <= self.tolerance for view in views)]
-        if shares is None:
-            return self._unknown(bad, [])
-        factors = [
-            factors_that_fit([only(share, bad) for share in shares], only(step.of_backward, bad), self.tolerance)
-            for step in self.steps
-        ]
-        if None not in factors and self._is_own_only([factor for factor in factors if factor is not None]):
-            what = (
-                "no parameter is" if len(bad) == len(full.of_backward) else f"{listed(bad)} {'are' if len(bad) > 1 else 'is'} not"
+    def _after_reduction(self) -> Iterator[_Found]:
+        if all(Difference.between(step.of_backward, self.full.of_backward).largest <= self.tolerance for step in self.steps):
+            factor = common_factor(flat(self.worst.gradients), flat(self.full.gradients))
+            yield (
+                "after the reduction",
+                "The gradients are the full batch's when they have been reduced, and others when the optimizer gets them"
+                + ("." if factor is None else f": {factor:.6g} times as large."),
+                "Look for hooks around the step that go by the rank or the number of ranks.",
             )
-            return (
+
+    def _of_reduction(self) -> Iterator[_Found]:
+        """The losses are right, so what becomes of their gradients is not."""
+        full = self.full.of_backward
+        views = [Difference.between(step.of_backward, full).by_name for step in self.steps]
+        bad = [name for name in full if any(not view[name] <= self.tolerance for view in views)]
+        found, parts = ([flat({name: step.of_backward[name] for name in bad}) for step in of] for of in (self.steps, self.parts))
+        weights = self._weights()
+        shares = None if weights is None else torch.stack(parts, 1) * weights
+        factors = [] if shares is None else [factors_that_fit(shares, one, self.tolerance) for one in found]
+        known = [factor.where(factor.abs() > 1e-9, 0.0) for factor in factors if factor is not None]
+        where = "" if len(bad) == len(full) else f"In the gradients of {listed(bad)}, unlike in the others: "
+        if len(known) < self.ranks:
+            yield self._unknown(bad, found, shares)
+        elif all(len(one) == self.ranks and one[rank] and one.count_nonzero() == 1 for rank, one in enumerate(known)):
+            what = f"{listed(bad)} {'are' if len(bad) > 1 else 'is'} not" if where else "no parameter is"
+            yield (
                 "reduction of a parameter",
                 f"Each rank has the gradients of its own rows alone: {what} reduced over the ranks.",
                 "Look for parameters that DistributedDataParallel was told to ignore, that were added after it was set up, or that"
                 " no group reduces.",
             )
-        if len(bad) < len(full.of_backward):
-            name = "reduction of a parameter"
-            where = f"In the gradients of {listed(bad)}, unlike in the others, "
+        elif all(len(one) == len(known[0]) and torch.allclose(one, known[0], 1e-6, 1e-9) for one in known):
+            name, text, mend = self._of_factors(known[0].tolist())
+            yield "reduction of a parameter" if where else name, where + text, mend
         else:
-            name, where = "", ""
-        if factors[0] is not None and all(f is not None and are_close(f, factors[0]) for f in factors):
-            name_of_factors, text, mend = self._in_words(factors[0])
-            return name or name_of_factors, where + text if not where else where + text[0].lower() + text[1:], mend
-        if None not in factors:
-            text = "; ".join(f"on rank {rank} they count {in_a_list(factor)}" for rank, factor in enumerate(factors) if factor)
-            return (
-                name or "ranks that differ",
+            text = "; ".join(f"on rank {rank} they count {_in_a_list(one.tolist())}" for rank, one in enumerate(known))
+            yield (
+                "reduction of a parameter" if where else "ranks that differ",
                 f"{where}The ranks' rows count otherwise on each rank: {text}.",
                 "Reduce the same gradients over the same process group on every rank.",
             )
-        return self._unknown(bad, shares)
 
-    def _unknown(self, bad: Sequence[str], shares: Sequence[Tensors]) -> tuple[str, str, str]:
-        worst = max(orderable(Difference.between(step.of_backward, self.alone.full.of_backward).overall) for step in self.steps)
+    def _of_step(self) -> Iterator[_Found]:
+        """Given the gradients of the ranks, does the full batch's step end where theirs did?"""
+        replay = self.runner.full(self.comparison.full, self.alone.change, gradients=self.worst.gradients)
+        for rank, step in enumerate(self.steps):
+            is_near = Difference.between(step.way, self.full.way).largest <= self.tolerance
+            if not is_near and not is_same_step(step.after, replay.after, replay.before):
+                off = [n for n, after in step.after.items() if not is_close(after, replay.after[n], self.tolerance)]
+                yield (
+                    f"optimizer step of rank {rank}",
+                    f"Rank {rank} has the gradient of the full batch, and its step moves {listed(off)} elsewhere.",
+                    "Compare what configure_optimizers and the hooks around the step do on each rank.",
+                )
+
+    # --- what becomes of the gradients of the ranks -----------------------------------------------------------------------
+
+    def _weights(self) -> Tensor | None:
+        """With which the gradients of what each rank has add up to the full batch's; None where no weights do."""
+        pieces, full = torch.stack([flat(part.of_backward) for part in self.parts], 1), flat(self.full.of_backward)
+        fit = weights_that_fit(pieces, full)
+        if not fit.left <= 10 * self.tolerance:
+            return None
+        weights = fit.weights if len(fit.weights) else torch.tensor([part.total_weight or 0.0 for part in self.parts]).double()
+        factor = common_factor(full, pieces @ weights)
+        return None if factor is None else weights * factor
+
+    def _of_factors(self, factors: Sequence[float]) -> _Found:
+        """Of one factor for each rank; of a single one, where they cannot be distinguished."""
+        if _are_alike(factors):
+            return (
+                "scale over the ranks",
+                f"The gradient is {factors[0]:.6g} times the full batch's{self._group(factors[0])}: "
+                + ("the rows of all ranks count alike." if len(factors) > 1 else "on this data ranks cannot be told apart."),
+                "Divide once, by the weights of all ranks: average in the reduction, and scale the loss nowhere.",
+            )
+        sizes = [part.total_weight or 1.0 for part in self.parts]
+        if _are_alike([factor * size for factor, size in zip(factors, sizes, strict=True)]):
+            return (
+                "mean over ranks of means",
+                f"Each rank counts as much as any other, whatever its rows weigh ({_in_a_list(sizes)}): their rows count"
+                f" {_in_a_list(factors)} times as much as they should.",
+                'strategy="accum_ddp" weighs them; or have every rank hold the same weight.',
+            )
+        usual = min(factors, key=lambda factor: abs(factor - 1))
+        off = [rank for rank, factor in enumerate(factors) if not math.isclose(factor, usual, rel_tol=1e-6)]
+        gone = [rank for rank in off if factors[rank] == 0]
+        each = ", ".join(f"rank {rank} {factor:.6g} times" for rank, factor in enumerate(factors))
+        return (
+            f"rank {off[0]}" if len(off) == 1 else "ranks that count otherwise",
+            f"The rows of the ranks do not count alike: {each}." + (f" Those of {_ranks(gone)} are left out." if gone else ""),
+            "Look for what multiplies gradients or losses by the rank, and for samples that more than one rank has.",
+        )
+
+    def _unknown(self, bad: Sequence[str], found: Sequence[Tensor], shares: Tensor | None) -> _Found:
+        worst = max(Difference.between(step.of_backward, self.full.of_backward).overall for step in self.steps)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             eps = torch.finfo(dtype).eps
-            if eps / 16 < worst <= eps and all(is_rounding(step.of_backward, shares, eps) for step in self.steps):
+            if shares is not None and eps / 16 < worst <= eps and all(is_rounding(one, shares, eps) for one in found):
                 return (
                     "precision of the reduction",
                     f"Gradients are off by {worst:.1e} of their size, as if they were rounded to {str(dtype)[6:]} on the way:"
@@ -241,101 +258,47 @@ class OverRanks:
             mend,
         )
 
-    def _shares(self, full: Step) -> list[dict[str, Tensor]] | None:
-        """What each rank adds to the gradient of the full batch; None where that is no multiple of what it has by itself."""
-        parts = [part.of_backward for part in self.parts]
-        weights = [part.total_weight or 0.0 for part in self.parts]
-        guesses = [[1.0] * self.ranks]
-        if sum(weights) > 0:
-            guesses.insert(0, [weight / sum(weights) for weight in weights])
-        fit = weights_that_fit(torch.stack([flat(part) for part in parts], 1), flat(full.of_backward))
-        if fit.left <= 10 * self.tolerance and len(fit.weights):
-            guesses.append(fit.weights.tolist())
-        for guess in guesses:
-            shares = [
-                {name: w * gradient.double() for name, gradient in part.items()} for w, part in zip(guess, parts, strict=True)
-            ]
-            if is_near(sum_of(shares), full.of_backward, 10 * self.tolerance):
-                return shares
-        return None
+    # --- in words -------------------------------------------------------------------------------------------------------
 
-    def _is_own_only(self, factors: Sequence[Sequence[float]]) -> bool:
-        own = [factor[rank] for rank, factor in enumerate(factors) if len(factor) == self.ranks]
-        others = [f for rank, factor in enumerate(factors) for other, f in enumerate(factor) if other != rank]
-        return len(own) == self.ranks and all(abs(f) < 1e-6 for f in others) and all(abs(f) > 1e-6 for f in own)
+    def _differing(self, tensors_of: Callable[[Step], Mapping[str, Tensor]]) -> str:
+        """Which tensors are others than in one process, and on which ranks; empty where none is."""
+        off = [
+            (rank, name)
+            for rank, (step, part) in enumerate(zip(self.steps, self.parts, strict=True))
+            for name, tensor in tensors_of(step).items()
+            if not is_close(tensor, tensors_of(part).get(name), self.tolerance)
+        ]
+        ranks, names = list(dict.fromkeys(rank for rank, _ in off)), list(dict.fromkeys(name for _, name in off))
+        where = "all ranks" if len(ranks) == self.ranks else _ranks(ranks)
+        return f"On {where} {listed(names)} {'are' if len(names) > 1 else 'is'}" if off else ""
 
-    def _in_words(self, factors: Sequence[float]) -> tuple[str, str, str]:
-        """Of one factor for each rank; of a single one, where they cannot be distinguished."""
-        same = max(factors) - min(factors) <= 1e-6 * max(map(abs, factors))
-        if same:
-            return (
-                "scale over the ranks",
-                f"The gradient is {times(factors[0])} the full batch's{self._group(factors[0])}: "
-                + ("the rows of all ranks count alike." if len(factors) > 1 else "on this data ranks cannot be told apart."),
-                "Divide once, by the weights of all ranks: average in the reduction, and scale the loss nowhere.",
-            )
-        sizes = [part.total_weight or 1.0 for part in self.parts]
-        means = [factor * size for factor, size in zip(factors, sizes, strict=True)]
-        if max(means) - min(means) <= 1e-6 * max(map(abs, means)):
-            return (
-                "mean over ranks of means",
-                f"Each rank counts as much as any other, whatever its rows weigh ({in_a_list(sizes)}): their rows count"
-                f" {in_a_list(factors)} times as much as they should.",
-                'strategy="accum_ddp" weighs them; or have every rank hold the same weight.',
-            )
-        normal = sorted(factors)[len(factors) // 2] if self.ranks > 2 else min(factors, key=lambda f: abs(f - 1))
-        base = 1.0 if any(abs(f - 1) < 1e-6 for f in factors) else normal
-        off = [rank for rank, factor in enumerate(factors) if abs(factor / base - 1) > 1e-6]
-        each = ", ".join(f"rank {rank} {times(factors[rank])}" for rank in range(self.ranks))
-        gone = [rank for rank in off if abs(factors[rank]) < 1e-9]
-        return (
-            f"rank {off[0]}" if len(off) == 1 else "ranks that count otherwise",
-            f"The rows of the ranks do not count alike: {each}." + (f" Those of rank {gone[0]} are left out." if gone else ""),
-            "Look for what multiplies gradients or losses by the rank, and for samples that more than one rank has.",
-        )
-
-    def _group(self, factor: float | None) -> str:
+    def _group(self, factor: float) -> str:
         """Which size of a process group, or number of micro-batches, a factor may be."""
-        sizes = {
-            "the number of ranks": float(self.ranks),
-            "the loader batches in a window": float(len(self.comparison.batches) // self.ranks),
-        }
-        for name, size in sizes.items():
-            for power, what in (
-                (1, f"{name} is multiplied by once too often, or not divided by"),
-                (-1, f"{name} is divided by once too often"),
-            ):
-                if factor is not None and size > 1 and math.isclose(factor, size**power, rel_tol=1e-6):
-                    return f" ({what})"
+        window = len(self.comparison.batches) // self.ranks
+        for name, size in (("the number of ranks", self.ranks), ("the loader batches in a window", window)):
+            if size > 1 and math.isclose(factor, size, rel_tol=1e-6):
+                return f" ({name} is multiplied by once too often, or not divided by)"
+            if size > 1 and math.isclose(factor * size, 1, rel_tol=1e-6):
+                return f" ({name} is divided by once too often)"
         return ""
 
-    # --- what comes after -----------------------------------------------------------------------------------------------
 
-    def _check_step(self, full: Step) -> None:
-        """Given the gradients of the ranks, does the full batch's step end where theirs did?"""
-        replay = self.runner.full(self.comparison.full, self.alone.change, gradients=self.worst.gradients)
-        for rank, step in enumerate(self.steps):
-            is_near = Difference.between(*map(_way, (step, full))).largest <= self.tolerance
-            if not is_near and not is_same_step(step.after, replay.after, replay.before):
-                off = [n for n, after in step.after.items() if not is_close(after, replay.after[n], self.tolerance)]
-                self._note(
-                    (
-                        f"optimizer step of rank {rank}",
-                        f"Rank {rank} has the gradient of the full batch, and its step moves {listed(off)} elsewhere.",
-                        "Compare what configure_optimizers and the hooks around the step do on each rank.",
-                    )
-                )
-
-    def _note(self, found: tuple[str, str, str]) -> None:
-        name, text, mend = found
-        self.breaks.append(Break(name, text, self.gradient.largest, None, mend))
-
-    def _on(self, names: Mapping[int, Sequence[str]]) -> str:
-        ranks = [rank for rank, held in names.items() if held]
-        held = list(dict.fromkeys(name for rank in ranks for name in names[rank]))
-        where = "all ranks" if len(ranks) == self.ranks else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        return f"On {where} {listed(held)} {'are' if len(held) > 1 else 'is'}"
+def _round_factor(found: Tensor, expected: Tensor) -> float | None:
+    """A whole number, or one over it, that all numbers are multiplied by; None where there is none."""
+    factors = found / expected
+    factor = float(factors[0])
+    is_one = bool(torch.allclose(factors, factors[:1], 1e-9, 0.0))
+    is_round = is_one and any(math.isclose(f, round(f), rel_tol=1e-9) for f in (factor, 1 / factor if factor else 0.0))
+    return float(f"{factor:.9g}") if is_round else None
 
 
-def _way(step: Step) -> dict[str, Tensor]:
-    return minus(step.after, step.before)
+def _are_alike(numbers: Sequence[float]) -> bool:
+    return max(numbers) - min(numbers) <= 1e-6 * max(map(abs, numbers))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _in_a_list(factors: Sequence[float]) -> str:
+    return ", ".join(f"{factor:.6g}" for factor in factors)

@@ -32,7 +32,7 @@ from lightning_accum.verification.step import (
     trainer_of_one_step,
     uncompiled,
 )
-from lightning_accum.verification.watch import BackwardRecorder, Step, StepTakenError
+from lightning_accum.verification.watch import Step, StepRecorder, StepTakenError
 
 
 def steps_over_ranks(runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | Strategy, change: Change) -> list[Step]:
@@ -72,7 +72,7 @@ def _train(
         torch.set_default_dtype(torch.float64)
         module.double()
         arguments["precision"] = "32-true"
-        batches = [apply_to_collection(batch, Tensor, _in_double) for batch in batches]
+        batches = [apply_to_collection(batch, Tensor, lambda t: t.double() if t.is_floating_point() else t) for batch in batches]
     callbacks: list[Any] = []
     if isinstance(strategy, Engine) or (isinstance(strategy, str) and strategy.startswith("accum")):
         callbacks.append(runner.callback(window))
@@ -98,7 +98,7 @@ def _train(
     trainer.fit(runner.module, **loader_of(batches, runner.hooks))
 
 
-class _RankRecorder(BackwardRecorder):
+class _RankRecorder(StepRecorder):
     """Hands over what a rank saw, once its step is taken."""
 
     def __init__(self, ranks: int, finish: Callable[[Step], None]) -> None:
@@ -123,7 +123,3 @@ class _RankRecorder(BackwardRecorder):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         except StepTakenError:
             self._finish(self.step)
-
-
-def _in_double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor

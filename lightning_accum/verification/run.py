@@ -6,19 +6,19 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.families import by_module
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.user_warnings import listed
+from lightning_accum.verification.breaks import WARNED
 from lightning_accum.verification.data import Comparison, Join, read_data
 from lightning_accum.verification.examination import Diagnosis
 from lightning_accum.verification.over_ranks import OverRanks
@@ -104,7 +104,7 @@ def verify(
     over_ranks = None
     if devices > 1:
         check_processes(devices, accelerator)
-    with _random_state_kept(accelerator):
+    with isolate_rng(include_cuda=accelerator in ("gpu", "cuda")):
         state = ModuleState(module)
         comparison = read_data(module, state, data, size, join)
         try:
@@ -163,17 +163,6 @@ def _check(module: Any, window: Any, micro_batch: Any, devices: Any, policy: dic
     if "window" in policy or policy.get("log"):
         raise MisconfigurationException("verify logs nothing; leave log= out.")
     return window or 1
-
-
-@contextmanager
-def _random_state_kept(accelerator: str) -> Iterator[None]:
-    snapshot = Snapshot(torch.nn.Module())
-    is_cuda = accelerator in ("gpu", "cuda") and torch.cuda.is_available()
-    snapshot.keep_random_state(torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"))
-    try:
-        yield
-    finally:
-        snapshot.restore()
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
@@ -243,11 +232,4 @@ def _notes(module: pl.LightningModule, comparison: Comparison, seen: Diagnosis) 
 
 
 def _is_reported(warning: str, seen: Diagnosis) -> bool:
-    names = {found.name for found in seen.breaks}
-    texts = {
-        "weight of a term": "the term of the loss that it weighs",
-        "BatchNorm": "BatchNorm (",
-        "contrastive loss": "The loss is contrastive",
-        "terms of the loss": "terms",
-    }
-    return any(text in warning for name, text in texts.items() if name in names)
+    return any(WARNED.get(found.name, "no such warning") in warning for found in seen.breaks)

@@ -7,7 +7,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -42,6 +42,14 @@ _OF_LIBRARIES = (
     *(f"pytorch_lightning.{package}." for package in ("loggers", "strategies", "trainer")),
 )
 """Their objects are shared by all modules, or are none's state."""
+_NOTHING = object()
+_LEADING_ON = {
+    types.FunctionType: ("__closure__", "__defaults__", "__kwdefaults__", "__dict__"),
+    types.MethodType: ("__self__", "__func__"),
+    types.BuiltinFunctionType: ("__self__",),  # such as list.append of a list
+    partial: ("func", "args", "keywords"),
+}
+"""What is reached through callables."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, Enum, types.ModuleType, torch.dtype, torch.device, torch.layout)
 
 
@@ -77,7 +85,7 @@ class ModuleState:
                 " reduction of gradients is tied to its parameters. Call verify before trainer.fit or after it."
             )
         self._module = module
-        self._kept: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
+        self._undo: list[Callable[[], Any]] = []
         self._seen: dict[int, Any] = {}
         self._tensors: list[Tensor] = []
         waiting: list[tuple[str, Any]] = [("", module)]
@@ -104,9 +112,9 @@ class ModuleState:
     @torch.no_grad()
     def _restore(self) -> None:
         failure: Exception | None = None
-        for restore, target, saved in self._kept:
+        for undo in self._undo:
             try:
-                restore(target, saved)
+                undo()
             except Exception as error:  # the rest has to be restored all the same
                 failure = failure or error
         if failure is not None:
@@ -117,22 +125,20 @@ class ModuleState:
     # --- what is kept of an object, and what it leads to ------------------------------------------------------------------
 
     def _keep(self, path: str, value: Any) -> _Found:
-        if isinstance(value, Tensor):
+        names = next((names for kind, names in _LEADING_ON.items() if isinstance(value, kind)), None)
+        if names is not None:
+            yield from ((path, getattr(value, name)) for name in names)
+        elif isinstance(value, Tensor):
             yield from self._keep_tensor(path, value)
-        elif isinstance(value, types.MethodType):
-            yield path, value.__self__
-            yield path, value.__func__
-        elif isinstance(value, types.FunctionType):
-            yield from self._keep_function(path, value)
-        elif isinstance(value, types.BuiltinFunctionType):  # such as list.append of a list
-            yield path, value.__self__
-        elif isinstance(value, partial):
-            yield from ((path, part) for part in (value.func, value.args, value.keywords))
+        elif isinstance(value, types.CellType):
+            with suppress(ValueError):  # it is empty
+                self._undo.append(partial(setattr, value, "cell_contents", value.cell_contents))
+                yield path, value.cell_contents
         elif isinstance(value, weakref.ref):
             yield path, value()
         elif (ways := ways_to_restore(value)) is not None:
             copy, restore = ways
-            self._kept.append((restore, value, copy(value)))
+            self._undo.append(partial(restore, value, copy(value)))
         elif not _is_opaque(value):
             yield from self._keep_contents(path, value)
             yield from self._keep_attributes(path, value)
@@ -145,38 +151,24 @@ class ModuleState:
         if tensor.is_inference():  # cannot be changed
             return
         self._tensors.append(tensor)
-        with torch.no_grad():
-            if not is_traceable_wrapper_subclass(tensor):  # that one is made of the tensors in its attributes
-                alias = tensor.data
-                self._kept.append((_restore_tensor, tensor, (alias, None if alias.is_meta else alias.clone())))
-        if tensor.is_leaf:
-            self._kept.append((_restore_requires_grad, tensor, tensor.requires_grad))
-            self._kept.append((_restore_attribute, tensor, ("grad", tensor.grad)))
-            yield path, tensor.grad
-        hooks = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
-        self._kept.append((_restore_hooks, tensor, hooks))
-        yield from ((path, held) for held in hooks)
+        values = None
+        if not is_traceable_wrapper_subclass(tensor):  # that one is made of the tensors in its attributes
+            values = (tensor.data, None if tensor.is_meta else tensor.data.clone())
+        of_leaf = (tensor.requires_grad, tensor.grad) if tensor.is_leaf else None
+        hooks = _hooks_of(tensor)
+        self._undo.append(partial(_restore_tensor, tensor, values, of_leaf, [held is None for held in hooks]))
+        yield from ((path, held) for held in (*hooks, of_leaf and of_leaf[1]))
         yield from self._keep_attributes(path, tensor)
-
-    def _keep_function(self, path: str, function: types.FunctionType) -> _Found:
-        for cell in function.__closure__ or ():
-            try:
-                captured = cell.cell_contents
-            except ValueError:  # it is empty
-                continue
-            self._kept.append((lambda cell, saved: setattr(cell, "cell_contents", saved), cell, captured))
-            yield path, captured
-        yield from ((path, held) for held in (function.__defaults__, function.__kwdefaults__, function.__dict__))
 
     def _keep_contents(self, path: str, value: Any) -> _Found:
         if isinstance(value, (tuple, frozenset)):
             yield from ((path, item) for item in value)
         elif isinstance(value, dict):
-            self._kept.append((_restore_dict, value, dict(value)))
+            self._undo.append(partial(_restore_dict, value, dict(value)))
             yield from ((path, key) for key in value)
             yield from ((f"{path}[{key!r}]" if isinstance(key, (str, int)) else path, item) for key, item in value.items())
         elif isinstance(value, (list, set, deque)):
-            self._kept.append((_restore_items, value, list(value)))
+            self._undo.append(partial(_restore_items, value, list(value)))
             yield from ((path, item) for item in value if not isinstance(item, _ATOMS))
         elif isinstance(value, Iterator) and not hasattr(value, "__dict__"):
             raise MisconfigurationException(
@@ -188,25 +180,19 @@ class ModuleState:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._seen[id(attributes)] = attributes
-            self._kept.append((_restore_attribute, value, ("__class__", type(value))))
-            self._kept.append((_restore_dict, attributes, dict(attributes)))
+            self._undo.append(partial(_restore_attribute, value, "__class__", type(value)))
+            self._undo.append(partial(_restore_dict, attributes, dict(attributes)))
             for name, held in attributes.items():
                 yield f"{path}.{name}", held
-                if name in ("_modules", "_parameters", "_buffers") and isinstance(
-                    held, dict
-                ):  # they are known by the module's path
+                if name in ("_modules", "_parameters", "_buffers") and isinstance(held, dict):  # known by the module's path
                     yield from ((f"{path}.{key}", item) for key, item in held.items())
         for name in _slots(type(value)):
-            try:
-                held = getattr(value, name)
-            except AttributeError:
-                self._kept.append((_remove_slot, value, name))
-                continue
-            self._kept.append((_restore_attribute, value, (name, held)))
+            held = getattr(value, name, _NOTHING)
+            self._undo.append(partial(_restore_attribute, value, name, held))
             yield f"{path}.{name}", held
         if isinstance(value, torch.jit.ScriptModule):  # its tensors are not in its attributes
             for name, buffer in value.named_buffers(recurse=False):
-                self._kept.append((lambda module, saved: setattr(module, *saved), value, (name, buffer)))
+                self._undo.append(partial(setattr, value, name, buffer))
             yield from ((f"{path}.{name}", held) for name, held in (*value.named_parameters(), *value.named_buffers()))
 
 
@@ -229,10 +215,8 @@ def _slots(type_: type) -> Iterator[str]:
 
 def _remove_hooks_of_training(tensor: Tensor) -> None:
     """What watches the gradients of a training that goes on around this must not see those in here."""
-    for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
-        if hooks is None:
-            continue
-        for number, hook in list(hooks.items()):
+    for hooks in _hooks_of(tensor):
+        for number, hook in list((hooks or {}).items()):
             while isinstance(hook, (partial, types.MethodType)):
                 hook = hook.func if isinstance(hook, partial) else hook.__func__
             if str(getattr(hook, "__module__", "")).partition(".")[0] == "lightning_accum":
@@ -242,33 +226,40 @@ def _remove_hooks_of_training(tensor: Tensor) -> None:
 # --- each is restored in the object that held it, and only where it is another now ------------------------------------------
 
 
-def _restore_tensor(tensor: Tensor, saved: tuple[Tensor, Tensor | None]) -> None:
-    alias, value = saved
-    if not _are_in_one_place(tensor, alias):
-        tensor.data = alias
-    is_strided = alias.layout is torch.strided
-    is_expanded = is_strided and any(s == 0 and n > 1 for s, n in zip(alias.stride(), alias.shape, strict=True))
-    if value is not None and not is_expanded:  # what is expanded cannot be written to
-        alias.copy_(value)
+def _restore_tensor(
+    tensor: Tensor,
+    values: tuple[Tensor, Tensor | None] | None,
+    of_leaf: tuple[bool, Tensor | None] | None,
+    had_no_hooks: list[bool],
+) -> None:
+    if values is not None:
+        alias, value = values
+        if not _are_in_one_place(tensor, alias):
+            tensor.data = alias
+        is_strided = alias.layout is torch.strided
+        is_expanded = is_strided and any(s == 0 and n > 1 for s, n in zip(alias.stride(), alias.shape, strict=True))
+        if value is not None and not is_expanded:  # what is expanded cannot be written to
+            alias.copy_(value)
+    if of_leaf is not None:
+        if not tensor.is_leaf:  # it was changed in place by something with a graph
+            tensor.detach_()
+        if tensor.requires_grad != of_leaf[0]:
+            tensor.requires_grad_(of_leaf[0])
+        if tensor.grad is not of_leaf[1]:
+            tensor.grad = of_leaf[1]
+    for hooks, had_none in zip(_hooks_of(tensor), had_no_hooks, strict=True):
+        if had_none and hooks:
+            hooks.clear()
+
+
+def _hooks_of(tensor: Tensor) -> tuple[Any, Any]:
+    return tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
 
 
 def _are_in_one_place(tensor: Tensor, alias: Tensor) -> bool:
     if (tensor.shape, tensor.dtype, tensor.device, tensor.layout) != (alias.shape, alias.dtype, alias.device, alias.layout):
         return False
     return alias.layout is torch.strided and tensor.data_ptr() == alias.data_ptr() and tensor.stride() == alias.stride()
-
-
-def _restore_requires_grad(tensor: Tensor, saved: bool) -> None:
-    if not tensor.is_leaf:  # it was changed in place by something with a graph
-        tensor.detach_()
-    if tensor.requires_grad != saved:
-        tensor.requires_grad_(saved)
-
-
-def _restore_hooks(tensor: Tensor, saved: tuple[Any, Any]) -> None:
-    for hooks, before in zip((tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)), saved, strict=True):
-        if before is None and hooks:
-            hooks.clear()
 
 
 def _restore_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
@@ -286,12 +277,10 @@ def _restore_items(target: Any, saved: list[Any]) -> None:
     (target.update if isinstance(target, set) else target.extend)(saved)
 
 
-def _restore_attribute(target: Any, saved: tuple[str, Any]) -> None:
-    name, value = saved
-    if getattr(target, name, saved) is not value:
+def _restore_attribute(target: Any, name: str, value: Any) -> None:
+    if getattr(target, name, _NOTHING) is value:
+        return
+    if value is _NOTHING:
+        object.__delattr__(target, name)
+    else:
         object.__setattr__(target, name, value)
-
-
-def _remove_slot(value: Any, name: str) -> None:
-    if hasattr(value, name):
-        object.__delattr__(value, name)

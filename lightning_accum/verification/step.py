@@ -24,7 +24,7 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.randomness import SameForEveryRow, seed_everything
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.state import ModuleState
-from lightning_accum.verification.watch import BackwardRecorder, Step, StepRecorder, StepTakenError
+from lightning_accum.verification.watch import Step, StepRecorder, StepTakenError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 
 STEPS_IN_AN_EPOCH = 100
@@ -73,29 +73,21 @@ class StepRunner:
 
     def full(self, batch: Any, change: Change = Change(), seed: int = 0, gradients: Mapping[str, Tensor] | None = None) -> Step:
         """The step of plain Lightning on one batch; its optimizer may be given other ``gradients``."""
-        trainer = dict(self.trainer)
-        if gradients is not None:  # they have been clipped
-            trainer["gradient_clip_val"] = None
-        return self._run([batch], change, BackwardRecorder(seed, gradients), [], strategy="auto", **trainer)
+        return self._run([batch], change, StepRecorder(seed, gradients), [], strategy="auto")
 
     def twice(self, batch: Any, change: Change = Change()) -> Step:
         """The step of plain Lightning on the mean of one batch with itself."""
-        return self._run([batch] * 2, change, StepRecorder(), [], strategy="auto", accumulate_grad_batches=2, **self.trainer)
+        return self._run([batch] * 2, change, StepRecorder(), [], strategy="auto", accumulate_grad_batches=2)
 
     def accumulated(self, batches: Sequence[Any], change: Change = Change(), keeps_micro_batches: bool = False) -> Step:
         """The step of this package on a window of these loader batches."""
-        recorder = BackwardRecorder(keeps_micro_batches=True) if keeps_micro_batches else StepRecorder()
-        return self._run(batches, change, recorder, [self.callback(len(batches))], strategy="accum", **self.trainer)
-
-    def share(self, batches: Sequence[Any], change: Change = Change()) -> Step:
-        """What one rank of several adds to a window, by itself, without clipping."""
-        trainer = {**self.trainer, "gradient_clip_val": None}
-        return self._run(batches, change, BackwardRecorder(), [self.callback(len(batches))], strategy="accum", **trainer)
+        recorder = StepRecorder(keeps_micro_batches=keeps_micro_batches)
+        return self._run(batches, change, recorder, [self.callback(len(batches))], strategy="accum")
 
     def row_wise(self, batch: Any, size: int, change: Change = Change()) -> Step:
         """The step of this package on one batch, with the submodules row-wise that ``row_wise="auto"`` chooses."""
         policy = GradientAccumulation(1, micro_batch=size, row_wise="auto", weight="equal", check=False, log=False)
-        return self._run([batch], change, StepRecorder(), [policy], strategy="accum", **self.trainer)
+        return self._run([batch], change, StepRecorder(), [policy], strategy="accum")
 
     def callback(self, window: int) -> GradientAccumulation:
         """The policy, for a window of so many loader batches."""
@@ -113,10 +105,10 @@ class StepRunner:
         ):
             warnings.simplefilter("always")
             keep_to_one_step(module, change, noise)
-            if isinstance(recorder, BackwardRecorder) and recorder.gradients is not None:
+            if recorder.gradients is not None:  # they have been clipped
                 module.configure_gradient_clipping = lambda *args, **kwargs: None
             seed_everything(0)  # for what setup and configure_model make
-            trainer = trainer_of_one_step([*callbacks, recorder], devices=1, **arguments)
+            trainer = trainer_of_one_step([*callbacks, recorder], devices=1, **arguments, **self.trainer)
             trainer.fit(self.module, **loader_of(batches, self.hooks))
         step = recorder.step
         if not step.after:

@@ -78,6 +78,11 @@ class Step:
     seed: int = 0
 
     @property
+    def way(self) -> dict[str, Tensor]:
+        """How far each parameter went."""
+        return {name: after.to(torch.float64) - self.before[name].to(torch.float64) for name, after in self.after.items()}
+
+    @property
     def is_finite(self) -> bool:
         """No gradient is infinite or NaN."""
         return all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
@@ -88,12 +93,20 @@ class StepTakenError(Exception):
 
 
 class StepRecorder(pl.Callback):
-    """Copies what the optimizer steps on and where it goes, by a hook of torch's: Lightning runs as if nobody listened."""
+    """Copies what each backward leaves, what the optimizer steps on, and where it goes.
 
-    def __init__(self, seed: int = 0) -> None:
+    Args:
+        seed: of the random generators.
+        gradients: what the optimizer is given instead of its own; None to leave them.
+        keeps_micro_batches: whether to keep the gradient of each micro-batch.
+    """
+
+    def __init__(self, seed: int = 0, gradients: Mapping[str, Tensor] | None = None, keeps_micro_batches: bool = False) -> None:
         self.step = Step()
-        self._seed = seed
+        self.gradients = gradients
+        self._seed, self._keeps_micro_batches = seed, keeps_micro_batches
         self._trained: list[tuple[str, nn.Parameter]] = []
+        self._sum: dict[str, Tensor] = {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -135,22 +148,6 @@ class StepRecorder(pl.Callback):
         elif isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
             self.step.loss = float(outputs["loss"])
         raise StepTakenError
-
-
-class BackwardRecorder(StepRecorder):
-    """Looks at each backward, too, and may give the optimizer other gradients.
-
-    Args:
-        seed: of the random generators.
-        gradients: what the optimizer is given instead of its own; None to leave them.
-        keeps_micro_batches: whether to keep the gradient of each micro-batch.
-    """
-
-    def __init__(self, seed: int = 0, gradients: Mapping[str, Tensor] | None = None, keeps_micro_batches: bool = False) -> None:
-        super().__init__(seed)
-        self.gradients = gradients
-        self._keeps_micro_batches = keeps_micro_batches
-        self._sum: dict[str, Tensor] = {}
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
