@@ -22,12 +22,17 @@ from lightning_accum.accumulation import Accumulation
 from lightning_accum.engine import Engine
 from lightning_accum.loops import trainer_state
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.noise.measurement import GradientWatch, MeasuredMicroBatch, squared_norm_of_gradients, totals
-from lightning_accum.noise.report import LargestMicroBatch, report
+from lightning_accum.noise.measurement import (
+    GradientWatch,
+    MeasuredMicroBatch,
+    squared_norm_of_gradients,
+    sum_of_squares,
+    totals,
+)
+from lightning_accum.noise.report import report
 from lightning_accum.noise.scale import NoiseScale, SmoothedNoise, variance_and_gradient
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.sync import ShardedSync
-from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.counts import TokenCount, count_samples
 from lightning_accum.weighing.denominator import Denominator
 
@@ -98,6 +103,8 @@ class GradientNoiseScale(Callback):
         self._watch: GradientWatch | None = None
         self._optimizers: list[Optimizer] = []
         self._micro_batches: list[MeasuredMicroBatch] = []
+        self._current: tuple[Denominator | None, float, float] = (None, math.nan, 1.0)
+        """Weight, samples and weight scale of the micro-batch whose backward runs."""
         self._begin_fit()
 
     def _begin_fit(self) -> None:
@@ -105,8 +112,9 @@ class GradientNoiseScale(Callback):
         self._windows = 0
         """Those with an optimizer step, over all of training."""
         self._noise = SmoothedNoise(self.smoothing, torch.device("cpu"))
-        self._largest = LargestMicroBatch()
-        self._warned: set[str] = set()
+        self._largest: int | None = None
+        """Samples in the largest micro-batch of ``micro_batch="auto"``, and whether memory has limited it."""
+        self._is_limited = False
 
     @property
     def estimate(self) -> NoiseScale | None:
@@ -158,7 +166,7 @@ class GradientNoiseScale(Callback):
             )
         has_one = ranks.size == 1 and accumulation.splitting is None
         if has_one and not accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches):
-            self._warn(f"GradientNoiseScale will have no estimate. {_ONE_MICRO_BATCH}")
+            accumulation.warn_once(f"GradientNoiseScale will have no estimate. {_ONE_MICRO_BATCH}")
         self._noise.move(accumulation.window.device, accumulation.window.dtype)
         self._watch = GradientWatch()
         if isinstance(strategy.sync, ShardedSync):
@@ -178,20 +186,20 @@ class GradientNoiseScale(Callback):
             return
         # there are more where a batch runs again, or a window was dropped
         del micro_batches[accumulation.window.micro_batches - 1 :]
-        if micro_batches:
-            micro_batches[-1].add_up(accumulation.window.device, accumulation.window.dtype)
-        else:
+        if not micro_batches:
             watch.has_parts = False
             watch.watch(_parameters_of(self._optimizers))  # some may have been frozen so far
         samples, weight_scale = count_samples(micro_batch.batch), accumulation.window.weight_scale
         assert weight_scale is not None
-        watch.norms = {}
-        micro_batches.append(MeasuredMicroBatch(weight, math.nan if samples is None else samples, weight_scale, watch.norms))
+        watch.norms, self._current = {}, (weight, math.nan if samples is None else samples, weight_scale)
 
     def end_backward(self) -> None:
         """It is over: backwards that keep other ranks company are not looked at. Called by the strategy."""
-        if self._watch is not None:
-            self._watch.norms = None
+        accumulation, watch = self._accumulation, self._watch
+        if accumulation is not None and watch is not None and watch.norms is not None:
+            square = sum_of_squares(watch.norms.values(), accumulation.window.device, accumulation.window.dtype)
+            self._micro_batches.append(MeasuredMicroBatch(*self._current, square))
+            watch.norms = None
 
     # --- the end of a window ------------------------------------------------------------------------------------------
 
@@ -202,14 +210,14 @@ class GradientNoiseScale(Callback):
             return
         is_measured = self._windows % self.every_n_windows == 0 and not accumulation.is_passthrough()
         self._windows += 1
-        watch.norms = None
         if is_measured:
             self._measure(cast("Engine", trainer.strategy), optimizer)
             self._show(trainer)
         self._micro_batches.clear()
         splitting = accumulation.splitting
         if splitting is not None and splitting.largest is not None and splitting.plan is not None:
-            self._largest.note(splitting.largest, len(splitting.plan.pieces))
+            self._largest = max(splitting.largest, self._largest or 0)
+            self._is_limited |= len(splitting.plan.pieces) > 1
 
     def _measure(self, strategy: Engine, optimizer: Optimizer) -> None:
         """Estimate S and |G|^2 from the window that has just ended. On all ranks together."""
@@ -217,12 +225,12 @@ class GradientNoiseScale(Callback):
         assert accumulation is not None
         assert watch is not None
         if watch.has_parts:
-            self._warn(
+            accumulation.warn_once(
                 "GradientNoiseScale cannot measure a window in which a gradient comes in several parts, as with reentrant"
                 " checkpointing of modules that share a parameter: use checkpoint(..., use_reentrant=False)."
             )
         if accumulation.plan is not None and accumulation.plan.order is not None:
-            self._warn(
+            accumulation.warn_once(
                 "GradientNoiseScale takes micro-batches for random parts of the data, but these are sorted by length: where"
                 " gradients depend on it, noise is over-estimated. GradientAccumulation(trim_padding=False) does not sort."
             )
@@ -263,7 +271,7 @@ class GradientNoiseScale(Callback):
         if accumulation is None:
             return
         if estimate is None:
-            self._warn(
+            accumulation.warn_once(
                 "GradientNoiseScale has no estimate: it takes two windows of two micro-batches or more, all with a weight and with"
                 f" finite gradients. {_ONE_MICRO_BATCH}"
             )
@@ -271,7 +279,7 @@ class GradientNoiseScale(Callback):
         policy, is_cross_entropy = accumulation.policy, (accumulation.weigher.criterion or "").startswith("cross entropy")
         are_tokens = isinstance(policy.weight, TokenCount) or isinstance(policy.window, Tokens)
         are_tokens |= policy.weight == "auto" and is_cross_entropy and estimate.weight_per_sample > 1
-        rank_zero_info(report(estimate, are_tokens, self._largest))
+        rank_zero_info(report(estimate, are_tokens, self._largest, self._is_limited))
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -296,11 +304,6 @@ class GradientNoiseScale(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._windows = state_dict["windows"]
         self._noise.load_state_dict(state_dict)
-
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            rank_zero_warn(message)
 
 
 _ONE_MICRO_BATCH = (

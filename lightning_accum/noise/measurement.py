@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,28 +96,20 @@ def squared_norm_of_gradients(parameters: Iterable[Tensor], device: torch.device
     return sum_of_squares(whole, device, dtype), sum_of_squares(shards, device, dtype)
 
 
-@dataclass(eq=False, slots=True)
-class MeasuredMicroBatch:
+class MeasuredMicroBatch(NamedTuple):
     """A micro-batch of the window that is running.
 
     Attributes:
         weight: None where its loss is a sum.
         samples: how many it has; nan where the batch does not show it.
         weight_scale: what its gradients are divided by, of the window.
-        norms: of its gradients, by parameter; None once they are added up.
-        square: the sum of their squares.
+        square: the squared norm of its gradients.
     """
 
     weight: Denominator | None
     samples: float
     weight_scale: float
-    norms: dict[int, Tensor] | None
-    square: Tensor | None = None
-
-    def add_up(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Its backward is over."""
-        if self.norms is not None:
-            self.square, self.norms = sum_of_squares(self.norms.values(), device, dtype), None
+    square: Tensor
 
 
 def totals(
@@ -137,17 +129,17 @@ def totals(
     """
     if not micro_batches:
         return torch.zeros(6, dtype=dtype, device=device)
-    micro_batches[-1].add_up(device, dtype)
 
     def column(values: Iterable[Denominator]) -> Tensor:
         return tensor_of(list(values), device, dtype)
 
-    # what a loss that is a sum would be divided by, if it were a mean, is its samples
-    weights = column(m.samples if m.weight is None else m.weight for m in micro_batches)
-    weight_scales = column(1.0 if m.weight is None else m.weight_scale if is_weighed else m.weight for m in micro_batches)
-    squares = torch.stack([m.square for m in micro_batches if m.square is not None]) * (weight_scales / scale) ** 2 / weights
-    counted = column(1.0 if m.weight is None else m.weight for m in micro_batches)
-    samples, sums = column(m.samples for m in micro_batches), column(m.weight is None for m in micro_batches)
+    counted, samples = (
+        column(1.0 if m.weight is None else m.weight for m in micro_batches),
+        column(m.samples for m in micro_batches),
+    )
+    sums, scales = column(m.weight is None for m in micro_batches), column(m.weight_scale for m in micro_batches)
+    weights = torch.where(sums > 0, samples, counted)  # what a sum would be divided by, if it were a mean, is its samples
+    factors = torch.where(sums > 0, 1.0, scales if is_weighed else counted) / scale
+    squares = torch.stack([m.square for m in micro_batches]) * factors**2 / weights
     has_weight = weights != 0
-    squares = torch.where(has_weight, squares, 0.0)
-    return torch.stack((squares, weights, has_weight.to(dtype), counted, samples, sums)).sum(1)
+    return torch.stack((squares.where(has_weight, 0.0), weights, has_weight.to(dtype), counted, samples, sums)).sum(1)

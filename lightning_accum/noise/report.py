@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from lightning_accum.noise.scale import NoiseScale
 
 
-@dataclass(slots=True)
-class LargestMicroBatch:
-    """The largest micro-batch that ran with ``micro_batch="auto"``.
+def report(estimate: NoiseScale, are_tokens: bool, largest: int | None = None, is_limited: bool = False) -> str:
+    """The batch size that is worth having, with its interval, and how large a micro-batch may be.
 
-    Attributes:
-        samples: None before the first.
+    Args:
+        estimate: the noise scale.
+        are_tokens: its weight counts tokens.
+        largest: samples in the largest micro-batch that ran with ``micro_batch="auto"``; None where that was not asked for.
         is_limited: memory has set it; else whole loader batches fitted.
     """
-
-    samples: int | None = None
-    is_limited: bool = False
-
-    def note(self, samples: int, micro_batches: int) -> None:
-        """A loader batch was run in so many micro-batches, the largest of so many samples."""
-        self.samples = max(samples, self.samples or 0)
-        self.is_limited |= micro_batches > 1
-
-
-def report(estimate: NoiseScale, are_tokens: bool, largest: LargestMicroBatch) -> str:
-    """The batch size that is worth having, with its interval, and how large a micro-batch may be."""
 
     def units(weight: float) -> str:
         in_weight = f"{_rounded(weight)} {'tokens' if are_tokens else 'units of weight'}"
@@ -55,7 +43,7 @@ def report(estimate: NoiseScale, are_tokens: bool, largest: LargestMicroBatch) -
     else:
         text = f"a window of about {units(estimate.weight)} is worth having, between {low} and {high} (two standard errors)"
     text = f"GradientNoiseScale: {text}. That is the gradient noise scale (arXiv 1812.06162), {measured}."
-    return text + _advice(estimate) + _about_micro_batches(estimate, largest)
+    return text + _advice(estimate) + _about_micro_batches(estimate, largest, is_limited)
 
 
 def _advice(estimate: NoiseScale) -> str:
@@ -69,16 +57,15 @@ def _advice(estimate: NoiseScale) -> str:
     return " The windows have about the right size."
 
 
-def _about_micro_batches(estimate: NoiseScale, largest: LargestMicroBatch) -> str:
-    if largest.samples is None:
+def _about_micro_batches(estimate: NoiseScale, largest: int | None, is_limited: bool) -> str:
+    if largest is None:
         return ""
-    size = f"{largest.samples:,} sample{'s' if largest.samples != 1 else ''}"
-    if not largest.is_limited:
-        text = f" Micro-batches of {size}, whole loader batches, fit into memory"
-    else:
+    size = f"{largest:,} sample{'s' if largest != 1 else ''}"
+    text = f" Micro-batches of {size}, whole loader batches, fit into memory"
+    if is_limited:
         text = f" The largest micro-batch that fits into memory is {size}"
     if math.isfinite(estimate.samples):
-        text += f": about {max(1, math.ceil(estimate.samples / largest.samples)):,} of them, over all ranks, make that window"
+        text += f": about {max(1, math.ceil(estimate.samples / largest)):,} of them, over all ranks, make that window"
     return text + "."
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_accum import GradientAccumulation, GradientNoiseScale, SampleCount, TokenCount, Tokens
-from lightning_accum.noise.report import LargestMicroBatch, report
+from lightning_accum.noise.report import report
 from lightning_accum.noise.scale import NoiseScale, SmoothedNoise, variance_and_gradient
 
 DIMENSIONS = 20
@@ -559,7 +559,7 @@ def test_the_suggestion_is_printed_in_samples_and_tokens(caplog: pytest.LogCaptu
     ],
 )
 def test_the_suggestion_says_that_the_noise_scale_moved(trend: int, low: float, high: float, says: str) -> None:
-    text = report(NoiseScale(9.5, low, high, 1.0, 12.0, 19.0, 2.0, 60, trend), False, LargestMicroBatch())
+    text = report(NoiseScale(9.5, low, high, 1.0, 12.0, 19.0, 2.0, 60, trend), False)
     assert "about 9.5 samples was worth having on average" in text
     assert says in text
     assert "smaller smoothing=" in text
