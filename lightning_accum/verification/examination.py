@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Comparison
-from lightning_accum.verification.measure import Difference, flat, is_same_step, most_noise, tolerance, weights_that_fit
+from lightning_accum.verification.measure import Difference, difference, flat, is_same_step, most_noise, tolerance, weights_that_fit
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, NoStepError, StepRunner
 from lightning_accum.verification.watch import Step
@@ -209,7 +208,7 @@ class Diagnosis:
         if any(found.name in ("BatchNorm", "state", "random numbers") for found in self.breaks):
             return
         most = max(self.tolerance, _SMALLEST_DIFFERENCE_OF_BUFFERS)
-        differences = {name: _buffer_difference(window.buffers.get(name), buffer) for name, buffer in self.full.buffers.items()}
+        differences = {name: difference(window.buffers.get(name), buffer) for name, buffer in self.full.buffers.items()}
         changed = {name: value for name, value in differences.items() if value > most}
         updated = [layer for layer in self.full.batch_norm if any(name.startswith(f"{layer}.") for name in changed)]
         if updated:
@@ -220,11 +219,3 @@ class Diagnosis:
 
 def _difference(step: Step, full: Step) -> float:
     return Difference.between(step.gradients, full.gradients).largest
-
-
-def _buffer_difference(found: Tensor | None, expected: Tensor) -> float:
-    if found is None or found.shape != expected.shape:
-        return math.inf
-    if torch.equal(found, expected):
-        return 0.0
-    return Difference.between({"": found}, {"": expected}).largest if expected.is_floating_point() else 1.0

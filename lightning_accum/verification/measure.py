@@ -157,11 +157,11 @@ def is_rounding(found: Tensor, shares: Tensor, eps: float) -> bool:
     return bool(((found - shares.sum(1)).abs() <= 4 * eps * size + 1e-6 * size.max()).all())
 
 
-def is_close(found: Tensor, expected: Tensor | None, tolerance: float) -> bool:
-    """Whether a tensor is another, to rounding."""
-    if expected is None or found.shape != expected.shape:
-        return False
-    return torch.equal(found, expected) or Difference.between({"": found}, {"": expected}).largest <= tolerance
+def difference(found: Tensor | None, expected: Tensor | None) -> float:
+    """How far a tensor is from another, relative to it; infinite where one is missing or of another shape."""
+    if found is None or expected is None or found.shape != expected.shape:
+        return math.inf
+    return 0.0 if torch.equal(found, expected) else Difference.between({"": found}, {"": expected}).largest
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

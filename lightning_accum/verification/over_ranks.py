@@ -17,9 +17,9 @@ from lightning_accum.verification.examination import Diagnosis
 from lightning_accum.verification.measure import (
     Difference,
     common_factor,
+    difference,
     factors_that_fit,
     flat,
-    is_close,
     is_rounding,
     is_same_step,
     weights_that_fit,
@@ -189,7 +189,7 @@ class OverRanks:
         for rank, step in enumerate(self.steps):
             is_near = Difference.between(step.way, self.full.way).largest <= self.tolerance
             if not is_near and not is_same_step(step.after, replay.after, replay.before):
-                off = [n for n, after in step.after.items() if not is_close(after, replay.after[n], self.tolerance)]
+                off = [n for n, after in step.after.items() if difference(after, replay.after[n]) > self.tolerance]
                 yield (
                     f"optimizer step of rank {rank}",
                     f"Rank {rank} has the gradient of the full batch, and its step moves {listed(off)} elsewhere.",
@@ -266,7 +266,7 @@ class OverRanks:
             (rank, name)
             for rank, (step, part) in enumerate(zip(self.steps, self.parts, strict=True))
             for name, tensor in tensors_of(step).items()
-            if not is_close(tensor, tensors_of(part).get(name), self.tolerance)
+            if difference(tensor, tensors_of(part).get(name)) > self.tolerance
         ]
         ranks, names = list(dict.fromkeys(rank for rank, _ in off)), list(dict.fromkeys(name for _, name in off))
         where = "all ranks" if len(ranks) == self.ranks else _ranks(ranks)

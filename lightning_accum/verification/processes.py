@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import tempfile
 import time
 import traceback
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 MOST_SECONDS = 300.0
@@ -72,7 +72,7 @@ def run_on_ranks(
         if not is_under_torchrun():
             common = {
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(_free_port()),
+                "MASTER_PORT": str(find_free_network_port()),
                 "WORLD_SIZE": str(devices),
                 "LOCAL_WORLD_SIZE": str(devices),
                 "GROUP_RANK": "0",
@@ -140,9 +140,3 @@ def _run(job: Callable[[Callable[[Any], None]], None], environment: dict[str, st
         raise RuntimeError("There was no optimizer step: training_step returned no loss, or the loss had no weight.")
     except BaseException as error:
         hand_over("error", (type(error).__name__, str(error), traceback.format_exc()), 1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -25,7 +25,7 @@ from lightning_accum.weighing.safeguards import batch_norm_layers, is_contrastiv
 
 @dataclass
 class Step:
-    """What one optimizer step did. All tensors are copies in host memory, by name.
+    """What one optimizer step did. All tensors are copies in host memory, by name, complex numbers as two real ones each.
 
     Attributes:
         before: the parameters that are trained, before the step.
@@ -178,7 +178,9 @@ class StepRecorder(pl.Callback):
         self.step.of_backward = _gradients(self._trained)
         for name, parameter in self._trained:
             if self.gradients is not None and parameter.grad is not None:
-                parameter.grad = self.gradients[name].to(parameter.device, parameter.dtype)
+                gradient = self.gradients[name]
+                gradient = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
+                parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
 
 def narrowest_dtype(loss: Tensor) -> torch.dtype:
@@ -193,13 +195,13 @@ def narrowest_dtype(loss: Tensor) -> torch.dtype:
     for node in () if loss.grad_fn is None else nodes_below(loss.grad_fn):
         for metadata in getattr(node, "_input_metadata", ()):
             dtype = getattr(metadata, "dtype", None)
-            if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-                dtypes.add(dtype)
+            if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex):
+                dtypes.add(dtype.to_real())
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _copies(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: _whole(parameter.detach()).cpu().clone() for name, parameter in parameters}
+    return {name: _copy(parameter) for name, parameter in parameters}
 
 
 def _gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -207,10 +209,11 @@ def _gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     for name, parameter in parameters:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradient = gradient if gradient.layout is torch.strided else gradient.to_dense()
-        found[name] = _whole(gradient.detach()).cpu().clone()
+        found[name] = _copy(gradient)
     return found
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """One that is sharded, gathered from all ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _copy(tensor: Tensor) -> Tensor:
+    """Of one that is sharded, gathered from all ranks; of complex numbers as two real ones each."""
+    whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return (torch.view_as_real(whole.resolve_conj()) if whole.is_complex() else whole).cpu().clone()

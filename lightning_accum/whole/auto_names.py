@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accum.whole.layers import Layer, RowWiseError
-from lightning_accum.whole.row_proof import RowProof, number_of_rows
+from lightning_accum.whole.row_proof import RowProof, number_of_rows, read_arguments
 
 _LEAST = 1 / 50
 """Of all that is saved: what holds less is not worth a second forward."""
@@ -90,8 +90,9 @@ def choose_names(module: nn.Module, step: Callable[[], Any], rows: int | None) -
 
     def _is_row_wise(layer: Layer, arguments: Any) -> bool:
         try:
-            number = number_of_rows(layer, arguments, rows)
-            dims = proof(layer, arguments, number).dims
+            tree = read_arguments(layer, arguments)
+            number = number_of_rows(layer, tree, rows)
+            dims = proof(layer, tree, number).dims
         except Exception:  # of a submodule that cannot run on other rows, whatever it is
             return False
         return number > 1 and any(dim is not None for dim in dims)

@@ -109,7 +109,7 @@ class Call:
 
     Attributes:
         layer: the submodule.
-        arguments: positional and keyword arguments.
+        arguments: positional and keyword arguments, taken apart.
         form: where the rows are.
         pieces: the micro-batches that it runs in.
         order: the rows in their order; None where they keep theirs.
@@ -123,7 +123,7 @@ class Call:
     """
 
     layer: Layer
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: Tree
     form: Form
     pieces: list[RowSlice]
     order: list[int] | None = None
@@ -134,8 +134,7 @@ class Call:
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._tree = read(self.arguments)
-        self.inputs = self._tree.leaves
+        self.inputs = self.arguments.leaves
         places = [place for place, leaf in enumerate(self.inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.needs_gradient = [self.inputs[place] for place in places]
         self._have_rows = [self.form.inputs[place] for place in places]
@@ -199,10 +198,10 @@ class Call:
                 random_state = Snapshot(self.layer.module)
                 random_state.keep_random_state(device, bool(parts) and not self.layer.draws_outside_torch)
                 self._random_states.append(random_state)
-                args, kwargs = taken(self._tree, self.form.inputs, piece.selector)
+                args, kwargs = taken(self.arguments, self.form.inputs, piece.selector)
                 with torch.set_grad_enabled(not is_known), self._looking_at(piece):
                     output = self.layer.run(*args, **kwargs)
-                found, others, make = read(output)
+                found, _, others, make = read(output)
                 trained |= {place for place, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.requires_grad}
                 without_graph = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found]
                 if not parts:
@@ -379,7 +378,7 @@ class Call:
                 return leaf.view_as(leaf)  # the submodule may write into it
             return _taken(leaf, is_row, selector)
 
-        return found, self._tree.make(map(detached, self.inputs, self.form.inputs))
+        return found, self.arguments.make(map(detached, self.inputs, self.form.inputs))
 
 
 def _inverse(order: list[int]) -> list[int]:

@@ -1,15 +1,12 @@
 """A batch runs once, as it is, and what autograd saves for its backward waits in the memory of the host.
 
 Nothing is split, so the step is that of the batch whatever the module does: the values that come back are those that went away.
-What moves are storages, each once, however many views of it are saved. They are copied beside the computation: a few may be on
-their way out while the forward goes on, and in the backward a few are fetched ahead, in the reverse of the order they were saved
-in. Parameters, buffers, the batch, small tensors, tensors of other layouts and subclasses stay where they are.
+What moves are storages, each once, however many views of it are saved: a few are on their way out while the forward goes on, and in
+the backward a few are fetched ahead, in the reverse order. Parameters, buffers, the batch, small tensors, tensors of other layouts
+and subclasses stay.
 
 With hooks for saved tensors torch does not check that what was saved was not changed since. So it is checked here: a change in
 place of a tensor that stayed, or was still on its way out, is an error, as without hooks. One that had left is right all the same.
-
-torch.func's transforms (grad, vjp, jacrev) refuse to run inside of such hooks, and say so; :mod:`torch.autograd` differentiates in
-them, also twice. Of what torch.compile has compiled, the tensors that it saves for its backward are moved.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -36,21 +33,8 @@ _FARTHEST = 32
 """How far back the next of those is looked for, past what is no more needed."""
 
 
-class Lane(Protocol):
-    """Copies between a device and the host, one after the other, beside what the device computes."""
-
-    def host(self, size: int) -> Tensor:
-        """Bytes in the memory of the host."""
-
-    def copy(self, target: Tensor, source: Tensor) -> Any:
-        """Copy bytes once everything that was computed so far is done. Returns what :meth:`wait` takes."""
-
-    def wait(self, copy: Any) -> None:
-        """Have everything that is computed from now on begin after a copy."""
-
-
 class StreamLane:
-    """A stream of its own, and pinned memory.
+    """Copies between a device and the host, one after the other on a stream of their own, beside what the device computes.
 
     Args:
         device: CUDA's, or another whose module in torch has the same streams.
@@ -62,11 +46,14 @@ class StreamLane:
         self._stream = self._module.Stream(device=device)
 
     def host(self, size: int) -> Tensor:
-        """Pinned, or a copy would wait for the host."""
+        """Bytes in the memory of the host: pinned, or a copy would wait for it."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
-        """Copy on the stream. The caller keeps both tensors until :meth:`wait`, and no allocator has to know of the stream."""
+        """Copy bytes once everything that was computed so far is done. Returns what :meth:`wait` takes.
+
+        The caller keeps both tensors until then, and no allocator has to know of the stream.
+        """
         computing = self._module.current_stream(self._device)
         self._stream.wait_stream(computing)
         with self._module.stream(self._stream):
@@ -74,7 +61,7 @@ class StreamLane:
         return computing, self._stream.record_event()
 
     def wait(self, copy: Any) -> None:
-        """Both the stream whose memory it is and the one that goes on: the host waits for neither."""
+        """Have what is computed from now on begin after a copy, on its stream and on this one. The host waits for neither."""
         began_on, done = copy
         began_on.wait_event(done)
         now = self._module.current_stream(self._device)
@@ -82,7 +69,7 @@ class StreamLane:
             now.wait_event(done)
 
 
-def lane_for(device: torch.device) -> Lane | None:
+def lane_for(device: torch.device) -> StreamLane | None:
     """The lane between a device and the host; None where there is nowhere to go."""
     if device.type in ("cpu", "mps", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
         return None
@@ -116,7 +103,7 @@ class Offload:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._lanes: dict[torch.device, Lane | None] = {}
+        self._lanes: dict[torch.device, StreamLane | None] = {}
         self._lock = RLock()  # devices have a thread each in a backward
         self._staying: frozenset[int] = frozenset()
         self._saved: dict[int, _Saved] = {}
@@ -145,7 +132,7 @@ class Offload:
                 self._let_go(but=0)
                 self._saved, self._order, self._staying = {}, [], frozenset()
 
-    def _lane(self, device: torch.device) -> Lane | None:
+    def _lane(self, device: torch.device) -> StreamLane | None:
         if device not in self._lanes:
             self._lanes[device] = lane_for(device)
         return self._lanes[device]
@@ -161,7 +148,7 @@ class Offload:
             stored = self._stored(tensor, lane)
         return _Moved(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def _lane_of(self, tensor: Tensor) -> Lane | None:
+    def _lane_of(self, tensor: Tensor) -> StreamLane | None:
         """The lane that a tensor is moved by; None where it stays."""
         if not _is_plain(tensor) or (lane := self._lane(tensor.device)) is None:
             return None
@@ -171,7 +158,7 @@ class Offload:
         storage = tensor.untyped_storage()
         return None if storage.nbytes() <= _SMALL or storage._cdata in self._staying else lane
 
-    def _stored(self, tensor: Tensor, lane: Lane) -> _Stored:
+    def _stored(self, tensor: Tensor, lane: StreamLane) -> _Stored:
         storage, version = tensor.untyped_storage(), tensor._version
         known = self._saved.get(storage._cdata)
         if known is not None and known.storage() is storage and known.version == version:
@@ -219,7 +206,7 @@ class Offload:
 class _Stored:
     """One storage as it was when it was saved: on its way out, on the host, or back."""
 
-    def __init__(self, tensor: Tensor, lane: Lane, order: list[ReferenceType[_Stored]]) -> None:
+    def __init__(self, tensor: Tensor, lane: StreamLane, order: list[ReferenceType[_Stored]]) -> None:
         self._lane = lane
         self._device, self._version = tensor.device, tensor._version
         self._order, self._index = order, len(order)

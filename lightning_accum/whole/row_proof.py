@@ -20,28 +20,39 @@ from lightning_accum.whole.call_state import as_with_a_graph
 from lightning_accum.whole.calls import Form
 from lightning_accum.whole.gradient_proof import check_gradients
 from lightning_accum.whole.layers import INSTEAD, Layer, RowWiseError, check_others, is_close
-from lightning_accum.whole.trees import UnknownObjectError, is_list_of_numbers, leaves, read
+from lightning_accum.whole.trees import Tree, UnknownObjectError, is_list_of_numbers, leaves, read
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
 
 
-def number_of_rows(layer: Layer, arguments: _Arguments, of_batch: int | None) -> int:
+def read_arguments(layer: Layer, arguments: _Arguments) -> Tree:
+    """Take the arguments of a call apart.
+
+    Raises:
+        RowWiseError: there may be tensors among them that are not found.
+    """
+    try:
+        return read(arguments)
+    except UnknownObjectError as error:
+        raise RowWiseError(f"row_wise={layer.name!r}: an argument of {layer.name!r} is {error}. Pass tensors.") from error
+
+
+def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
     """The rows of a call: the size of dimension 0 of its tensors.
+
+    Of several sizes it is that of the batch, or a multiple of it, as of two views that were joined; else that of the first tensor.
 
     Args:
         layer: that is called.
-        arguments: positional and keyword arguments. Of several sizes it is that of the batch, or a multiple of it, as of two views
-            that were joined; else that of the first tensor.
+        arguments: of the call.
         of_batch: the rows of the batch, where that is known.
 
     Raises:
         RowWiseError: there are none.
     """
-    try:
-        found = [leaf for leaf in leaves(arguments) if not is_list_of_numbers(leaf)]
-        sizes = [size for leaf in found if (size := _size(leaf)) is not None]
-    except UnknownObjectError as error:
-        raise RowWiseError(f"row_wise={layer.name!r}: an argument of {layer.name!r} is {error}. Pass tensors.") from error
+    found = [leaf for leaf in arguments.leaves if not is_list_of_numbers(leaf)]
+    sizes = [size for leaf in found if (size := _size(leaf)) is not None]
     if not sizes:
         raise RowWiseError(
             f"row_wise={layer.name!r}: {layer.name!r} is called without a tensor whose dimension 0 could be the rows."
@@ -76,21 +87,20 @@ class RowProof:
         self._largest = largest
         self._most = 2 if largest is not None else max(2, most)  # ranks that wait for each other all run equally often
 
-    def __call__(self, layer: Layer, arguments: _Arguments, number: int) -> Form:
+    def __call__(self, layer: Layer, arguments: Tree, number: int) -> Form:
         """Where the rows of a call are.
 
         Args:
             layer: that is called.
-            arguments: positional and keyword arguments.
+            arguments: of the call.
             number: of rows.
 
         Raises:
             RowWiseError: its rows are not independent, or it cannot be told where they are.
         """
-        found, others, _ = read(arguments)
-        fitting = tuple(_size(leaf) == number for leaf in found)
-        shapes = tuple(_shape(leaf, fits) for leaf, fits in zip(found, fitting, strict=True))
-        flags = tuple(map(_flag, others))
+        fitting = tuple(_size(leaf) == number for leaf in arguments.leaves)
+        shapes = tuple(map(_shape, arguments.leaves, fitting))
+        flags = tuple(map(_flag, arguments.others))
         key = (layer.name, layer.module.training, fitting, shapes, flags)
         form = self._forms.get(key)
         if self._largest is not None:
@@ -125,14 +135,14 @@ def _shape(leaf: Any, fits: bool) -> Any:
     return (leaf.dtype, leaf.dim(), None if fits else leaf.shape[:1]) if isinstance(leaf, Tensor) else str
 
 
-def _prove(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], number: int, most: int) -> Form:
+def _prove(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], number: int, most: int) -> Form:
     for name, inner in layer.module.named_modules():
         if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
             raise _not_independent(layer, name, inner, "normalises by the statistics of the rows beside it")
     if number == 1:  # nothing is joined
         outputs = leaves(_run(layer, arguments, fitting, [0]))
         return Form(fitting, tuple(0 if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == 1 else None for leaf in outputs))
-    two = [0, _unlike_first(leaves(arguments), fitting, number)]
+    two = [0, _unlike_first(arguments.leaves, fitting, number)]
     are_rows = _kinds(layer, arguments, fitting, two)
     watch = _Watch(layer.module)
     several = [*two, *(row for row in range(min(number, most)) if row not in two)][:most]
@@ -166,7 +176,7 @@ def _prove(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], numbe
 
 
 def _run_several(
-    layer: Layer, arguments: _Arguments, are_rows: tuple[bool, ...], rows: list[int], watch: _Watch
+    layer: Layer, arguments: Tree, are_rows: tuple[bool, ...], rows: list[int], watch: _Watch
 ) -> tuple[list[int], Any]:
     """Run more rows than two together, for what depends on how many there are, where there is memory for that. Returns which."""
     try:
@@ -196,7 +206,7 @@ def _are_equal(a: Any, b: Any) -> bool:
     return is_close(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and bool(a == b)
 
 
-def _kinds(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], rows: list[int]) -> tuple[bool, ...]:
+def _kinds(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: list[int]) -> tuple[bool, ...]:
     """Which arguments have rows: those of fitting size, but for one that only runs, with fewer rows, if it is left as it is.
 
     A mask of the size (length, length) fits a batch of as many rows by chance.
@@ -212,7 +222,7 @@ def _kinds(layer: Layer, arguments: _Arguments, fitting: tuple[bool, ...], rows:
     return fitting
 
 
-def _runs(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: list[int]) -> bool:
+def _runs(layer: Layer, arguments: Tree, are_rows: Sequence[bool], rows: list[int]) -> bool:
     try:
         outputs = leaves(_run(layer, arguments, are_rows, rows))
     except UnknownObjectError:
@@ -222,14 +232,13 @@ def _runs(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: l
     return any(isinstance(leaf, Tensor) for leaf in outputs)
 
 
-def _run(layer: Layer, arguments: _Arguments, are_rows: Sequence[bool], rows: Sequence[int]) -> Any:
+def _run(layer: Layer, arguments: Tree, are_rows: Sequence[bool], rows: Sequence[int]) -> Any:
     def some_rows(leaf: Any, is_row: bool) -> Any:
         if not is_row:
             return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
         return leaf.detach()[rows] if isinstance(leaf, Tensor) else [leaf[row] for row in rows]
 
-    tree = read(arguments)
-    return _as_it_is(layer, *tree.make(map(some_rows, tree.leaves, are_rows)))
+    return _as_it_is(layer, *arguments.make(map(some_rows, arguments.leaves, are_rows)))
 
 
 def _as_it_is(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

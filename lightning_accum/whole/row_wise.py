@@ -26,8 +26,8 @@ from lightning_accum.weighing.nodes import inputs_of
 from lightning_accum.whole.auto_names import choose_names
 from lightning_accum.whole.calls import Call, Form, call_of, taken, twice_differentiated
 from lightning_accum.whole.layers import Layer, RowWiseError
-from lightning_accum.whole.row_proof import Largest, RowProof, difference_by_padding, number_of_rows
-from lightning_accum.whole.trees import leaves, paths, read
+from lightning_accum.whole.row_proof import Largest, RowProof, difference_by_padding, number_of_rows, read_arguments
+from lightning_accum.whole.trees import Tree
 
 _ENGINE = "_engine_run_backward"
 """What all of torch's backwards go through, read in torch 2.6 to 2.15."""
@@ -168,11 +168,12 @@ class RowWise:
         self._is_inside = True
         try:
             self._called.add(layer.name)
-            number = number_of_rows(layer, (args, kwargs), self._rows)
-            form = self._proof(layer, (args, kwargs), number)
-            pieces, order = self._pieces(layer, (args, kwargs), form, number)
+            arguments = read_arguments(layer, (args, kwargs))
+            number = number_of_rows(layer, arguments, self._rows)
+            form = self._proof(layer, arguments, number)
+            pieces, order = self._pieces(layer, arguments, form, number)
             shadows = 0 if self._largest is None else int(self._largest(float(len(pieces)))[0]) - len(pieces)
-            call = self._running = Call(layer, (args, kwargs), form, pieces, order, self._is_in_backward, shadows)
+            call = self._running = Call(layer, arguments, form, pieces, order, self._is_in_backward, shadows)
             output = call.run(self._device)
             self._running = None
         finally:
@@ -181,7 +182,7 @@ class RowWise:
         self.pieces += pieces
         return output
 
-    def _pieces(self, layer: Layer, arguments: Any, form: Form, number: int) -> tuple[list[RowSlice], list[int] | None]:
+    def _pieces(self, layer: Layer, arguments: Tree, form: Form, number: int) -> tuple[list[RowSlice], list[int] | None]:
         planner = self._planners.get(layer.name)
         if planner is None:  # that nothing is trimmed needs no warning: outputs may be sequences
             planner = Planner(self._micro_batch, self.sizes, self._trim, warn=lambda text: None)
@@ -257,18 +258,24 @@ class RowWise:
             )
 
 
-def _layout(layer: Layer, arguments: Any, form: Form, number: int) -> Layout:
+def _layout(layer: Layer, arguments: Tree, form: Form, number: int) -> Layout:
     """How the arguments of a call are made of rows."""
-    positional, by_name = arguments
-    known = [*layer.argument_names, *map(str, range(len(layer.argument_names), len(positional)))]
-    named = zip(paths(dict(zip(known, positional, strict=False))) + paths(by_name), leaves(arguments), form.inputs, strict=True)
     tensors: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
-    for name, leaf, is_row in named:
+    for path, leaf, is_row in zip(arguments.paths, arguments.leaves, form.inputs, strict=True):
         if isinstance(leaf, Tensor):
-            tensors[is_row][name] = leaf
+            tensors[is_row][_name(layer, path)] = leaf
     rows, shared = tuple(tensors[True]), tuple(tensors[False])
-    pattern = Pattern(number, rows, shared, {}, None, lambda value, selector: taken(read(value), form.inputs, selector))
+    pattern = Pattern(number, rows, shared, {}, None, lambda tree, selector: taken(tree, form.inputs, selector))
     return Layout(number, tensors[True], tensors[False], {}, arguments, pattern)
+
+
+def _name(layer: Layer, path: str) -> str:
+    """What an argument is called: ``0.1.mask`` is in the second that was passed by position, ``1.x`` is one that has a name."""
+    by_name, _, rest = path.partition(".")
+    place, *inside = rest.split(".")
+    if by_name == "0" and int(place) < len(layer.argument_names):
+        place = layer.argument_names[int(place)]
+    return ".".join([place, *inside])
 
 
 def _check_not_through_calls(roots: Iterable[Tensor], inputs: Iterable[Any]) -> None:

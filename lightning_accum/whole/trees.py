@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,11 +21,13 @@ class Tree(NamedTuple):
 
     Attributes:
         leaves: tensors, and lists of texts or numbers.
+        paths: a name for each leaf, such as ``inputs.attention_mask``.
         others: each other value, and the keys or the length of what they are in.
         make: a copy of the value, with the leaves that the iterator yields.
     """
 
     leaves: list[Any]
+    paths: list[str]
     others: list[Any]
     make: Callable[[Iterator[Any]], Any]
 
@@ -39,61 +41,46 @@ def read(value: Any) -> Tree:
     Example:
         >>> import torch
         >>> tree = read({"x": [torch.ones(2), None], "names": ["a", "b"]})
+        >>> tree.paths
+        ['x.0', 'names']
         >>> tree.make(leaf[:1] for leaf in tree.leaves)
         {'x': [tensor([1.]), None], 'names': ['a']}
     """
-    tree_leaves: list[Any] = []
+    leaves: list[Any] = []
+    paths: list[str] = []
     others: list[Any] = []
-    return Tree(tree_leaves, others, _read(value, tree_leaves, others))
 
+    def take_apart(value: Any, path: str) -> Callable[[Iterator[Any]], Any]:
+        if isinstance(value, Tensor) or is_list_of(str, value) or is_list_of_numbers(value):
+            leaves.append(value)
+            paths.append(path)
+            return next
+        if isinstance(value, Mapping):  # the outputs of Hugging Face's models too, which keep their entries as attributes as well
+            others.append(list(value))
+            entries = [(key, take_apart(entry, f"{path}.{key}" if path else str(key))) for key, entry in value.items()]
+            if type(value) is dict:
+                return lambda found: {key: make(found) for key, make in entries}
+            return lambda found: _refilled(value, {key: make(found) for key, make in entries})
+        if isinstance(value, (list, tuple)):
+            others.append(len(value))
+            makers = [take_apart(entry, f"{path}.{place}" if path else str(place)) for place, entry in enumerate(value)]
+            kind: Callable[[list[Any]], Any] = getattr(type(value), "_make", type(value))
+            return lambda found: kind([make(found) for make in makers])
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value)]
+            fields = [(name, take_apart(getattr(value, name), f"{path}.{name}" if path else name)) for name in names]
+            return lambda found: _with_fields(value, {name: make(found) for name, make in fields})
+        if holds_tensors(value, depth=3):
+            raise UnknownObjectError(f"a {type(value).__name__}, which holds tensors")
+        others.append(value)
+        return lambda found: value
 
-def _read(value: Any, leaves: list[Any], others: list[Any]) -> Callable[[Iterator[Any]], Any]:
-    if isinstance(value, Tensor) or is_list_of(str, value) or is_list_of_numbers(value):
-        leaves.append(value)
-        return next
-    if isinstance(value, Mapping):  # the outputs of Hugging Face's models too, which keep their entries as attributes as well
-        others.append(list(value))
-        entries = [(key, _read(entry, leaves, others)) for key, entry in value.items()]
-        if type(value) is dict:
-            return lambda found: {key: make(found) for key, make in entries}
-        return lambda found: _refilled(value, {key: make(found) for key, make in entries})
-    if isinstance(value, (list, tuple)):
-        others.append(len(value))
-        makers = [_read(entry, leaves, others) for entry in value]
-        kind: Callable[[list[Any]], Any] = getattr(type(value), "_make", type(value))
-        return lambda found: kind([make(found) for make in makers])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [(field.name, _read(getattr(value, field.name), leaves, others)) for field in dataclasses.fields(value)]
-        return lambda found: _with_fields(value, {name: make(found) for name, make in fields})
-    if holds_tensors(value, depth=3):
-        raise UnknownObjectError(f"a {type(value).__name__}, which holds tensors")
-    others.append(value)
-    return lambda found: value
+    return Tree(leaves, paths, others, take_apart(value, ""))
 
 
 def leaves(value: Any) -> list[Any]:
     """The leaves of ``value``, in the order of :func:`read`."""
     return read(value).leaves
-
-
-def paths(value: Any, path: str = "") -> list[str]:
-    """A name for each of the :func:`leaves`, such as ``inputs.attention_mask``.
-
-    Example:
-        >>> import torch
-        >>> paths({"x": [torch.ones(2), None], "mask": torch.ones(2)})
-        ['x.0', 'mask']
-    """
-    if isinstance(value, Tensor) or is_list_of(str, value) or is_list_of_numbers(value):
-        return [path]
-    entries: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        entries = value.items()
-    elif isinstance(value, (list, tuple)):
-        entries = enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        entries = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-    return [name for key, entry in entries for name in paths(entry, f"{path}.{key}" if path else str(key))]
 
 
 def first_that_differs(found: list[Any], expected: list[Any]) -> tuple[Any, Any] | None:

@@ -363,6 +363,24 @@ def test_spectral_norm_carries_state() -> None:
     assert names(report) == ["state"]
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_imaginary_parts_of_gradients_are_compared(dtype: torch.dtype) -> None:
+    class Complex(Classifier):
+        def __init__(self, of_rows: float) -> None:
+            super().__init__()
+            self.phase, self.of_rows = nn.Parameter(torch.ones(3, dtype=dtype)), of_rows
+
+        def loss(self, logits, batch, batch_idx):
+            rotated = logits * self.phase
+            of_all = self.phase.imag.pow(3).sum() + self.phase.imag.sum()
+            return F.cross_entropy(rotated.real + rotated.imag, batch[1]) + of_all * (len(logits) - 12) * self.of_rows
+
+    assert verify(Complex(0.0), points(), micro_batch=4)
+    report = verify(Complex(0.1), points(), micro_batch=4)
+    assert not report
+    assert report.parameters[0].name == "phase"
+
+
 def test_several_breaks_are_told_apart_and_each_is_measured() -> None:
     class All(ReadsBatchIdx):
         def loss(self, logits, batch, batch_idx):
