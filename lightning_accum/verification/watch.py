@@ -215,5 +215,5 @@ def _gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 def _copy(tensor: Tensor) -> Tensor:
     """Of one that is sharded, gathered from all ranks; of complex numbers as two real ones each."""
-    whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     return (torch.view_as_real(whole.resolve_conj()) if whole.is_complex() else whole).cpu().clone()

@@ -233,6 +233,8 @@ def _sample(gradient: Tensor, most: int) -> Tensor:
         gradient = gradient.to_local()  # each rank compares its part
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
     flat = gradient.reshape(-1)
     if flat.numel() > most:
         flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix

@@ -404,7 +404,7 @@ def test_sharding_over_other_dimensions_than_data_is_refused() -> None:
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     folder = Path(__file__).parent
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=220, check=False)
 
 
 @LONG

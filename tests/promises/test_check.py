@@ -128,6 +128,22 @@ def test_the_error_names_the_weight_that_adds_up() -> None:
         )
 
 
+def test_imaginary_parts_of_gradients_are_checked() -> None:
+    class Complex(Classifier):
+        def __init__(self) -> None:
+            super().__init__(F.cross_entropy)
+            self.phase = nn.Parameter(torch.zeros(4, dtype=torch.complex128))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits = self.net(batch[0])
+            return self.loss(logits + self.phase.imag * logits.detach().mean(0), batch[1])
+
+    module = Complex()
+    with pytest.raises(DoesNotAddUpError):
+        trainer(callbacks=[GradientAccumulation(2)]).fit(module, loader(batches()))
+    assert module.steps == 0
+
+
 def test_the_error_says_by_how_much() -> None:
     # of rows that are all the same, each of eight parts has the loss of all, and they are added as they are
     data = [[value[:1].expand(8, *value.shape[1:]).clone() for value in batch] for batch in batches()]
