@@ -1,4 +1,4 @@
-"""The widest floating-point type that a device has, in which sums, counts and differences are computed."""
+"""How exact numbers are: the widest floating-point type that a device has, and what rounding makes of numbers in a type."""
 
 from __future__ import annotations
 
@@ -24,3 +24,18 @@ def exact(tensor: Tensor) -> Tensor:
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device, in a type that the device has."""
     return tensor.to(device, exact_dtype(device) if tensor.dtype == torch.float64 else tensor.dtype)
+
+
+def rounding(eps: float) -> float:
+    """How far two numbers may be apart, relative to their size, that were computed in another order in a type with that ``eps``."""
+    return float(eps**0.6)
+
+
+def rounding_of_gradients(eps: float) -> float:
+    """How far two gradients may be.
+
+    In single precision it is 1 %: where rounding changes the sign of one activation in a million, ReLU has another slope there, and
+    a gradient of the size of the square root of a million is off by 1. In double precision that hardly ever happens, and half
+    precision has more of a tolerance.
+    """
+    return max(rounding(eps), 1e-2 if eps >= torch.finfo(torch.float32).eps else 0.0)

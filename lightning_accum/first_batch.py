@@ -291,10 +291,12 @@ def _conclude(checked: Checked, check: Check, verdict: Verdict, ways: Sequence[R
     accumulation.window.constant = check.constant
     if do_add_up:
         is_unchecked = checked.largest(float(verdict.deviation is None))
-        worst = checked.largest(verdict.deviation or 0.0)
+        worst, tolerance = checked.largest(verdict.deviation or 0.0), checked.largest(verdict.tolerance)
         if verdict.deviation is None:
             return verdict
-        return Verdict(None, seen="another rank could not be") if is_unchecked else replace(verdict, deviation=worst)
+        if is_unchecked:
+            return Verdict(None, seen="another rank could not be")
+        return replace(verdict, deviation=worst, tolerance=tolerance)
     policy, mend = accumulation.policy, check.weight_that_adds_up(ways)
     if accumulation.row_wise is not None or checked.largest(float(not (verdict.adds_up or verdict.has_terms))):
         weight = weigher.criterion or policy.weight

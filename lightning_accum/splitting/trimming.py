@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accum.dispatch import in_eager_mode, with_tensors
-from lightning_accum.exact import exact
+from lightning_accum.exact import exact, rounding_of_gradients
 from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import StateSnapshotter
@@ -196,7 +196,7 @@ def _difference(padded: _Found, trimmed: _Found, eps: float) -> str | None:
     pairs = [(a, b) for a, b in zip(padded.gradient, trimmed.gradient, strict=True) if a is not None or b is not None]
     size = sum(float(exact(g).square().sum()) for pair in pairs for g in pair if g is not None) ** 0.5
     difference = sum(float(exact(_minus(a, b)).square().sum()) for a, b in pairs) ** 0.5
-    if not difference <= eps**0.6 * size:
+    if not difference <= rounding_of_gradients(eps) * size:
         return f"its gradient differs by {difference / size:.2g} of its size"
     return None
 

@@ -14,10 +14,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.weighing.constant import Excesses
 from lightning_accum.weighing.counts import SampleCount, TokenCount
 from lightning_accum.weighing.denominator import UnreadableLossError
-from lightning_accum.weighing.measured import Measured, deviation, has_fixed_counts, has_raised_count, relative
+from lightning_accum.weighing.measured import OF_GRADIENT, Measured, deviations, has_fixed_counts, has_raised_count, relative
 from lightning_accum.weighing.shares import ShareWeight, candidates, together
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.trial import Trial, random_state
@@ -130,7 +131,7 @@ class Check:
             return None
         has_seen_empty = self._largest(float(any(shares.has_seen_empty for shares, _ in found))) > 0
         self.shares = together([shares for shares, _ in found], has_seen_empty)
-        return max((verdict for _, verdict in found), key=lambda verdict: verdict.deviation or 0.0)
+        return Verdict.worst(verdict for _, verdict in found)
 
     def _are_weights_of(self, earlier: Sequence[Earlier]) -> bool:
         """Whether the micro-batches of the window so far have the weights that they would have now, on all ranks."""
@@ -161,15 +162,13 @@ class Check:
         seen = [verdict for verdict in found if verdict.deviation is not None]
         if self.constant is None:
             self.constant = self._excesses.constant(self._trial.tolerance)
-        of_weights = self._excesses.worst(self.constant or 0.0)
+        excess, rows = self._excesses.worst(self.constant or 0.0)
         self._excesses.clear()
         if not seen:
             return found[0]
-        worst = max(seen, key=lambda verdict: verdict.deviation or 0.0)
-        worst = replace(worst, is_unread=any(verdict.is_unread for verdict in found))
-        if of_weights[0] <= (worst.deviation or 0.0):
-            return worst
-        return replace(worst, deviation=of_weights[0], seen="the weight", rows=of_weights[1])
+        worst = replace(Verdict.worst(seen), is_unread=any(verdict.is_unread for verdict in found))
+        of_weights = replace(worst, deviation=excess, tolerance=self._trial.tolerance, seen="the weight", rows=rows)
+        return Verdict.worst([worst, of_weights])
 
     def weight_that_adds_up(self, batches: Sequence[Rows]) -> str | None:
         """An argument ``weight`` with which the parts add up, in words; None where none of the usual ones does."""
@@ -211,11 +210,14 @@ class Check:
             self._has_seen_no_count |= has_no_count
             if self._passes_over_counts and has_no_count:
                 raise UnsuitableRowsError("in a part of the first rows there is nothing to count, and its count is 1")
-            distance, seen = max(deviation(whole, parts), (self._compare_weights(whole, parts, tuple(rows.sizes)), "the weight"))
+            found = [*deviations(whole, parts), (self._compare_weights(whole, parts, tuple(rows.sizes)), "the weight")]
             self.loss = max(self.loss, abs(whole.loss))
             has_terms = any(one.has_terms for one in (whole, *parts)) and not whole.counts
             self._counts.add(whole.others if has_fixed_counts(whole, parts, rows.sizes) else ())
-            verdict = Verdict(distance, self._trial.tolerance, seen, tuple(rows.sizes), has_terms, is_unread=not whole.is_read)
+            verdict = Verdict.worst(
+                Verdict(distance, self._tolerance(seen), seen, tuple(rows.sizes), has_terms, is_unread=not whole.is_read)
+                for distance, seen in found
+            )
         except CannotCheckError as reason:
             verdict = Verdict.unknown(reason)
         if self._largest(float(not verdict.adds_up)) == 0:
@@ -228,11 +230,14 @@ class Check:
                     raise CannotCheckError("training_step gathers from other ranks")
                 if self._has_drawn:
                     raise CannotCheckError("training_step draws random numbers that are others for each batch")
-                if deviation(whole, [again])[0] > verdict.tolerance:
+                if max(deviations(whole, [again]))[0] > verdict.tolerance:
                     raise CannotCheckError("training_step gives the same rows another loss each time")
         except CannotCheckError as reason:
             verdict = Verdict.unknown(reason)
         return verdict
+
+    def _tolerance(self, seen: str) -> float:
+        return rounding_of_gradients(self._trial.eps) if seen == OF_GRADIENT else self._trial.tolerance
 
     def _compare_weights(self, whole: Measured, parts: Sequence[Measured], rows: tuple[int, ...]) -> float:
         """How far what other terms were divided by is from that of the whole. What weights are off is collected."""

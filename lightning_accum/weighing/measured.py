@@ -14,6 +14,7 @@ from lightning_accum.weighing.verdict import UnsuitableRowsError
 
 _OF_A_PARAMETER = 1e-2
 """A gradient smaller than this part of the whole one is compared with this part: what it is beside is rounding."""
+OF_GRADIENT = "the gradient"
 
 
 class Measured(NamedTuple):
@@ -44,8 +45,8 @@ class Measured(NamedTuple):
     """The weight is a count of at most 1, which may have been raised to that."""
 
 
-def deviation(whole: Measured, parts: Sequence[Measured]) -> tuple[float, str]:
-    """How far the parts are from the whole, and what is farthest.
+def deviations(whole: Measured, parts: Sequence[Measured]) -> list[tuple[float, str]]:
+    """How far the parts are from the whole, and in what.
 
     Raises:
         UnsuitableRowsError: nothing has any weight.
@@ -56,9 +57,9 @@ def deviation(whole: Measured, parts: Sequence[Measured]) -> tuple[float, str]:
     if not whole.counts:
         parts = [part for part in parts if part.weight != 0]
     if len({part.weight is None for part in ((whole, *parts) if whole.is_read else parts)}) > 1:
-        return math.inf, "the loss is a sum in some parts, and a mean in others"
+        return [(math.inf, "the loss is a sum in some parts, and a mean in others")]
     if len({part.function for part in (whole, *parts)}) > 1:
-        return math.inf, "the loss is a function of a mean in some parts, and another or none in all of them together"
+        return [(math.inf, "the loss is a function of a mean in some parts, and another or none in all of them together")]
     weights = [part.weight or 0.0 for part in parts]
     scale = 1.0 if whole.is_read else 1 / (sum(weights) or 1.0)
     losses = [scale * part.loss for part in parts]
@@ -66,10 +67,10 @@ def deviation(whole: Measured, parts: Sequence[Measured]) -> tuple[float, str]:
         value, slope = whole.function.at(mean := sum(losses))
         value += sum(part.constant for part in parts) / (len(parts) if whole.weight is None else 1)
         losses = [value - slope * mean, slope * mean]
-    found = [(_deviation_of_gradients(whole, every, scale), "the gradient")]
+    found = [(_deviation_of_gradients(whole, every, scale), OF_GRADIENT)]
     if not whole.counts:  # else each term has its own share, and in its gradient only
         found.append((relative(losses, whole.loss), "the loss"))
-    return max(found, key=lambda pair: pair[0])
+    return found
 
 
 def relative(parts: Sequence[float], whole: float) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.dispatch import in_eager_mode
+from lightning_accum.exact import rounding
 from lightning_accum.failures import have_all_left
 from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
@@ -82,9 +83,14 @@ class Trial:
         self._mode = _TrialMode(module.parameters())
 
     @property
+    def eps(self) -> float:
+        """Of the coarsest type that anything was computed in so far."""
+        return self._mode.eps
+
+    @property
     def tolerance(self) -> float:
-        """What rounding makes of a number, in the coarsest type that anything was computed in so far."""
-        return float(self._mode.eps**0.6)
+        """What rounding makes of a number in that type."""
+        return rounding(self.eps)
 
     @property
     def has_waited(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -66,11 +66,16 @@ class Verdict:
         is_suitable, is_unread = not isinstance(reason, UnsuitableRowsError), isinstance(reason, NoDenominatorError)
         return cls(None, seen=str(reason), is_suitable=is_suitable, is_unread=is_unread)
 
+    @staticmethod
+    def worst(verdicts: Iterable[Verdict]) -> Verdict:
+        """That which is farthest off: first of those that rounding does not explain."""
+        return max(verdicts, key=lambda verdict: (not verdict.adds_up, verdict.deviation or 0.0))
+
     def after(self, before: Verdict | None) -> Verdict:
         """The worst of both, where rows of another batch were looked at before."""
         if before is None or before.deviation is None:
             return self
-        worst = before if self.deviation is None or self.deviation < before.deviation else self
+        worst = before if self.deviation is None else Verdict.worst([self, before])
         return replace(worst, looked_at=self.looked_at + before.looked_at, loss=max(self.loss, before.loss))
 
     @property

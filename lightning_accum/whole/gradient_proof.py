@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_accum.dispatch import with_tensors
-from lightning_accum.exact import exact_dtype
+from lightning_accum.exact import exact_dtype, rounding_of_gradients
 from lightning_accum.whole.call_state import saving_nothing
-from lightning_accum.whole.layers import INSTEAD, Layer, RowWiseError, rounding
+from lightning_accum.whole.layers import INSTEAD, Layer, RowWiseError, coarsest_eps
 from lightning_accum.whole.trees import leaves
 
 _LARGE = 100.0
@@ -47,8 +47,8 @@ def check_gradients(layer: Layer, run: Callable[[Sequence[int]], Any], rows: Seq
         except RuntimeError:  # as of a reentrant checkpoint, which no torch.autograd.grad goes through; or out of memory
             return
     whole, parts = sums[0], torch.stack(sums[1:]).sum(0)
-    # of sums with signs, which rounding may change more than the outputs; what is looked for changes them by their size
-    if bool((whole[0] - parts[0]).norm() > 4 * max(map(rounding, trained)) * whole[1].norm()):
+    # of sums with signs, which rounding may change more; what is looked for changes them by their size
+    if bool((whole[0] - parts[0]).norm() > 4 * rounding_of_gradients(max(map(coarsest_eps, trained))) * whole[1].norm()):
         raise RowWiseError(
             f"row_wise={layer.name!r}: the gradients of {layer.name!r} for some rows together are not the sum of those for each."
             " Its outputs are, so something in its backward depends on the other rows: a hook that clips or normalises gradients,"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accum.exact import exact
+from lightning_accum.exact import exact, rounding
 from lightning_accum.whole.trees import first_that_differs
 
 INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
@@ -71,21 +71,21 @@ def differences(found: Tensor, expected: Tensor | None) -> list[Tensor]:
         found, expected = torch.view_as_real(found), torch.view_as_real(expected)
     if not found.is_floating_point():
         return [(found == expected).all()]
-    tolerance = rounding(expected)
+    tolerance = rounding(coarsest_eps(expected))
     found, expected = exact(found), exact(expected)
     difference = (found - expected).nan_to_num(0.0, 0.0, 0.0).norm()
     is_near = difference <= tolerance * expected.nan_to_num(0.0, 0.0, 0.0).norm()
     return [is_near & (found.isfinite() == expected.isfinite()).all()]
 
 
-def rounding(tensor: Tensor) -> float:
-    """How far two tensors may be apart, relative to their norm, if they were computed as this one was."""
+def coarsest_eps(tensor: Tensor) -> float:
+    """Of the types that a tensor like this one is computed in."""
     kind = tensor.device.type
     dtypes = [tensor.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if tensor.is_cuda and tensor.dtype == torch.float32:
         eps = max(eps, 2**-10)  # TF32
-    return float(eps**0.6)
+    return eps
 
 
 def sharing_memory(outputs: list[Any], arguments: list[Any]) -> list[int]:

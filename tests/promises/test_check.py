@@ -795,3 +795,50 @@ def test_what_only_a_later_window_has_is_told_of(name: str) -> None:
         return
     with pytest.warns(AccumulationWarning, match="A factor of the loss changes inside a window|terms of the loss"):
         fit()
+
+
+class _Kernels(nn.Module):
+    """As a device that takes another kernel for a single row: what it computes is the same but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 2**14)), nn.Parameter(torch.randn(8, 2**14))
+        self.register_buffer("out", torch.randn(8, 2**14) / 2**8)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = values[:, None, None]
+        is_single = len(values) == 1
+        hidden = values * self.weight - 100 * self.weight if is_single else (values - 100) * self.weight
+        return ((hidden + self.bias).relu() * self.out).sum((1, 2))
+
+
+class _OfKernels(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = _Kernels()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch) - 1).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}], ids=["windows", "split"])
+def test_slopes_of_relu_that_rounding_changes_are_no_break(policy: dict[str, Any], caplog: Any) -> None:
+    module = _OfKernels()
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        trainer(callbacks=[GradientAccumulation(**policy)]).fit(module, loader(_rows_of_kernels()))
+    assert module.global_step == (4 if "window" in policy else 8)
+    found = [record.message.partition("adds up to ")[2] for record in caplog.records]
+    assert max(float(words.rstrip(".")) for words in found if words) > 1e-4  # more than rounding makes of the loss
+
+
+def test_slopes_of_relu_that_rounding_changes_are_no_break_of_row_wise() -> None:
+    trainer(callbacks=[GradientAccumulation(micro_batch=1, row_wise="net")]).fit(module := _OfKernels(), loader(_rows_of_kernels()))
+    assert module.global_step == 8
+
+
+def _rows_of_kernels() -> list[Tensor]:
+    return list(100 + torch.randn(8, 8, generator=torch.Generator().manual_seed(1)))
