@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -87,13 +88,65 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-def state_outside_torch() -> list[Any]:
-    """The state of the global generators of Python and numpy, to be compared."""
-    states: list[Any] = [random.getstate()]
+class RandomState:
+    """How the global random generators were when this was made: torch's on the CPU and on ``device``, Python's and numpy's.
+
+    Args:
+        device: where else torch draws.
+        of_torch_alone: leave out those of Python and numpy, which take longer.
+
+    Example:
+        >>> before = RandomState(torch.device("cpu"))
+        >>> drawn = torch.rand(2)
+        >>> before.torch_has_drawn(), before.others_have_drawn()
+        (True, False)
+        >>> before.restore()
+        >>> torch.equal(torch.rand(2), drawn)
+        True
+    """
+
+    def __init__(self, device: torch.device, of_torch_alone: bool = False) -> None:
+        self._of_torch = [(get, set_to, get()) for get, set_to in _generators_of_torch(device)]
+        self._of_others = [] if of_torch_alone else [(get, set_to, get()) for get, set_to in _generators_of_others()]
+
+    def restore(self) -> None:
+        """Have all of them draw the same again, as often as needed."""
+        for _, set_to, state in (*self._of_torch, *self._of_others):
+            set_to(state)
+
+    def torch_has_drawn(self) -> bool:
+        """Whether a generator of torch has drawn since."""
+        return not all(_is_same(get(), state) for get, _, state in self._of_torch)
+
+    def others_have_drawn(self) -> bool:
+        """Whether Python's or numpy's has."""
+        return not all(_is_same(get(), state) for get, _, state in self._of_others)
+
+
+_Generator: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]
+"""What reads and what sets the state of a random generator."""
+
+
+def _generators_of_torch(device: torch.device) -> Iterator[_Generator]:
+    yield torch.get_rng_state, torch.set_rng_state
+    if device.type in ("cuda", "xpu"):
+        backend = getattr(torch, device.type)
+        yield partial(backend.get_rng_state, device), partial(backend.set_rng_state, device=device)
+    elif device.type == "mps":
+        yield torch.mps.get_rng_state, torch.mps.set_rng_state
+
+
+def _generators_of_others() -> Iterator[_Generator]:
+    yield random.getstate, random.setstate
     if (numpy := sys.modules.get("numpy")) is not None:
-        name, key, *others = numpy.random.get_state(legacy=True)
-        states.append((name, key.tobytes(), *others))
-    return states
+        yield partial(numpy.random.get_state, legacy=False), numpy.random.set_state
+
+
+def _is_same(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):  # numpy's, with an array in it
+        return all(_is_same(value, other[name]) for name, value in state.items())
+    is_same = state == other
+    return is_same if isinstance(is_same, bool) else bool(is_same.all())
 
 
 class SameForEveryRow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__

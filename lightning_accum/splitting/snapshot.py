@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_accum.randomness import RandomState
+
 _Kept: TypeAlias = tuple[Callable[[Any, Any], Any], Any, Any]
 """A function that restores, the object that it restores, and what that object held."""
 _Owner: TypeAlias = tuple[nn.Module, str]
@@ -66,8 +68,7 @@ class StateSnapshotter:
         """
         if self._ids_of_children() != self._child_ids:
             self._walk()
-        snapshot = Snapshot(self.module)
-        snapshot.keep_random_state(self.device)
+        snapshot = Snapshot(self.module, RandomState(self.device))
         snapshot.kept.append((_restore_modes, self._modules, [module.training for module in self._modules]))
         snapshot.kept += [(_restore_names, held, dict(held)) for held in self._holders if held]
         snapshot.kept.append((_clear, [held for held in self._holders if not held], None))
@@ -108,11 +109,12 @@ class StateSnapshotter:
 class Snapshot:
     """How everything was when `StateSnapshotter.take` made it."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, random_state: RandomState) -> None:
         self.kept: list[_Kept] = []
         self.watched: list[tuple[Sequence[Tensor], list[int], _Owner | None]] = []
         """Tensors, how many changes each had seen, and the attribute that they are in; None for parameters."""
         self._module = module
+        self._random_state = random_state
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -130,26 +132,7 @@ class Snapshot:
                     )
         for restore, target, saved in self.kept:
             restore(target, saved)
-
-    def keep_random_state(self, device: torch.device, of_torch_alone: bool = False) -> None:
-        """Keep the state of the global random generators: torch's, and those of Python and numpy, which take longer."""
-        self.kept.append((_call, torch.set_rng_state, torch.get_rng_state()))
-        if not of_torch_alone:
-            self.kept.append((_call, random.setstate, random.getstate()))
-            if (numpy := sys.modules.get("numpy")) is not None:
-                self.kept.append((_call, numpy.random.set_state, numpy.random.get_state(legacy=False)))
-        if device.type in ("cuda", "xpu"):
-            backend = getattr(torch, device.type)
-            self.kept.append((_call, partial(backend.set_rng_state, device=device), backend.get_rng_state(device)))
-        elif device.type == "mps":
-            self.kept.append((_call, torch.mps.set_rng_state, torch.mps.get_rng_state()))
-
-    def has_random_state_of_torch(self, device: torch.device) -> bool:
-        """Whether torch's generators are as they were kept: none has drawn since."""
-        now = Snapshot(self._module)
-        now.keep_random_state(device, of_torch_alone=True)
-        kept = [state for _, _, state in self.kept if isinstance(state, Tensor)]
-        return all(torch.equal(state, of_now) for state, (_, _, of_now) in zip(kept, now.kept, strict=True))
+        self._random_state.restore()
 
     def keep_attributes(self, module: nn.Module) -> None:
         """Keep what the module's attributes refer to, and the values of those that can be changed in place."""
@@ -242,10 +225,6 @@ class _Kinds(dict[type, "_Kind | None"]):
     def __missing__(self, type_: type) -> _Kind | None:
         self[type_] = next((kind for base, kind in _known_types() if issubclass(type_, base)), None)
         return self[type_]
-
-
-def _call(function: Callable[[Any], None], value: Any) -> None:
-    function(value)
 
 
 def _restore_nothing(target: Any, saved: Any) -> None:

@@ -21,7 +21,7 @@ from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.measured import OF_GRADIENT, Measured, deviations, has_fixed_counts, has_raised_count, relative
 from lightning_accum.weighing.shares import ShareWeight, candidates, together
 from lightning_accum.weighing.term_nodes import scale_terms
-from lightning_accum.weighing.trial import Trial, random_state
+from lightning_accum.weighing.trial import Trial
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, Rows, UnsuitableRowsError, Verdict
 from lightning_accum.weighing.weight import COUNTS_NOTHING, Contribution, Kind, Way, Weigher
 
@@ -252,7 +252,7 @@ class Check:
     def _measure(self, batch: Callable[[], Any], weight: Any, whole: Measured | None = None, rows: int | None = None) -> Measured:
         """What a batch of so many rows contributes: all that is to be compared is in parts of ``whole``, where there is one."""
         self._trial.restore()
-        drawn_before = random_state()
+        before = self._trial.random_state()
         weigher = Weigher(weight, lambda message: None, hands_out_terms=self._weighs_terms and weight == "auto")
         weigher.takes_functions, weigher.shares = self.takes_functions, self.shares
         try:
@@ -286,7 +286,7 @@ class Check:
             share_of_loss, scale = (share, 1.0) if whole is None else (share * slope, 1.0 if n is None else float(MOST_ROWS))
             gradient = self._trial.together(lambda: self._trial.gradients(loss, share_of_loss, scale))
         finally:
-            self._has_drawn |= drawn_before != random_state()
+            self._has_drawn |= before.torch_has_drawn() or before.others_have_drawn()
         has_terms = bool(weigher.unweighed_terms) or any(float(other) != n for other in contribution.others)
         value = share * float(loss.detach()) if share else 0.0
         may_count_nothing = COUNTS_NOTHING in contribution.ways

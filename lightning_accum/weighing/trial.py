@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.exact import rounding
 from lightning_accum.failures import have_all_left
-from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
+from lightning_accum.randomness import RandomState, SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, NoDenominatorError, UnsuitableRowsError
@@ -81,6 +79,10 @@ class Trial:
         self.largest = largest
         self._snapshot: Restores | None = None
         self._mode = _TrialMode(module.parameters())
+
+    def random_state(self) -> RandomState:
+        """How the random generators are now."""
+        return RandomState(next((p.device for p in self._module.parameters()), torch.device("cpu")))
 
     @property
     def eps(self) -> float:
@@ -245,17 +247,6 @@ def _sample(gradient: Tensor, most: int) -> Tensor:
     if flat.numel() > most:
         flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix
     return flat.cpu().double()
-
-
-def random_state() -> tuple[Any, ...]:
-    """The state of the global random generators, to compare."""
-    state: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, *others = numpy.random.get_state()
-        state += [name, keys.tobytes(), *others]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state.append(torch.cuda.get_rng_state().numpy().tobytes())
-    return tuple(state)
 
 
 class _TrialMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __init_subclass__

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_accum.dispatch import in_eager_mode
-from lightning_accum.randomness import state_outside_torch
+from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.micro_batch import RowSelector
 from lightning_accum.splitting.packing import RowSlice
-from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.whole.call_state import CallState, as_with_a_graph, saving_nothing
 from lightning_accum.whole.gradient_proof import LeftBehind
 from lightning_accum.whole.layers import (
@@ -138,7 +137,7 @@ class Call:
         places = [place for place, leaf in enumerate(self.inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.needs_gradient = [self.inputs[place] for place in places]
         self._have_rows = [self.form.inputs[place] for place in places]
-        self._random_states: list[Snapshot] = []  # that the micro-batches were run with
+        self._random_states: list[RandomState] = []  # that the micro-batches were run with
         self._state = CallState(self.layer, self.inputs)
         self._trained: list[int] = []  # the places of the outputs with gradients, and
         self._sizes: list[list[int]] = []  # the size of each in the micro-batches
@@ -171,13 +170,12 @@ class Call:
             The outputs, joined, and without a graph.
         """
         self._device = device
-        state = state_outside_torch()
         first, parts = self._run_all(device)
-        if not self.layer.draws_outside_torch and len(parts) > 1 and state_outside_torch() != state:
+        if not self.layer.draws_outside_torch and len(parts) > 1 and self._random_states[0].others_have_drawn():
             self.layer.draws_outside_torch = True
             self._random_states[0].restore()
             first, parts = self._run_all(device)
-        if not self.layer.draws_outside_torch and self._random_states[0].has_random_state_of_torch(device):
+        if not (self._random_states[0].torch_has_drawn() or self._random_states[0].others_have_drawn()):
             self._random_states.clear()  # it draws nothing
         self._state.check_unchanged(self.layer)
         if self.left is not None:
@@ -195,9 +193,7 @@ class Call:
         with as_with_a_graph(), saving_nothing():
             for index, piece in enumerate(self.pieces):
                 self.current = index
-                random_state = Snapshot(self.layer.module)
-                random_state.keep_random_state(device, bool(parts) and not self.layer.draws_outside_torch)
-                self._random_states.append(random_state)
+                self._random_states.append(RandomState(device, bool(parts) and not self.layer.draws_outside_torch))
                 args, kwargs = taken(self.arguments, self.form.inputs, piece.selector)
                 with torch.set_grad_enabled(not is_known), self._looking_at(piece):
                     output = self.layer.run(*args, **kwargs)
@@ -228,8 +224,7 @@ class Call:
         """Take part in the micro-batches that other ranks have more."""
         if not self.shadows:
             return
-        now = Snapshot(self.layer.module)
-        now.keep_random_state(self._device)
+        now = RandomState(self._device)
         for _ in range(self.shadows):
             with torch.set_grad_enabled(backward is not None):
                 _, (args, kwargs) = self._detached(self.pieces[-1].selector)

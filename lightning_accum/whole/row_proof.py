@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_accum.dispatch import in_eager_mode
-from lightning_accum.randomness import SameForEveryRow, dropout_switched_off
+from lightning_accum.randomness import RandomState, SameForEveryRow, dropout_switched_off
 from lightning_accum.splitting.memory import is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
-from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.whole.call_state import as_with_a_graph
 from lightning_accum.whole.calls import Form
 from lightning_accum.whole.gradient_proof import check_gradients
@@ -242,10 +241,8 @@ def _run(layer: Layer, arguments: Tree, are_rows: Sequence[bool], rows: Sequence
 
 
 def _as_it_is(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    before = Snapshot(layer.module)
-    before.keep_random_state(
-        next((leaf.device for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)), torch.device("cpu"))
-    )
+    tensors = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    before = RandomState(next((tensor.device for tensor in tensors), torch.device("cpu")))
     try:
         with SameForEveryRow():
             return layer.run(*args, **kwargs)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accum.policy import Policy
+from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.memory import MicroBatchSizes, has_room_to_double
 from lightning_accum.splitting.micro_batch import Layout, Pattern, Tokens
 from lightning_accum.splitting.packing import MicroBatchSize, RowSlice
 from lightning_accum.splitting.plan import Planner
-from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.weighing.nodes import inputs_of
 from lightning_accum.whole.auto_names import choose_names
 from lightning_accum.whole.calls import Call, Form, call_of, taken, twice_differentiated
@@ -225,8 +225,7 @@ class RowWise:
         def backward(roots: Sequence[Tensor], seeds: Sequence[Tensor], keeps_graph: bool) -> None:
             run(tuple(roots), tuple(seeds), keeps_graph, False, (), allow_unreachable=True, accumulate_grad=True)
 
-        now = Snapshot(nn.Identity())
-        now.keep_random_state(self._device)
+        now = RandomState(self._device)
         self._is_inside = True
         try:
             self._check_equally_many()
