@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_accum.exact import exact_dtype
+from lightning_accum.exact import moved
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Snapshot, StateSnapshotter
 from lightning_accum.sync.base import GradientSlot
@@ -132,7 +132,7 @@ class Guard:
         found = {place.name: place.get() for place in places} if self._looks_at_gradients else {}
         names, largest = _largest_of({name: gradient for name, gradient in found.items() if gradient is not None})
         weights = [weight.detach().reshape(())] if isinstance(weight, Tensor) else []
-        value, *numbers = _on_host([loss.detach().reshape(()), *weights, *largest])
+        value, *numbers = torch.stack([moved(t, loss.device) for t in (loss.detach().reshape(()), *weights, *largest)]).tolist()
         is_bad_loss = not math.isfinite(value) and not (weights and numbers[0] == 0)
         numbers = numbers[len(weights) :]
         is_bad = is_bad_loss or not all(map(math.isfinite, numbers))
@@ -160,19 +160,6 @@ def _largest_of(gradients: dict[str, Tensor]) -> tuple[list[str], list[Tensor]]:
         if values.numel():
             dense[name] = values
     return list(dense), list(torch._foreach_norm(list(dense.values()), math.inf)) if dense else []
-
-
-def _on_host(numbers: Sequence[Tensor]) -> list[float]:
-    """Tensors of one number each, in one copy."""
-    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, number in enumerate(numbers):
-        alike.setdefault((number.dtype, number.device), []).append(index)
-    device = numbers[0].device
-    exact = exact_dtype(device)
-    order = [index for group in alike.values() for index in group]
-    stacked = [torch.stack([numbers[index] for index in group]).to(device, exact) for group in alike.values()]
-    values: list[float] = torch.cat(stacked).tolist()
-    return [value for _, value in sorted(zip(order, values, strict=True))]
 
 
 def _restore(places: Sequence[GradientSlot], aside: Sequence[Tensor | None]) -> None:

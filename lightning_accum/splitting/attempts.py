@@ -45,7 +45,7 @@ class RetriedSplitting(Splitting):
         sizes: MicroBatchSizes | None = None,
     ) -> None:
         if sizes is None:
-            sizes = MicroBatchSizes(may_grow=lambda _: has_room_to_double(device))
+            sizes = MicroBatchSizes(may_grow=lambda: has_room_to_double(device))
         super().__init__("auto", trim, split, has_ranks=True, warn=warn, samples=samples, sizes=sizes)
         self._snapshotter = snapshotter
         self._device = device
@@ -96,7 +96,7 @@ class RetriedSplitting(Splitting):
                 seen = str(error).strip().partition("\n")[0]
             # out of the handler: its traceback held on to what the attempt had allocated
             if not self._is_to_run_again(failed, before):
-                self.sizes.end_batch(self.pieces)
+                self.sizes.end_batch([(piece.cost, piece.count) for piece in self.pieces])
                 self.largest = max((piece.count for piece in self.pieces), default=None)
                 return result
             if [tensor._version for tensor in self.plan.tensors] != versions:

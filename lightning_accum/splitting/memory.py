@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,9 +108,9 @@ class PeakMemory:
         self.most = math.inf
         """Elements that are likely to fit into a micro-batch."""
 
-    def note(self, micro_batches: Iterable[MicroBatch]) -> None:
-        """A loader batch went well in these."""
-        self._elements = max([self._elements, *(micro_batch.cost * micro_batch.count for micro_batch in micro_batches)])
+    def note(self, micro_batches: Iterable[tuple[int, int]]) -> None:
+        """A loader batch went well in micro-batches of this cost and of so many rows."""
+        self._elements = max([self._elements, *(cost * rows for cost, rows in micro_batches)])
         if self._device.type != "cuda" or not self._elements:
             return
         room, passing = _room_and_passing(self._device)
@@ -119,15 +119,6 @@ class PeakMemory:
     def forget(self) -> None:
         """The peak is no longer that of the micro-batches so far: one failed."""
         self._elements = 0
-
-
-class MicroBatch(Protocol):
-    """What is known of a micro-batch: elements in a row, and rows."""
-
-    @property
-    def cost(self) -> int: ...  # noqa: D102
-    @property
-    def count(self) -> int: ...  # noqa: D102
 
 
 @dataclass
@@ -182,7 +173,7 @@ class MicroBatchSizes:
 
     def __init__(
         self,
-        may_grow: Callable[[int], bool] | None = None,
+        may_grow: Callable[[], bool] | None = None,
         patience: int = 100,
         longest_patience: int = 100_000,
         peaks: PeakMemory | None = None,
@@ -250,24 +241,23 @@ class MicroBatchSizes:
                     b.wait_longer(self._longest_patience)
         return limit
 
-    def end_batch(self, micro_batches: Iterable[MicroBatch]) -> None:
+    def end_batch(self, micro_batches: Sequence[tuple[int, int]]) -> None:
         """A loader batch went well, in the end.
 
         Args:
-            micro_batches: those that it was run in.
+            micro_batches: the cost and the rows of each that it was run in.
         """
-        micro_batches = list(micro_batches)
         if self._peaks is not None:
             self._peaks.note(micro_batches)
         if self._bound and not self._has_failed:
             for index in self._bound:
                 self._buckets[index].calm += 1
-            for micro_batch in micro_batches:
-                self._note(_index(micro_batch.cost), micro_batch.count)
+            for cost, rows in micro_batches:
+                self._note(_index(cost), rows)
             for index in self._bound:
                 bucket, limit = self._buckets[index], self._limit(index)
                 if bucket.calm >= bucket.patience and not bucket.is_due and limit is not None:
-                    bucket.is_due = self._may_grow is None or self._may_grow(2 * limit)
+                    bucket.is_due = self._may_grow is None or self._may_grow()
                     bucket.calm = 0
         self._bound.clear()
         self._has_failed = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
+from operator import sub
 from typing import Literal, TypeAlias
 
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
@@ -46,7 +48,6 @@ class Packer:
         self._sizes = sizes
         self._warn = warn
         self._warned_of_long_rows = False
-        self._even_pieces: tuple[tuple[int, int, int], list[RowSlice]] | None = None
 
     def fits(self, layout: Layout) -> bool:
         """The whole batch is no larger than a micro-batch may be, padding included."""
@@ -61,12 +62,8 @@ class Packer:
         elements = max(1, sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size)
         if not spans:
             size = self._rows_allowed(layout.size, _columns(layout) if isinstance(self._size, Tokens) else 0, elements)
-            key = (layout.size, size, elements)
-            if self._even_pieces is None or self._even_pieces[0] != key:
-                starts = range(0, layout.size, size)
-                even = [RowSlice(slice(s, s + size), min(size, layout.size - s), elements) for s in starts]
-                self._even_pieces = (key, even)
-            return self._even_pieces[1], None
+            starts = range(0, layout.size, size)
+            return [RowSlice(slice(s, s + size), min(size, layout.size - s), elements) for s in starts], None
         untrimmed = max((size for size in _all_columns(layout) if size not in spans), default=0)  # a source with a padded target
         widest = max(*spans, untrimmed)
         of_rows = list(zip(*(span.widths for span in spans.values()), strict=True))
@@ -108,29 +105,12 @@ class Packer:
         """How many of the first ``rows`` keep to the tokens allowed: padded left and right, they need more columns than any has."""
         if not isinstance(self._size, Tokens):
             return allowed
-        extents = [_Extent(span, rows[0]) for span in spans]
-        for count in range(1, allowed):
-            for extent in extents:
-                extent.add(rows[count])
-            if max(untrimmed, *(extent.width for extent in extents)) * (count + 1) > self._size.at(0):
-                return count
-        return allowed
-
-
-class _Extent:
-    """The columns that a growing set of rows needs."""
-
-    def __init__(self, span: Spans, row: int) -> None:
-        self._span = span
-        self._start, self._stop = span.starts[row], span.stops[row]
-
-    def add(self, row: int) -> None:
-        self._start = min(self._start, self._span.starts[row])
-        self._stop = max(self._stop, self._span.stops[row])
-
-    @property
-    def width(self) -> int:
-        return self._stop - self._start
+        widths = [untrimmed] * allowed
+        for span in spans:
+            starts = accumulate((span.starts[row] for row in rows[:allowed]), min)
+            stops = accumulate((span.stops[row] for row in rows[:allowed]), max)
+            widths = list(map(max, widths, map(sub, stops, starts)))
+        return next((count for count in range(1, allowed) if widths[count] * (count + 1) > self._size.at(0)), allowed)
 
 
 def _cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> list[list[int]]:

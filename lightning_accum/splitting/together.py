@@ -30,7 +30,7 @@ class TogetherSplitting(RetriedSplitting):
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, **arguments: Any) -> None:
-        sizes = MicroBatchSizes(may_grow=lambda _: has_room_to_double(device), peaks=PeakMemory(device))
+        sizes = MicroBatchSizes(may_grow=lambda: has_room_to_double(device), peaks=PeakMemory(device))
         super().__init__(trim=False, device=device, sizes=sizes, **arguments)
         self._ranks = ranks
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,6 +71,7 @@ class _Trial:
         self, module: nn.Module, snapshotter: StateSnapshotter, training_step: TrainingStep, weigh: Callable[[Any], Any] | None
     ) -> None:
         self._module, self._snapshotter, self._training_step, self._weigh = module, snapshotter, training_step, weigh
+        self._alone = _Alone()  # type: ignore[no-untyped-call]
         self.is_narrow = any(is_narrow(parameter) for parameter in module.parameters())
 
     def compare(self, padded: Any, *trimmed: Any) -> Verdict:
@@ -90,7 +90,7 @@ class _Trial:
         eps = [torch.finfo(p.dtype).eps for p in self._module.parameters() if p.is_floating_point()]
         most = max([with_padding.eps, *eps])
         seen = _difference(with_padding, without, most)
-        if seen is None or not (most >= torch.finfo(torch.float16).eps or self._is_narrow_inside(padded)):
+        if seen is None or not (most >= torch.finfo(torch.float16).eps or self._alone.has_narrow):
             return seen
         return Inconclusive(f"{seen}, which may be rounding in lower precision")
 
@@ -101,7 +101,7 @@ class _Trial:
                 snapshot.restore()
                 for child in self._module.children():
                     child.eval()
-                with _no_collectives(), in_eager_mode():
+                with self._alone, in_eager_mode():
                     found.append(_contribution(self._training_step(batch), batch, self._module, self._weigh))
         except Exception as error:
             if is_out_of_memory(error):
@@ -111,13 +111,6 @@ class _Trial:
         finally:
             snapshot.restore()
         return None
-
-    def _is_narrow_inside(self, batch: Any) -> bool:
-        """Whether training_step computes in lower precision than its parameters have."""
-        precisions = _Precisions()  # type: ignore[no-untyped-call]
-        with precisions:
-            self._run([batch], [])
-        return bool(precisions.has_narrow)
 
 
 _OUT_OF_MEMORY = "memory ran out"
@@ -209,25 +202,14 @@ def _minus(a: Tensor | None, b: Tensor | None) -> Tensor:
     return a.to_dense() - b.to_dense()
 
 
-class _Precisions(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """Notes whether anything is computed in bfloat16 or float16."""
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+    """Stops what would wait for other ranks, and notes whether anything is computed in bfloat16 or float16."""
 
     has_narrow = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.has_narrow |= isinstance(result, Tensor) and is_narrow(result)
-        return result
-
-
-def _no_collectives() -> AbstractContextManager[Any]:
-    return _NoCollectives() if dist.is_available() and dist.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
-
-
-class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """Stops what would wait for other ranks."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise RuntimeError("it waits for other ranks, which may have no padding to try")
-        return func(*with_tensors(func, args), **(kwargs or {}))
+        result = func(*with_tensors(func, args), **(kwargs or {}))
+        self.has_narrow |= isinstance(result, Tensor) and is_narrow(result)
+        return result

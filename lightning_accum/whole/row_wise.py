@@ -76,7 +76,7 @@ class RowWise:
         self._micro_batch = micro_batch
         self._device = device
         self._trim = trim and largest is None  # what is tried out on two rows would be on one rank alone
-        self.sizes = MicroBatchSizes(may_grow=lambda _: has_room_to_double(device)) if micro_batch == "auto" else None
+        self.sizes = MicroBatchSizes(may_grow=lambda: has_room_to_double(device)) if micro_batch == "auto" else None
         """With ``"auto"``, what was found to fit."""
         self.pieces: list[RowSlice] = []
         """The micro-batches of all calls in the step so far."""

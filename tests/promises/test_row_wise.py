@@ -433,15 +433,16 @@ def test_rows_of_a_call_are_sorted_and_trimmed_where_their_lengths_can_be_read(s
         assert all(rows == 1 or rows * columns <= most for rows, columns in shapes)
 
 
-def test_random_numbers_of_python_are_those_of_the_first_pass() -> None:
+@pytest.mark.parametrize("size", [3, 10])
+def test_random_numbers_of_python_are_those_of_the_first_pass(size: int) -> None:
     model = Model(encoded, a=DrawsWithPython())
     ((x, _),) = batches(1)
     random.seed(1)
     factors = [random.random() for _ in range(4)]
-    of_rows = torch.tensor([factor for factor in factors for _ in range(3)][:10], dtype=x.dtype)
+    of_rows = torch.tensor([factor for factor in factors for _ in range(size)][:10], dtype=x.dtype)
     spread(model.a.net(x) * of_rows[:, None]).backward()
     expected = [p.grad.clone() for p in model.a.net.parameters()]
-    row_wise = RowWise(model, ["a"], 3, torch.device("cpu"))
+    row_wise = RowWise(model, ["a"], size, torch.device("cpu"))
     for _ in range(2):
         model.zero_grad()
         random.seed(1)

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -154,7 +153,7 @@ def test_sizes_by_what_the_largest_micro_batch_took(monkeypatch, lasting, peak, 
     sizes = MicroBatchSizes(peaks=PeakMemory(torch.device("cuda")))
     fitting = int(min(most, 1000) // 2)
     assert sizes.size_for(cost=2, rows=50) == 50  # nothing was seen yet
-    sizes.end_batch([MicroBatch(2, 4), MicroBatch(3, 1)])
+    sizes.end_batch([(2, 4), (3, 1)])
     assert sizes.size_for(cost=2, rows=50) == max(1, min(50, fitting))
     assert sizes.size_for(cost=2, rows=1) == 1
     sizes.halve(cost=2, rows=8)  # a limit that was found holds beside it
@@ -163,18 +162,12 @@ def test_sizes_by_what_the_largest_micro_batch_took(monkeypatch, lasting, peak, 
 
 def test_where_nothing_is_known_only_trying_tells():
     peaks = PeakMemory(torch.device("cpu"))
-    peaks.note([MicroBatch(10, 10)])
+    peaks.note([(10, 10)])
     assert peaks.most == math.inf
     assert has_room_to_double(torch.device("cpu"))
 
 
 # --- a device that fits a number of elements ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    cost: int
-    count: int
 
 
 class Device:
@@ -190,15 +183,15 @@ class Device:
         """Returns the sizes of the micro-batches that the batch was run in, in the end."""
         while True:
             plan = []
-            while (done := sum(piece.count for piece in plan)) < rows:
-                plan.append(MicroBatch(cost, self.sizes.size_for(cost, rows - done)))
-            too_large = next((piece for piece in plan if piece.cost * piece.count > self.memory), None)
+            while (done := sum(of_piece for _, of_piece in plan)) < rows:
+                plan.append((cost, self.sizes.size_for(cost, rows - done)))
+            too_large = next((piece for piece in plan if math.prod(piece) > self.memory), None)
             if too_large is None:
                 self.sizes.end_batch(plan)
                 self.batches += 1
-                return [piece.count for piece in plan]
+                return [of_piece for _, of_piece in plan]
             self.failures += 1
-            self.sizes.halve(too_large.cost, too_large.count)
+            self.sizes.halve(*too_large)
 
 
 def test_a_batch_that_fits_is_never_cut():
@@ -350,18 +343,14 @@ def test_only_batches_that_the_limit_cuts_count():
 
 
 def test_a_veto_prevents_trials_and_is_asked_again_after_as_long():
-    asked = []
+    answers = [True, False, False]
 
-    def may_grow(size):
-        asked.append(size)
-        return len(asked) == 3
-
-    device = Device(memory=800, sizes=MicroBatchSizes(may_grow, patience=5))
+    device = Device(memory=800, sizes=MicroBatchSizes(answers.pop, patience=5))
     device.run(100, 16)
     device.memory = 1600
     found = [device.run(100, 16)[0] for _ in range(16)]
     assert found == [8] * 15 + [16]
-    assert asked == [16, 16, 16]
+    assert not answers
     assert device.failures == 1
 
 

@@ -48,7 +48,7 @@ def of_widths(*widths: int) -> Batch:
 
 def sizes_of(limit: int = 4) -> MicroBatchSizes:
     """What remains after a micro-batch twice as large ran out of memory, whatever its rows cost."""
-    sizes = MicroBatchSizes(may_grow=lambda _: False)
+    sizes = MicroBatchSizes(may_grow=lambda: False)
     sizes.halve(1, 2 * limit)
     sizes.end_batch([])
     return sizes
