@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
@@ -54,8 +53,6 @@ class StateSnapshotter:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module = module
         self.device = device
-        self._copies = _Copies([])
-        self._last: Callable[[], Snapshot | None] = lambda: None
         self._walk()
 
     @torch.no_grad()
@@ -70,14 +67,9 @@ class StateSnapshotter:
             self._walk()
         snapshot = Snapshot(self.module, RandomState(self.device))
         snapshot.kept.append((_restore_modes, self._modules, [module.training for module in self._modules]))
-        snapshot.kept += [(_restore_names, held, dict(held)) for held in self._holders if held]
-        snapshot.kept.append((_clear, [held for held in self._holders if not held], None))
-        buffers = [buffer for held in self._buffers_of if held for buffer in held.values() if buffer is not None]
-        if self._last() is None and self._copies.are_of(buffers):
-            self._copies.update()
-        else:
-            self._copies = _Copies(buffers)
-        snapshot.kept.append((_restore_tensors, self._copies.originals, self._copies.values))
+        snapshot.kept += [(_restore_names, held, dict(held)) for held in (*self._children_of, *self._buffers_of)]
+        buffers = [buffer for held in self._buffers_of for buffer in held.values() if buffer is not None]
+        snapshot.kept.append((_restore_tensors, buffers, [buffer.clone() for buffer in buffers]))
         for module in self._with_attributes:
             snapshot.keep_attributes(module)
         if watches_parameters:
@@ -85,7 +77,6 @@ class StateSnapshotter:
         for parameter in gradients_of or ():
             gradient = parameter.grad
             snapshot.kept.append((_restore_gradient, parameter, None if gradient is None else (gradient, gradient.clone())))
-        self._last = weakref.ref(snapshot)
         return snapshot
 
     def _walk(self) -> None:
@@ -99,7 +90,6 @@ class StateSnapshotter:
             module._buffers if isinstance(module._buffers, dict) else dict(module.named_buffers(recurse=False))
             for module in self._modules
         ]
-        self._holders: list[dict[str, Any]] = [*self._children_of, *self._buffers_of]
 
     def _ids_of_children(self) -> list[int]:
         # not the modules themselves: metrics redefine ==
@@ -185,31 +175,6 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-class _Copies:
-    """Copies of tensors in memory that is used again: many buffers take few kernels, and none is allocated."""
-
-    def __init__(self, originals: list[Tensor]) -> None:
-        self.originals = originals
-        self.values = [tensor.clone() for tensor in originals]
-        self._key = [(id(tensor), tensor.shape) for tensor in originals]
-        self._groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-        for original, value in zip(originals, self.values, strict=True):
-            is_plain = type(original) is Tensor and original.layout is torch.strided
-            group = self._groups.setdefault((original.dtype, original.device) if is_plain else id(original), ([], []))
-            group[0].append(value)
-            group[1].append(original)
-
-    def are_of(self, tensors: list[Tensor]) -> bool:
-        return self._key == [(id(tensor), tensor.shape) for tensor in tensors]
-
-    def update(self) -> None:
-        for values, originals in self._groups.values():
-            if len(values) > 1:
-                torch._foreach_copy_(values, originals)
-            else:
-                values[0].copy_(originals[0])
-
-
 class _Kind(NamedTuple):
     """What to do with objects of a type that can be changed in place."""
 
@@ -241,11 +206,6 @@ def _restore_names(names: dict[str, Any], saved: dict[str, Any]) -> None:
         if not _is_part_of_parameter(names[name]):
             del names[name]
     names.update(saved)
-
-
-def _clear(holders: list[dict[str, Any]], saved: None) -> None:
-    for names in holders:
-        names.clear()
 
 
 def _restore_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:

@@ -513,20 +513,6 @@ def test_a_snapshot_survives_the_next_one():
     assert module.running_mean.item() == 0.0
 
 
-def test_copies_of_buffers_use_the_same_memory_again():
-    module = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    snapshotter = StateSnapshotter(module, CPU)
-    snapshotter.take()
-    memory = [value.data_ptr() for value in snapshotter._copies.values]
-    module(torch.randn(4, 2) + 5)
-    mean = module[0].running_mean.clone()
-    snapshot = snapshotter.take()
-    assert [value.data_ptr() for value in snapshotter._copies.values] == memory
-    module(torch.randn(4, 2))
-    snapshot.restore()
-    assert torch.equal(module[0].running_mean, mean)
-
-
 def test_an_attempt_that_failed_leaves_the_step_as_it_would_have_been():
     """Dropout, batch norm, a metric and accumulated gradients together, against a run that never failed."""
 
