@@ -12,10 +12,10 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from lightning_accum.even_shares import batch_sizes, share_evenly
-from lightning_accum.samplers import SameOrderSampler, check_rank, ranks_of_process_group
+from lightning_accum.samplers import Place, SameOrderSampler
 
 
-class BalancedBatchSampler(Sampler[list[int]]):
+class BalancedBatchSampler(Place, Sampler[list[int]]):
     """A ``batch_sampler`` that gives the ranks equal work: the windows of :class:`SameOrderSampler`, shared out by length.
 
     A window is ``window`` loader batches of every rank, ``window * ranks * batch_size`` samples. It holds the same samples as it
@@ -86,11 +86,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """The order of the samples. Lightning looks for the epoch here."""
         self.sampler.deal(1, rank=0)
         self.num_replicas, self.rank = 1, 0
-        self._is_dealt = False
-        self._is_fixed = num_replicas is not None
-        self._yielded = self._begin_at = 0
+        self._is_fixed = False
         if num_replicas is not None and rank is not None:
-            self._set_ranks(num_replicas, rank)
+            self.deal(num_replicas, rank)
+            self._is_fixed = True
 
     def deal(self, num_replicas: int, rank: int) -> None:
         """Set the ranks, whatever the process group says; those that the constructor was given stay.
@@ -103,25 +102,26 @@ class BalancedBatchSampler(Sampler[list[int]]):
             ValueError: there is no such rank.
         """
         if not self._is_fixed:
-            self._set_ranks(num_replicas, rank)
+            super().deal(num_replicas, rank)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch. Lightning calls it."""
+    @property
+    def epoch(self) -> int:
+        """That whose order is next."""
+        return self.sampler.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The indices of this rank's samples, a list for each of its loader batches."""
-        self._find_ranks()
-        self._yielded, self._begin_at = self._begin_at, 0
-        first_window, skipped = divmod(self._yielded, self.window)
-        return self._batches(first_window, skipped)
+        first_window, skipped = divmod(self._begin(), self.window)
+        return self._counted(self._batches(first_window, skipped))
 
     def _batches(self, first_window: int, skipped: int) -> Iterator[list[int]]:
         size, order = self._samples_in_window, list(self.sampler)
         for start in range(first_window * size, len(order), size):
-            for batch in self._of_this_rank(order[start : start + size])[skipped:]:
-                self._yielded += 1
-                yield batch
+            yield from self._of_this_rank(order[start : start + size])[skipped:]
             skipped = 0
 
     def _of_this_rank(self, indices: Sequence[int]) -> list[list[int]]:
@@ -139,15 +139,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._find_ranks()
         windows, rest = divmod(len(self._lengths), self._samples_in_window)
         return windows * self.window + (self._batches_of(rest) if self.rank < rest else 0)
-
-    def state_dict(self) -> dict[str, int]:
-        """The place in the data, for loaders that save theirs in checkpoints, as torchdata's ``StatefulDataLoader`` does."""
-        return {"epoch": self.sampler.epoch, "yielded": self._yielded}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Begin the next iteration where :meth:`state_dict` was taken; at an end, at the beginning."""
-        self.sampler.set_epoch(state["epoch"])
-        self._begin_at = state["yielded"] % max(1, len(self))
 
     def check_length_of(self, dataset: object) -> None:
         """Refuse a dataset of another number of samples.
@@ -174,16 +165,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def _batches_of(self, samples: int) -> int:
         """The loader batches that each rank has of a window of so many samples: no more than it can have samples."""
         return min(math.ceil(samples / (self.num_replicas * self.batch_size)), max(1, samples // self.num_replicas))
-
-    def _set_ranks(self, num_replicas: int, rank: int) -> None:
-        check_rank("BalancedBatchSampler", num_replicas, rank)
-        self._is_dealt = True
-        self.num_replicas, self.rank = num_replicas, rank
-
-    def _find_ranks(self) -> None:
-        # each time anew: a length may have been asked for before there were processes
-        if not self._is_dealt:
-            self.num_replicas, self.rank = ranks_of_process_group()
 
 
 def _natural(name: str, value: Any) -> int:

@@ -4,13 +4,76 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import islice
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import distributed as dist
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
+T = TypeVar("T")
 
-class SameOrderSampler(DistributedSampler[int]):
+
+class Place:
+    """Where a sampler is: which of the ranks it is on, and how far it has come in an epoch."""
+
+    num_replicas: int
+    rank: int
+    epoch: int
+    _is_dealt = False
+    _yielded = _begin_at = 0
+
+    def deal(self, num_replicas: int, rank: int) -> None:
+        """Set the ranks, whatever the process group says.
+
+        Args:
+            num_replicas: ranks that share the samples.
+            rank: which of them this is, from 0.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < num_replicas:
+            raise ValueError(
+                f"{type(self).__name__}(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0"
+                " to num_replicas - 1"
+            )
+        self._is_dealt = True
+        self.num_replicas, self.rank = num_replicas, rank
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the data, for loaders that save theirs in checkpoints, as torchdata's ``StatefulDataLoader`` does."""
+        return {"epoch": self.epoch, "yielded": self._yielded}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Begin the next iteration where :meth:`state_dict` was taken; at an end, at the beginning."""
+        self.set_epoch(state["epoch"])
+        self._begin_at = state["yielded"] % max(1, len(self))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch. Lightning calls it."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def _begin(self) -> int:
+        """An iteration begins. Returns how much of it is left out."""
+        self._find_ranks()
+        self._yielded, self._begin_at = self._begin_at, 0
+        return self._yielded
+
+    def _counted(self, items: Iterable[T]) -> Iterator[T]:
+        for item in items:
+            self._yielded += 1
+            yield item
+
+    def _find_ranks(self) -> None:
+        # each time anew: a length may have been asked for before there were processes
+        if not self._is_dealt:
+            has_group = dist.is_available() and dist.is_initialized()
+            self.num_replicas, self.rank = (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
+
+
+class SameOrderSampler(Place, DistributedSampler[int]):
     """The same global order on any number of ranks, without repeats.
 
     The order of an epoch is that of :class:`torch.utils.data.DistributedSampler` with the same seed, and so that of the sampler
@@ -56,74 +119,21 @@ class SameOrderSampler(DistributedSampler[int]):
                 f" {type(dataset).__name__}; an IterableDataset orders itself: give it to its DataLoader without a sampler, and let"
                 " its __iter__ choose what each rank gets"
             )
-        self._is_dealt = False
-        self._yielded = self._begin_at = 0
         super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=False)
-
-    def deal(self, num_replicas: int, rank: int) -> None:
-        """Set the ranks, whatever the process group says.
-
-        Args:
-            num_replicas: ranks that share the samples.
-            rank: which of them this is, from 0.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
-        check_rank("SameOrderSampler.deal", num_replicas, rank)
-        self._is_dealt = True
-        self.num_replicas, self.rank = num_replicas, rank
-        leave_out_repeats(self)
 
     def __iter__(self) -> Iterator[int]:
         """The indices of this rank's samples."""
-        self._find_ranks()
-        self._yielded, self._begin_at = self._begin_at, 0
-        return self._counted(islice(super().__iter__(), self._yielded, None))
-
-    def _counted(self, indices: Iterable[int]) -> Iterator[int]:
-        for index in indices:
-            self._yielded += 1
-            yield index
-
-    def state_dict(self) -> dict[str, int]:
-        """The place in the data, for loaders that save theirs in checkpoints, as torchdata's ``StatefulDataLoader`` does."""
-        return {"epoch": self.epoch, "yielded": self._yielded}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Begin the next iteration where :meth:`state_dict` was taken; at an end, at the beginning."""
-        self.epoch = state["epoch"]
-        self._begin_at = state["yielded"] % max(1, len(self))
+        begin_at = self._begin()
+        return self._counted(islice(super().__iter__(), begin_at, None))
 
     def __len__(self) -> int:
         """How many samples this rank gets."""
         self._find_ranks()
-        return super().__len__()
+        return self.num_samples
 
     def _find_ranks(self) -> None:
-        # each time anew: a length may have been asked for before there were processes
-        if not self._is_dealt:
-            self.num_replicas, self.rank = ranks_of_process_group()
+        super()._find_ranks()
         leave_out_repeats(self)
-
-
-def check_rank(caller: str, num_replicas: int, rank: int) -> None:
-    """Refuse ranks that there cannot be.
-
-    Raises:
-        ValueError: there is no such rank.
-    """
-    if not 0 <= rank < num_replicas:
-        raise ValueError(
-            f"{caller}(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0 to"
-            " num_replicas - 1"
-        )
-
-
-def ranks_of_process_group() -> tuple[int, int]:
-    """How many there are, and which of them this is; one where there is no process group."""
-    has_group = dist.is_available() and dist.is_initialized()
-    return (dist.get_world_size(), dist.get_rank()) if has_group else (1, 0)
 
 
 def leave_out_repeats(sampler: DistributedSampler[Any]) -> None:

@@ -289,9 +289,6 @@ def _rebuild(value: Any, takes: list[tuple[BatchNode, TakeRows]]) -> TakeRows:
     attributes = [(part.key, take) for part, take in takes if part.is_attribute]
     if type(value) in (list, tuple) and all(part.kind == "tensor" for part, _ in takes) and len(items) == len(value):
         return lambda value, selector: type(value)(map(selector.tensor, value))  # the usual batch, the quick way
-    if type(value) in (list, tuple) and len(items) == len(value):
-        all_takes = [take for _, take in items]
-        return lambda value, selector: type(value)([take(entry, selector) for take, entry in zip(all_takes, value, strict=True)])
     if isinstance(value, (list, tuple)):
 
         def rebuilt(value: Any, selector: RowSelector) -> Any:
