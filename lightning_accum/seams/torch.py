@@ -16,7 +16,7 @@ TORCH = table(
     "",
     """
 torch
-    _foreach_add_ _foreach_copy_ _foreach_mul_ _foreach_norm | - | many tensors in few kernels | -
+    _foreach_add_ _foreach_mul_ _foreach_norm | - | many tensors in few kernels | -
 torch._C._functions.NllLossBackward0
     _saved_reduction _saved_self _saved_target _saved_total_weight | - | what a cross entropy was divided by | -
 torch._C._functions.NllLoss2DBackward0
