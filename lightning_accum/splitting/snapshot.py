@@ -67,7 +67,7 @@ class StateSnapshotter:
             self._walk()
         snapshot = Snapshot(self.module, RandomState(self.device))
         snapshot.kept.append((_restore_modes, self._modules, [module.training for module in self._modules]))
-        snapshot.kept += [(_restore_names, held, dict(held)) for held in (*self._children_of, *self._buffers_of)]
+        snapshot.kept += [(_restore_names, held, dict(held)) for held in self._holders]
         buffers = [buffer for held in self._buffers_of for buffer in held.values() if buffer is not None]
         snapshot.kept.append((_restore_tensors, buffers, [buffer.clone() for buffer in buffers]))
         for module in self._with_attributes:
@@ -90,6 +90,7 @@ class StateSnapshotter:
             module._buffers if isinstance(module._buffers, dict) else dict(module.named_buffers(recurse=False))
             for module in self._modules
         ]
+        self._holders: list[dict[str, Any]] = [*self._children_of, *self._buffers_of]
 
     def _ids_of_children(self) -> list[int]:
         # not the modules themselves: metrics redefine ==
