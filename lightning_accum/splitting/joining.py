@@ -73,7 +73,7 @@ def join(batches: Sequence[Any]) -> tuple[Any, str]:
             joined.put(part, [entry for value in values for entry in value])
         elif part.kind == "shared":
             _check_shared(path, values)
-    return Layout.read(batches[0], known).make(joined), columns.description
+    return Layout.read(batches[0], known).pattern.take(batches[0], joined), columns.description
 
 
 class _Joined(RowSelector):
@@ -85,6 +85,7 @@ class _Joined(RowSelector):
         self.entries = self.tensor = self.array = lambda value: self._values[id(value)][1]
 
     def put(self, part: BatchNode, value: Any) -> None:
+        """Give the rows of all batches for a part of the first."""
         path, other = self._values.setdefault(id(part.value), (part.path, value))
         if other is not value and not (isinstance(value, Tensor) and torch.equal(other, value)):
             raise JoiningError(f"{path} and {part.path} are one object in the first batch, and two in others")

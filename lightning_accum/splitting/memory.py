@@ -140,6 +140,7 @@ class _Bucket:
     has_grown: bool = False
 
     def wait_longer(self, longest: int) -> None:
+        """A trial failed: the next is after twice as many batches."""
         self.patience = min(2 * self.patience, longest)
         self.calm, self.is_due = 0, False
 

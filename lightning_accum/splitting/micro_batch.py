@@ -127,11 +127,7 @@ class Layout:
                 are the dimensions after 0; where a floating tensor has size ``L`` in dimension 1 the others stay, for they are
                 features. In shared tensors they are all dimensions.
         """
-        return self.make(RowSelector(rows, columns))
-
-    def make(self, selector: RowSelector) -> Any:
-        """As :meth:`take`, for what was cut out before of a batch of the same shapes."""
-        return self.pattern.take(self._batch, selector)
+        return self.pattern.take(self._batch, RowSelector(rows, columns))
 
 
 class Pattern(NamedTuple):

@@ -75,6 +75,7 @@ class _Trial:
         self.is_narrow = any(is_narrow(parameter) for parameter in module.parameters())
 
     def compare(self, padded: Any, *trimmed: Any) -> Verdict:
+        """What the rows give with their padding and without it, as one batch or as several."""
         found: list[_Found] = []
         inconclusive = self._run((padded, *trimmed), found)
         if inconclusive is not None:
