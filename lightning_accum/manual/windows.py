@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.main_gradients import GradientSums, as_number
+from lightning_accum.manual.same_place import SamePlace
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.user_warnings import users_line
@@ -98,6 +99,7 @@ class ManualWindows(Windows):
         self._parameters = parameters
         self._loss_scale = loss_scale
         self._reduces_by_itself = reduces_by_itself
+        self._same_place = SamePlace(ranks, reduces_by_itself)
         self._micro_batches_begun = 0
         """Those of the window."""
         self._steps_of_first: list[str] | None = None
@@ -144,6 +146,7 @@ class ManualWindows(Windows):
         versions = [] if is_boundary else [p._version for p in self._parameters()]
         self.current = ManualMicroBatch(batch, not is_boundary, True, versions=versions)
         self._micro_batches_begun += 1
+        self._same_place.begin()
         if is_boundary:
             self.closed = []
 
@@ -206,6 +209,7 @@ class ManualWindows(Windows):
 
     def _close(self, call: Call, scale: float) -> dict[nn.Parameter, Tensor]:
         """End the window of a call. Returns the gradients of the full batch."""
+        self._same_place.compare(self.current.next_call, self.current.stepped, is_end=False)
         call.window.reduce()
         if self.ranks.size > 1 and not self._reduces_by_itself:
             used = call.sums.of
@@ -221,9 +225,16 @@ class ManualWindows(Windows):
         return sums
 
     def end_training_step(self, seen: int) -> None:
-        """Leave training_step, with loader batch number ``seen``."""
+        """Leave training_step, with loader batch number ``seen``.
+
+        Raises:
+            RuntimeError: other ranks wait for this one in training_step, or have stepped other optimizers.
+        """
         current = self.current
         current.is_running, is_boundary = False, not current.defers_steps
+        self._same_place.leave(current.next_call)
+        if is_boundary:
+            self._same_place.compare(current.next_call, current.stepped, is_end=True)
         if not is_boundary and current.versions != [p._version for p in self._parameters()]:
             self.changes.stop()
             self.warn_once(

@@ -173,9 +173,15 @@ _fsdp_param_group.FSDPParamGroup
 )
 """Only for ``sync="shard"``."""
 COLLECTIVES = table(
-    "torch.distributed.fsdp._fully_shard.",
+    "torch.",
     """
-_fsdp_param_group.FSDPParamGroup
+_C._distributed_c10d.Backend
+    _get_sequence_number_for_group | - | counts all that is sent | -
+distributed.ProcessGroup
+    _device_types _get_backend | - | leads to it | -
+distributed.distributed_c10d
+    _world | - | has all groups | -
+distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
     _all_gather_comm _reduce_scatter_comm | Collectives | counts what a micro-batch sends | -
     is_unsharded | - | whether a module is gathered | -
     unshard wait_for_unshard | - | gathers it | -

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +74,17 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
     @override
     def rank_in_group(self) -> int:
         return self.gradient_mesh["data_parallel"].get_local_rank()
+
+    @override
+    def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        collectives = self.sync.collectives if isinstance(self.sync, FSDP2Sync) else None
+        if collectives is None:
+            return super().run_as_engine(step, *args, **kwargs)
+        collectives.watch()
+        try:
+            return super().run_as_engine(step, *args, **kwargs)
+        finally:
+            collectives.end_watch()
 
     @override
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:

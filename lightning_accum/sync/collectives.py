@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from math import inf
 from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_accum.user_warnings import listed
 
 
 class Collectives:
@@ -16,12 +20,21 @@ class Collectives:
     small one in its place, whose first collectives are left out, as many as there were before. Nothing of it is used: what was not
     gathered is zeros, and all ranks undo the loader batch.
 
+    So a step must not send collectives of its own: they would meet those of another micro-batch.
+
     Args:
         groups: of parameters.
+        module: that they are in.
     """
 
-    def __init__(self, groups: Iterable[Any]) -> None:
+    def __init__(self, groups: Iterable[Any], module: nn.Module) -> None:
         self._groups = list(groups)
+        self._module = module
+        self._sent = 0
+        """Those that were not left out, so far."""
+        self._others_before: int | None = None
+        """Those of others when the step's own were last looked for; None while they are not."""
+        self._others_of_step = 0
         self._done = 0
         """Those of the micro-batch under way."""
         self._left_out: float = 0
@@ -36,6 +49,7 @@ class Collectives:
     def begin(self) -> None:
         """A micro-batch begins, or has ended."""
         self._done, self._left_out = 0, 0
+        self._others_before = None
         self._whole = [group for group in self._groups if group.is_unsharded]
 
     def begin_again(self) -> None:
@@ -52,7 +66,42 @@ class Collectives:
             self._left_out -= 1
             return True
         self._done += 1
+        self._sent += 1
         return False
+
+    def watch(self) -> None:
+        """What the step itself runs is next: its forward, or a backward with its hooks."""
+        self._others_before = self._others()
+
+    def end_watch(self) -> None:
+        """It is done, or failed."""
+        if self._others_before is not None:
+            self._others_of_step = max(self._others_of_step, self._others() - self._others_before)
+            self._others_before = None
+
+    def refuse_others(self) -> None:
+        """Called where all ranks are, between micro-batches.
+
+        Raises:
+            RuntimeError: a step has sent collectives of its own.
+        """
+        self.end_watch()
+        number = self._others_of_step
+        if not number:
+            return
+        named = self._module.named_modules()
+        found = [name for name, layer in named if isinstance(layer, nn.SyncBatchNorm) or getattr(layer, "dist_sync_on_step", False)]
+        where = f"in {listed(found)}" if found else "such as self.all_gather or torch.distributed.all_reduce"
+        raise RuntimeError(
+            f'GradientAccumulation(micro_batch="auto"): {type(self._module).__name__} sends {number}'
+            f" collective{'s' * (number > 1)} of its own in a micro-batch ({where}), beside those of fully_shard. Where memory runs"
+            " out on one rank, they cannot be undone on the others. Give micro_batch= a number of samples or Tokens(...), or leave"
+            " them out of training_step."
+        )
+
+    def _others(self) -> int:
+        """Those that this rank has sent so far beside them."""
+        return _sent_over_all_groups() - self._sent
 
     def close(self) -> None:
         """Let go of the groups."""
@@ -80,3 +129,14 @@ class _Counted:
             output_tensor.zero_()
             return None
         return self._collective(output_tensor=output_tensor, **kwargs)
+
+
+def _sent_over_all_groups() -> int:
+    """Collectives that this rank has sent so far; those of backends that do not count them are not among them."""
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    backends = {id(backend): backend for group in groups for backend in map(group._get_backend, group._device_types)}
+    number = 0
+    for backend in backends.values():
+        with suppress(RuntimeError):
+            number += backend._get_sequence_number_for_group()
+    return number

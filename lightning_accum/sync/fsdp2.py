@@ -34,6 +34,7 @@ class FSDP2Sync(ShardedSync):
     def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine, ranks: Ranks) -> None:
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine)
         self.reached = ReachedParameters((group for unit in self.units for group in groups_of(unit)), ranks)
+        self._module = module
         self._kept: list[nn.Module] | None = None
         self._kept_now: list[Any] | None = None
         """Those of the micro-batch under way; None between them."""
@@ -49,6 +50,7 @@ class FSDP2Sync(ShardedSync):
         if self.collectives is not None:
             self._kept_now = kept
             self.collectives.begin()
+            self.collectives.refuse_others()
         try:
             yield
             self._end_micro_batch()
@@ -58,17 +60,19 @@ class FSDP2Sync(ShardedSync):
     def _end_micro_batch(self) -> None:
         self.completed += 1
         if self.collectives is not None:
+            self.collectives.refuse_others()
             self._kept_now = None
             self.collectives.begin()
 
     def count_collectives(self) -> None:
         """Have micro-batches take part in what is left of others that ran out of memory."""
-        self.collectives = Collectives(group for unit in self.units for group in groups_of(unit))
+        self.collectives = Collectives((group for unit in self.units for group in groups_of(unit)), self._module)
 
     @override
     @contextmanager
     def in_its_place(self, batch: Any) -> Iterator[None]:
         assert self.collectives is not None
+        self.collectives.refuse_others()
         kept = self._kept_now if self._kept_now is not None else self._units_kept_whole() if self.policy == "window" else []
         self.forget_forward()
         self._snapshot = None
@@ -105,6 +109,8 @@ class FSDP2Sync(ShardedSync):
     @override
     def begin_backward(self, micro_batch: MicroBatch) -> None:
         super().begin_backward(micro_batch)
+        if self.collectives is not None:
+            self.collectives.watch()
         self.reached.begin_backward(is_of_window=not micro_batch.is_shadow_batch)
 
     @override
@@ -115,6 +121,8 @@ class FSDP2Sync(ShardedSync):
     @override
     def complete_reduction(self, micro_batch: MicroBatch) -> None:
         self.reached.end_backward()
+        if self.collectives is not None:
+            self.collectives.end_watch()
         if micro_batch.is_boundary and self.reached.are_any_left():  # of modules that this backward has not come to
             self.reduce_accumulated()
 

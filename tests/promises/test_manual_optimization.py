@@ -20,7 +20,7 @@ from support import SaveAfter, Scalar, StatefulLoader, ddp, fp16_on_cpu, relativ
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import GradientAccumulation
+from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
 from lightning_accum.user_warnings import AccumulationWarning
 
 
@@ -238,6 +238,73 @@ def test_rank_without_the_last_batch_of_a_window_ends_all(rank: int) -> None:
     with pytest.raises(Exception, match="None for"):
         fitted(GAN(by_rank), size=2, ranks=2)
     assert time.monotonic() - begin < 15  # and not after the time-out of the group
+
+
+class LeavesEarly(GAN):
+    """One rank leaves ``training_step`` in the last loader batch of a window, where the others go on.
+
+    Args:
+        rank: that leaves.
+        after: so many calls of ``manual_backward``; it makes all three of them, and steps nothing.
+    """
+
+    def __init__(self, by_rank: list[list[Any]], rank: int, after: int) -> None:
+        super().__init__(by_rank)
+        self.rank, self.after = rank, after
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
+            from torch.distributed.fsdp import fully_shard
+
+            for net in (self.generator, self.discriminator):
+                fully_shard(net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        is_leaving = (self.global_rank, batch_idx) == (self.rank, 1)
+        if is_leaving and self.after == 0:
+            return
+        real, noise = batch
+        fake = self.generator(noise)
+        self.manual_backward(F.softplus(-self.discriminator(fake)).mean())
+        if is_leaving and self.after == 1:
+            return
+        self.manual_backward(F.softplus(-self.discriminator(real)).mean())
+        self.manual_backward(F.softplus(self.discriminator(fake.detach())).mean())
+        for optimizer in self.optimizers():
+            if not is_leaving:
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.some_cases(2)
+@needs_sharding_on_cpu
+@pytest.mark.parametrize(
+    ("engine", "rank", "after", "found"),
+    [
+        ("ddp", 1, 0, "rank 0 has called manual_backward 1 time .*; rank 1 has called manual_backward 0 times, .* and left"),
+        ("ddp", 0, 1, "rank 0 has called manual_backward 1 time, .* and left training_step; rank 1 has called .* 2 times"),
+        ("ddp", 1, 3, r"rank 0 .* stepped optimizer 0 \(SGD\), optimizer 1 \(SGD\), and left .*; rank 1 .* stepped nothing, and"),
+        ("fsdp2", 1, 0, "Rank 1 has called manual_backward 0 times and left training_step, and another rank is still in it"),
+        ("fsdp2", 0, 1, "Rank 0 has called manual_backward 1 time and left training_step, and another rank is still in it"),
+        ("fsdp2", 1, 3, r"rank 0 .* stepped optimizer 0 \(SGD\), optimizer 1 \(SGD\), and left .*; rank 1 .* stepped nothing, and"),
+    ],
+)
+def test_rank_that_leaves_training_step_early_ends_all(
+    engine: str, rank: int, after: int, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_accum.manual.same_place.PATIENCE", 2.0)
+    strategy = ddp() if engine == "ddp" else fsdp2()
+    with pytest.raises(Exception, match=found):
+        trainer(strategy, devices=2, accumulate_grad_batches=2).fit(LeavesEarly(draw(GAN, 2), rank, after))
+
+
+def test_ranks_that_all_leave_training_step_early_go_on() -> None:
+    module = LeavesEarly(draw(GAN, 2), -1, 0)
+    module.training_step = lambda batch, batch_idx: None if batch_idx == 1 else LeavesEarly.training_step(module, batch, batch_idx)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(ddp(), devices=2, accumulate_grad_batches=2).fit(module)
+    assert module.seen[0] == 2 * 3  # optimizers, and windows but the first, with the tail
 
 
 def test_optimizers_and_schedulers_are_left_as_they_were() -> None:
