@@ -74,7 +74,7 @@ def _may_be_watched(tensor: Tensor) -> bool:
 
 def _sum_and_norm(gradient: Tensor) -> Tensor:
     values = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
-    values = torch.view_as_real(values).flatten() if values.is_complex() else values
+    values = torch.view_as_real(values.resolve_conj()).flatten() if values.is_complex() else values
     factors = torch.arange(len(values), device=values.device, dtype=exact_dtype(values.device)).cos()
     return torch.stack(((values * factors).sum(), values.to(factors.dtype).norm()))
 

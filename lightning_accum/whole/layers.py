@@ -68,7 +68,7 @@ def differences(found: Tensor, expected: Tensor | None) -> list[Tensor]:
     if expected is None or (found.device.type == "cpu" and torch.equal(found, expected)):
         return []
     if found.is_complex():
-        found, expected = torch.view_as_real(found), torch.view_as_real(expected)
+        found, expected = torch.view_as_real(found.resolve_conj()), torch.view_as_real(expected.resolve_conj())
     if not found.is_floating_point():
         return [(found == expected).all()]
     tolerance = rounding(coarsest_eps(expected))

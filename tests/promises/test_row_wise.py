@@ -192,6 +192,18 @@ class PerRow(Encoder):
         return z, [2 * length for length in lengths]
 
 
+class Conjugated(nn.Module):
+    """Complex outputs, of which torch notes that they are conjugated; wide, so that rounding differs with the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.net(x)
+        return torch.complex(z, z.square()).conj()
+
+
 class DrawsWithPython(Encoder):
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x) * (random.random() if self.training else 0.5)
@@ -338,6 +350,11 @@ def transformer() -> nn.Module:
     return nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
 
 
+def of_complex(model: Model, x: Tensor) -> Tensor:
+    z = model.a(x)
+    return spread(z.abs() + z.imag)
+
+
 CALLS: dict[str, tuple[Callable[[Model, Tensor], Tensor], Callable[[], dict[str, nn.Module]], list[str]]] = {
     "nested inputs and outputs, keyword arguments, a learned argument without rows": (with_nested, lambda: {"a": Nested()}, ["a"]),
     "two stages, and inputs that need gradients": (with_stages, lambda: {"a": mlp(), "b": mlp()}, ["a", "b"]),
@@ -359,6 +376,7 @@ CALLS: dict[str, tuple[Callable[[Model, Tensor], Tensor], Callable[[], dict[str,
     "evaluation mode in the call alone": (in_eval_mode, lambda: {"a": nn.Sequential(mlp(), nn.Dropout(0.5))}, ["a"]),
     "frozen in the call alone": (frozen_for_a_call, lambda: {"a": mlp()}, ["a"]),
     "attention with a fast path": (padded_attention, lambda: {"a": nn.TransformerEncoder(transformer(), 2)}, ["a"]),
+    "complex outputs": (of_complex, lambda: {"a": Conjugated()}, ["a"]),
     "a checkpoint around a call": (in_a_checkpoint, lambda: {"a": mlp()}, ["a"]),
 }
 
