@@ -5,10 +5,8 @@ The two have a class of their own for everything, and a Trainer takes only its o
 it: Lightning makes its second package from the first by the same replacement. What does not import it, ``Tokens`` and the weights
 among it, is shared.
 
-Why not in another way: classes that are made in functions, for one package or the other, cannot be pickled by name, as spawned
-processes need it, nor read by a type checker. A second copy of the files would have to be kept equal. Here tracebacks,
-breakpoints, coverage and ``inspect.getsource`` all show the one file, whose lines are where they are. Nothing is loaded before it
-is used, and what was compiled is kept beside what Python keeps of the file itself.
+Classes that are made in functions, for one package or the other, could not be pickled by name, nor read by a type checker. Here
+tracebacks, breakpoints, coverage and ``inspect.getsource`` all show the one file. Nothing is loaded before it is used.
 """
 
 from __future__ import annotations

@@ -64,11 +64,9 @@ class Row:
     @property
     def in_words(self) -> tuple[str, ...]:
         """The columns of the table."""
-        deviations, steps = (
-            (f"{self.loss_deviation:.1e}", f"{self.deviation:.1e}"),
-            f"{self.optimizer_steps}, {self.scheduler_steps}",
-        )
-        return f"{self.engine} {self.run}", f"{self.final_loss:.6f}", *deviations, steps, f"{self.tokens_per_second:,.0f}"
+        numbers = f"{self.final_loss:.6f}", f"{self.loss_deviation:.1e}", f"{self.deviation:.1e}"
+        steps = f"{self.optimizer_steps}, {self.scheduler_steps}"
+        return f"{self.engine} {self.run}", *numbers, steps, f"{self.tokens_per_second:,.0f}"
 
 
 def run_demo(epochs: int, out: Path, mixes: Sequence[Mix] = MIXES) -> int:
@@ -155,10 +153,8 @@ def deviation(parameters: Mapping[str, Tensor], full_batch: Mapping[str, Tensor]
 
 def table(rows: Sequence[Row]) -> str:
     """The rows for a terminal."""
-    title = f"One global batch of {GLOBAL_BATCH}, one order of the samples"
-    header = ("run", "loss", "losses", "parameters", "steps", "tokens/s")
-    lines = aligned([header, *(row.in_words for row in rows)])
-    return "\n".join([title, "", *lines, "", fill(CAPTION, 80)])
+    lines = aligned([("run", "loss", "losses", "parameters", "steps", "tokens/s"), *(row.in_words for row in rows)])
+    return "\n".join([f"One global batch of {GLOBAL_BATCH}, one order of the samples", "", *lines, "", fill(CAPTION, 80)])
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:

@@ -1,13 +1,11 @@
 """The gradient noise scale: how large a batch is worth having, estimated from gradients of two sizes of batch.
 
 From McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162, appendix A.1, for micro-batches of
-unequal sizes; the formulas are in :class:`~lightning_accum.GradientNoiseScale`. With equal n_i they are the paper's for batches of
-s = n and b = N. They are those of an analysis of variance, which for a normal distribution have the least variance of all without
-bias. A ratio of means has less bias than a mean of ratios, so S and |G|^2 are smoothed each by itself.
+unequal sizes; the formulas are in :class:`~lightning_accum.GradientNoiseScale`. They are those of an analysis of variance. A ratio
+of means has less bias than a mean of ratios, so S and |G|^2 are smoothed each by itself.
 
-A mean over windows lags behind a noise scale that moves, and the scatter of the windows does not show it: in a short run the
-interval of the mean may be far from where the noise scale is at the end. So the slope of S - B |G|^2 over time is looked at, by
-weighted least squares; where it is significant, the interval is open to the side that the noise scale moves to.
+A mean over windows lags behind a noise scale that moves. So the slope of S - B |G|^2 over time is looked at, by weighted least
+squares; where it is significant, the interval is open to the side that the noise scale moves to.
 """
 
 from __future__ import annotations

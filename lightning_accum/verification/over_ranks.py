@@ -160,6 +160,7 @@ class OverRanks:
         weights = self._weights()
         shares = None if weights is None else torch.stack(parts, 1) * weights
         factors = [] if shares is None else [factors_that_fit(shares, one, self.tolerance) for one in found]
+        # of each rank, how often the rows of each count
         known = [factor.where(factor.abs() > 1e-9, 0.0) for factor in factors if factor is not None]
         where = "" if len(bad) == len(full) else f"In the gradients of {listed(bad)}, unlike in the others: "
         if len(known) < self.ranks:

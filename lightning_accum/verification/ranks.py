@@ -26,7 +26,6 @@ from lightning_accum.verification.processes import run_on_ranks
 from lightning_accum.verification.step import (
     Change,
     StepRunner,
-    keep_to_one_step,
     loader_of,
     quiet,
     trainer_of_one_step,
@@ -81,7 +80,7 @@ def _train(
     if isinstance(strategy, str):
         strategy = re.sub("_(spawn|fork|notebook)$", "", strategy)  # the processes are there
     noise = SameForEveryRow()
-    keep_to_one_step(module, change, noise)
+    runner.keep_to_one_step(change, noise)
     seed_everything(0)  # for what setup and configure_model make
     trainer = trainer_of_one_step(
         [*callbacks, _RankRecorder(ranks, finish)],
@@ -95,7 +94,7 @@ def _train(
         raise MisconfigurationException(
             f"verify starts the ranks itself: pass a {type(strategy).__name__} without start_method, or the name of a strategy."
         )
-    trainer.fit(runner.module, **loader_of(batches, runner.hooks))
+    trainer.fit(runner.module, loader_of(batches))
 
 
 class _RankRecorder(StepRecorder):

@@ -54,15 +54,11 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, Enum, types.M
 
 
 class ModuleState:
-    """The module itself is run, not a copy, which would be another module: a deep copy has no hooks on its tensors, and a function
-    that has captured the module, or a tensor of it, goes on to use the original.
+    """All that is reached from a module: attributes, what is in containers, what functions have captured, tensors, arrays, random
+    generators. It is restored in the very objects that held it.
 
-    Everything that is reached from the module is kept: attributes of all objects, what is in containers, what functions have
-    captured, tensors, arrays and random generators. It is restored in the very objects that held it. Files, locks, loggers and
-    the insides of compiled extensions are left as they are.
-
-    Args:
-        module: the module.
+    The module is run itself, since a copy would be another one: without hooks on its tensors, and with functions that have captured
+    the original. Files, locks, loggers and the insides of compiled extensions are left as they are.
 
     Raises:
         MisconfigurationException: the module holds an iterator, which cannot be restored; or it is being trained over several

@@ -18,7 +18,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from typing_extensions import override
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.randomness import SameForEveryRow, seed_everything
@@ -104,12 +103,12 @@ class StepRunner:
             suppress(StepTakenError),
         ):
             warnings.simplefilter("always")
-            keep_to_one_step(module, change, noise)
+            self.keep_to_one_step(change, noise)
             if recorder.gradients is not None:  # they have been clipped
                 module.configure_gradient_clipping = lambda *args, **kwargs: None
             seed_everything(0)  # for what setup and configure_model make
             trainer = trainer_of_one_step([*callbacks, recorder], devices=1, **arguments, **self.trainer)
-            trainer.fit(self.module, **loader_of(batches, self.hooks))
+            trainer.fit(self.module, loader_of(batches))
         step = recorder.step
         if not step.after:
             raise NoStepError(
@@ -120,6 +119,33 @@ class StepRunner:
         step.noise = noise.found
         return step
 
+    def keep_to_one_step(self, change: Change, noise: SameForEveryRow) -> None:
+        """Leave out preparing data that was prepared, and the module's callbacks; and what is to be taken out."""
+        module = uncompiled(self.module)
+        module.prepare_data = lambda: None
+        module.configure_callbacks = list
+        for hook in _TRANSFER_HOOKS:  # those of the data module come before the module's own
+            if self.hooks is not None and is_overridden(hook, self.hooks):
+                setattr(module, hook, getattr(self.hooks, hook))
+        if change == Change():
+            return
+        original = module.training_step
+
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if change.freezes_batch_norm:
+                freeze_batch_norm(module)
+            if change.fixes_batch_idx and len(args) > 1:
+                args = (args[0], 0, *args[2:])
+            noise.restart()
+            with noise if change.evens_noise else nullcontext():
+                output = original(*args, **kwargs)
+            if output is None or change.factor == 1:
+                return output
+            return {**output, "loss": output["loss"] * change.factor} if isinstance(output, Mapping) else output * change.factor
+
+        module.training_step = training_step
+
 
 # of this package and of the module; Lightning's hints have categories of their own
 _REPORTED = (AccumulationWarning, UserWarning)
@@ -128,9 +154,6 @@ _REPORTED = (AccumulationWarning, UserWarning)
 def uncompiled(module: Any) -> Any:
     """The module inside of what ``torch.compile`` made of it."""
     return getattr(module, "_orig_mod", module)
-
-
-# --- what is taken out of the module ----------------------------------------------------------------------------------
 
 
 def trainer_of_one_step(callbacks: Sequence[pl.Callback], **arguments: Any) -> pl.Trainer:
@@ -149,30 +172,6 @@ def trainer_of_one_step(callbacks: Sequence[pl.Callback], **arguments: Any) -> p
     )
 
 
-def keep_to_one_step(module: pl.LightningModule, change: Change, noise: SameForEveryRow) -> None:
-    """Leave out preparing data that was prepared, and the module's callbacks; and what is to be taken out."""
-    module.prepare_data = lambda: None  # type: ignore[method-assign]
-    module.configure_callbacks = list  # type: ignore[method-assign]
-    if change == Change():
-        return
-    original = module.training_step
-
-    @functools.wraps(original)
-    def training_step(*args: Any, **kwargs: Any) -> Any:
-        if change.freezes_batch_norm:
-            freeze_batch_norm(module)
-        if change.fixes_batch_idx and len(args) > 1:
-            args = (args[0], 0, *args[2:])
-        noise.restart()
-        with noise if change.evens_noise else nullcontext():
-            output = original(*args, **kwargs)
-        if output is None or change.factor == 1:
-            return output
-        return {**output, "loss": output["loss"] * change.factor} if isinstance(output, Mapping) else output * change.factor
-
-    module.training_step = training_step  # type: ignore[method-assign]
-
-
 # --- its data ---------------------------------------------------------------------------------------------------------
 
 
@@ -189,27 +188,9 @@ class _Repeated(Dataset[Any]):
         return copy.deepcopy(self._batches[index % len(self._batches)])
 
 
-class _Data(pl.LightningDataModule):
-    """The batches, with the hooks of the user's data module."""
-
-    def __init__(self, loader: DataLoader[Any], owner: pl.LightningDataModule) -> None:
-        super().__init__()
-        self._loader = loader
-        for hook in _TRANSFER_HOOKS:
-            if is_overridden(hook, owner):
-                setattr(self, hook, getattr(owner, hook))
-
-    @override
-    def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader
-
-
-def loader_of(batches: Sequence[Any], hooks: pl.LightningDataModule | None) -> dict[str, Any]:
-    """What ``Trainer.fit`` takes: a loader of these batches, again and again."""
-    loader = DataLoader(_Repeated(batches), batch_size=None, shuffle=False)
-    if hooks is None or not any(is_overridden(hook, hooks) for hook in _TRANSFER_HOOKS):
-        return {"train_dataloaders": loader}
-    return {"datamodule": _Data(loader, hooks)}
+def loader_of(batches: Sequence[Any]) -> DataLoader[Any]:
+    """These batches, again and again."""
+    return DataLoader(_Repeated(batches), batch_size=None, shuffle=False)
 
 
 # --- around it --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -212,13 +212,14 @@ class Call:
         self._trained, self._sharing = sorted(trained), sharing
         return first, parts
 
-    def _looking_at(self, piece: RowSlice) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _looking_at(self, piece: RowSlice) -> Iterator[None]:
+        """In here it is noted what the last micro-batch computes, where that is to be looked at."""
         if self.left is None or piece is not self.pieces[-1]:
-            return nullcontext()
-        stack = ExitStack()
-        stack.enter_context(in_eager_mode())
-        stack.enter_context(self.left)
-        return stack
+            yield
+            return
+        with in_eager_mode(), self.left:
+            yield
 
     def _run_shadows(self, backward: Backward | None = None) -> None:
         """Take part in the micro-batches that other ranks have more."""
@@ -240,21 +241,13 @@ class Call:
                 f"row_wise={self.layer.name!r}: the outputs of {self.layer.name!r} are not the same in each micro-batch"
             )
         check_others(self.layer, others, first.others)
-        for place, (leaf, dim) in enumerate(zip(found, self.form.dims, strict=True)):
-            if not parts:
-                return
-            before = parts[0][place]
-            if dim is None:
-                is_same = is_close(leaf, before) if isinstance(leaf, Tensor) else leaf == before
+        for leaf, before, dim in zip(found, parts[0], self.form.dims, strict=True) if parts else ():
+            what = ""
+            if dim is None and not (is_close(leaf, before) if isinstance(leaf, Tensor) else leaf == before):
                 what = "an output that is not the same for all rows, without a dimension that has them"
-            else:
-                is_same = not isinstance(leaf, Tensor) or _without(leaf.shape, dim) == _without(before.shape, dim)
-                what = (
-                    f"outputs of other shapes than for other rows, {tuple(leaf.shape)} and {tuple(before.shape)}"
-                    if not is_same
-                    else ""
-                )
-            if not is_same:
+            elif dim is not None and isinstance(leaf, Tensor) and _without(leaf.shape, dim) != _without(before.shape, dim):
+                what = f"outputs of other shapes than for other rows, {tuple(leaf.shape)} and {tuple(before.shape)}"
+            if what:
                 raise RowWiseError(f"row_wise={self.layer.name!r}: for some rows {self.layer.name!r} returns {what}. {INSTEAD}")
 
     def _joined(self, first: Tree, parts: list[list[Any]]) -> Any:

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -106,7 +105,7 @@ class Offload:
         self._lanes: dict[torch.device, StreamLane | None] = {}
         self._lock = RLock()  # devices have a thread each in a backward
         self._staying: frozenset[int] = frozenset()
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, ReferenceType[_Stored]] = {}
         self._order: list[ReferenceType[_Stored]] = []
         self._leaving: deque[ReferenceType[_Stored]] = deque()
         self._back: list[ReferenceType[_Stored]] = []
@@ -159,17 +158,14 @@ class Offload:
         return None if storage.nbytes() <= _SMALL or storage._cdata in self._staying else lane
 
     def _stored(self, tensor: Tensor, lane: StreamLane) -> _Stored:
-        storage, version = tensor.untyped_storage(), tensor._version
-        known = self._saved.get(storage._cdata)
-        if known is not None and known.storage() is storage and known.version == version:
-            stored = known.stored()
-            if stored is not None:
-                return stored
-        stored = _Stored(tensor.detach(), lane, self._order)
-        self._saved[storage._cdata] = _Saved(ref(storage), version, ref(stored))
-        self._order.append(ref(stored))
-        self._leaving.append(ref(stored))
-        self._let_go(but=_LEAVING)
+        key = tensor.untyped_storage()._cdata
+        stored = self._saved[key]() if key in self._saved else None
+        if stored is None or not stored.is_of(tensor):
+            stored = _Stored(tensor.detach(), lane, self._order)
+            self._saved[key] = ref(stored)
+            self._order.append(ref(stored))
+            self._leaving.append(ref(stored))
+            self._let_go(but=_LEAVING)
         return stored
 
     def _let_go(self, but: int) -> None:
@@ -213,9 +209,14 @@ class _Stored:
         self._original: Tensor | None = tensor
         self._is_changed = False
         self._back: Tensor | None = None
+        self._storage = ref(tensor.untyped_storage())
         size = tensor.untyped_storage().nbytes()
         self._host = lane.host(size)
         self._copy: Any = lane.copy(self._host, _view(tensor, torch.uint8, 0, (size,), (1,)))
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """The tensor is a view of the storage, unchanged."""
+        return self._storage() is tensor.untyped_storage() and self._version == tensor._version
 
     @property
     def is_away(self) -> bool:
@@ -282,25 +283,14 @@ class _Stored:
             self._finish_copy()
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """A storage that was saved in a step, while there is one."""
-
-    storage: ReferenceType[torch.UntypedStorage]
-    version: int
-    stored: ReferenceType[_Stored]
-
-
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A saved tensor that stays where it is."""
 
     tensor: Tensor
     version: int
 
 
-@dataclass(frozen=True)
-class _Moved:
+class _Moved(NamedTuple):
     """A saved tensor as a view of what is stored."""
 
     stored: _Stored
