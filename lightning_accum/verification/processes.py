@@ -89,11 +89,12 @@ def run_on_ranks(
         seconds = MOST_SECONDS if seconds is None else seconds
         try:
             _wait(processes, seconds)
+            exit_codes = [process.exitcode for process in processes]
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-        return _result(paths, seconds)
+        return _result(paths, exit_codes, seconds)
 
 
 def _wait(processes: list[BaseProcess], seconds: float) -> None:
@@ -105,13 +106,18 @@ def _wait(processes: list[BaseProcess], seconds: float) -> None:
         time.sleep(0.02)
 
 
-def _result(paths: list[Path], seconds: float) -> Any:
+def _result(paths: list[Path], exit_codes: list[int | None], seconds: float) -> Any:
     results = [pickle.loads(path.read_bytes()) if path.is_file() else None for path in paths]
     failures = [(number, result[1]) for number, result in enumerate(results) if result is not None and result[0] == "error"]
-    if failures:
-        # one that only lost its connection says less
-        number, (kind, message, trace) = min(failures, key=lambda failure: "onnection" in failure[1][1])
+    codes = zip(results, exit_codes, strict=True)
+    died = [f"rank {_rank(number)} with exit code {code}" for number, (result, code) in enumerate(codes) if code and result is None]
+    # one that only lost its connection says less
+    number, failure = min(failures, key=lambda failure: "onnection" in failure[1][1], default=(0, None))
+    if failure is not None and not (died and "onnection" in failure[1]):
+        kind, message, trace = failure
         raise RanksFailedError(f"On rank {_rank(number)} training failed, with {kind}: {message}") from RuntimeError(trace)
+    if died:
+        raise RanksFailedError(f"A process ended before its optimizer step: {', '.join(died)}. Did it run out of memory?")
     missing = [_rank(number) for number, result in enumerate(results) if result is None]
     if missing:
         raise RanksFailedError(

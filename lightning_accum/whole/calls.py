@@ -90,13 +90,6 @@ def twice_differentiated(name: str) -> RowWiseError:
     )
 
 
-def _recomputed(name: str) -> RowWiseError:
-    return RowWiseError(
-        f"row_wise={name!r}: a call of {name!r} is inside of a reentrant torch.utils.checkpoint, which has its backward within that"
-        f" of the loss. Pass use_reentrant=False, or leave the checkpoint out: what {name!r} saves is not held anyway."
-    )
-
-
 def call_of(node: Any) -> Call | None:
     """The call whose outputs a node of an autograd graph holds; None for any other node."""
     return getattr(node, "call", None) if isinstance(node, _Outputs._backward_cls) else None
@@ -152,7 +145,12 @@ class Call:
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Take in gradients of the outputs."""
         if self.is_recomputed:
-            raise _recomputed(self.layer.name)
+            name = self.layer.name
+            raise RowWiseError(
+                f"row_wise={name!r}: a call of {name!r} is inside of a reentrant torch.utils.checkpoint, which has its backward"
+                f" within that of the loss. Pass use_reentrant=False, or leave the checkpoint out: what {name!r} saves is not held"
+                " anyway."
+            )
         for place, gradient in enumerate(gradients):
             if gradient is not None:
                 before = self.gradients[place]

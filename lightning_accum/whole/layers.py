@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accum.exact import exact, rounding
-from lightning_accum.whole.trees import first_that_differs
 
 INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
 
@@ -47,12 +46,22 @@ class Layer:
 
 def check_others(layer: Layer, found: list[Any], expected: list[Any]) -> None:
     """Raise where what is no tensor in the outputs for some rows is not what it is for others."""
-    differing = first_that_differs(found, expected)
+    pairs: Iterable[tuple[Any, Any]] = zip(found, expected, strict=True)
+    if len(found) != len(expected):
+        pairs = [(len(found), len(expected))]
+    differing = next(((a, b) for a, b in pairs if not _are_equal(a, b)), None)
     if differing is not None:
         raise RowWiseError(
             f"row_wise={layer.name!r}: {layer.name!r} returns {differing[0]!r} for some rows and {differing[1]!r} for others, which"
             " cannot be joined: have it return tensors, with one entry a row."
         )
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # arrays are neither true nor false
+        return False
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:

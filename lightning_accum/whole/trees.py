@@ -83,20 +83,6 @@ def leaves(value: Any) -> list[Any]:
     return read(value).leaves
 
 
-def first_that_differs(found: list[Any], expected: list[Any]) -> tuple[Any, Any] | None:
-    """The first two of what is no leaf that are not equal; None where all are."""
-    if len(found) != len(expected):
-        return len(found), len(expected)
-    return next(((a, b) for a, b in zip(found, expected, strict=True) if not _are_equal(a, b)), None)
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    try:
-        return a is b or bool(a == b)
-    except Exception:  # arrays are neither true nor false
-        return False
-
-
 def is_list_of(kind: Any, value: Any) -> bool:
     """Whether it is a list or tuple of objects of a class alone."""
     return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(entry, kind) for entry in value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -354,6 +355,18 @@ class Waits(Language):
 def test_error_of_a_rank_names_it() -> None:
     with pytest.raises(MisconfigurationException, match="(?s)rank 1.*no such column"):
         verify(FailsOnRank(), ROWS, devices=2)
+
+
+class IsKilled(Language):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@LONG
+def test_rank_whose_process_is_killed_is_named() -> None:
+    with pytest.raises(MisconfigurationException, match="rank 1 with exit code -9"):
+        verify(IsKilled(), ROWS, devices=2)
 
 
 @LONG
