@@ -290,7 +290,8 @@ class Accumulation(Windows):
     @property
     def _is_proven(self) -> bool:
         """Parts of the first batch were found to add up to it, or its loss has seen all of its window."""
-        if self.row_wise is not None and self.is_passthrough():
+        is_whole = self.row_wise is not None or (self.splitting is None and not self.policy.has_varying_windows)
+        if is_whole and self.is_passthrough():
             return True
         return self.verdict is not None and self.verdict.deviation is not None and self.verdict.adds_up
 
@@ -308,7 +309,9 @@ class Accumulation(Windows):
         sums = None if self.sums is None else self.sums.gradients()
         self.closed = self.window.close(lambda: [p.grad for p in parameters() if p.grad is not None] if sums is None else sums)
         if self.closed.is_doubtful:
-            self._loss.warn_of(self.closed, self.warn_once, HOW_TO_WEIGH_EACH)
+            is_said = self.verdict is not None and self.verdict.deviation is not None and not self.verdict.adds_up
+            doubted = self.closed._replace(do_terms_disagree=self.closed.do_terms_disagree and not is_said)
+            self._loss.warn_of(doubted, self.warn_once, HOW_TO_WEIGH_EACH)
         if self.sums is not None:
             self.sums.write_to_grad()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":

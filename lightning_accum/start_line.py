@@ -37,7 +37,8 @@ def start_line(
         parts.append(offload_in_words(accumulation.ranks.device))
     if accumulation.row_wise is not None:
         parts.append(accumulation.row_wise.describe())
-    parts.append(f"weight: {accumulation.weigher.criterion}")
+    if accumulation.weigher.criterion is not None:
+        parts.append(f"weight: {accumulation.weigher.criterion}")
     if accumulation.sums is not None:
         parts.append(f"gradients are added up in {accumulation.sums.dtype}")
     if accumulation.verdict is not None:

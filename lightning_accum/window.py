@@ -312,7 +312,7 @@ class Window:
         is_next = self._is_on_host and _is_power_of_two(of_a_rank)
         self._weight_scale = of_a_rank if is_next else _power_of_two_near(weight / totals.micro_batches)
         disagree = disagree and not is_miscounted
-        has_others = disagree and any(contribution.others for contribution in contributions)
+        has_others = disagree and any(c.others for c in contributions) and not _has_several_factors(contributions)
         do_factors_differ = (bool(read.zeroed) and read.is_some_zeroed) or (disagree and not has_others)
         return totals.window(
             loss,
@@ -351,6 +351,11 @@ def _power_of_two_near(mean: float) -> float:
 
 def _is_power_of_two(number: float) -> bool:
     return math.frexp(number)[0] == 0.5
+
+
+def _has_several_factors(contributions: Sequence[Contribution]) -> bool:
+    """Whether the host knows that a factor of the loss changes."""
+    return len({c.factors for c in contributions if not isinstance(c.factors, Tensor) and c.factors}) > 1
 
 
 def _scale(find: Callable[[], Sequence[Tensor]], factor: float) -> None:

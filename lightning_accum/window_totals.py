@@ -126,6 +126,7 @@ class Totals(NamedTuple):
             raise ValueError(
                 "The loss is a sum that is multiplied by another factor in each micro-batch of the window, as by one over a count:"
                 " sums are added up as they are. Divide the sum by its count, so that the count is seen, or pass the weight."
+                " Anneal a factor by global_step, and not by batch_idx."
             )
         return disagree
 

@@ -310,6 +310,9 @@ def first_tensor_or_list(batch: Any) -> Tensor | Sequence[Any] | None:
         if may_be_list_of_samples(batch):
             return batch
         children = batch
+        if len({len(child) if isinstance(child, (list, tuple)) else -1 for child in batch}) == 1:
+            # lists of one length beside each other, one of them of samples: the only image beside its record
+            children = sorted(batch, key=lambda child: not may_be_list_of_samples(child))
     else:
         children = attributes_of(batch).values()
     return next((found for child in children if (found := first_tensor_or_list(child)) is not None), None)

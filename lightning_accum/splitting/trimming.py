@@ -169,7 +169,7 @@ def _contribution(output: Any, batch: Any, module: nn.Module, weigh: Callable[[A
     if not isinstance(loss, Tensor):
         return _Found(0.0, 0.0, [], 0.0)
     weight: Any = 1.0
-    value: Denominator = loss
+    value: Denominator = loss.detach()
     with suppress(UnreadableLossError):  # said later, with what to do about it
         reading, found = read_function(loss)
         weight = 1.0 if reading.weight is None else reading.weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH
+from lightning_accum.weighing.terms import HOW_TO_SEE_ALL, HOW_TO_WEIGH_EACH
 from lightning_accum.weighing.verdict import Verdict
 
 OF_SEVERAL_BATCHES = (
@@ -47,10 +47,8 @@ def of_losses(verdict: Verdict, weight: Any, mend: str | None, row_wise: tuple[s
 
 def of_terms(verdict: Verdict, mend: str | None) -> str:
     """The warning of terms that are divided by different counts."""
-    return (
-        f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} of a batch,"
-        f" {_seen(verdict)}. {HOW_TO_WEIGH_EACH if mend is None else _mend(mend)}"
-    )
+    mends = f"{HOW_TO_WEIGH_EACH} {HOW_TO_SEE_ALL}" if mend is None else _mend(mend)
+    return f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} of a batch, {_seen(verdict)}. {mends}"
 
 
 def of_joined(verdict: Verdict) -> str:

@@ -272,7 +272,7 @@ class Check:
             nodes = weigher.take_terms()
             counts = tuple(float(count) for count in contribution.others) if nodes else ()
             share = 1.0
-            if whole is not None and counts and whole.counts:
+            if whole is not None and counts and len(counts) == len(whole.counts):  # else they share one weight, as in a window
                 totals = zip((n or 0.0, *counts), (whole.weight, *whole.counts), strict=True)
                 scale_terms(nodes, [count / total if total else 0.0 for count, total in totals])
             elif whole is not None and n is not None and whole.weight is not None:

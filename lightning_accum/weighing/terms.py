@@ -34,6 +34,11 @@ HOW_TO_WEIGH_EACH = (
     "Each is weighed by itself with a weight for each, which count a window before it runs:"
     " GradientAccumulation(..., weight=[TokenCount(), SampleCount()])."
 )
+HOW_TO_SEE_ALL = (
+    "Where a term is no mean over rows or tokens, have the loss see the whole batch, with a window of one loader batch:"
+    ' GradientAccumulation(1, micro_batch=..., row_wise="encoder") with the names of the submodules that run in micro-batches, or'
+    ' micro_batch="offload".'
+)
 
 
 class Counts(Protocol):

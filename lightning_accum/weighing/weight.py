@@ -27,6 +27,7 @@ from lightning_accum.weighing.reductions import Rows
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import Proportion, TermLister, TermNode, TermReader
+from lightning_accum.weighing.terms import HOW_TO_SEE_ALL
 
 
 class Kind(NamedTuple):
@@ -238,12 +239,14 @@ class Weigher:
             self.criterion = f"{reading.criterion}: added up, divided by nothing"
         else:
             self.criterion = f"{reading.criterion}, each micro-batch weighed by what its loss was divided by"
+        if self._is_proven():
+            return
         self.unweighed_terms = tuple(dict.fromkeys(term.criterion for term in reading.others if term.denominator is None))
-        if self.unweighed_terms and not self._is_proven():
+        if self.unweighed_terms:
             self._warn(
                 f"The loss has terms that are no plain mean over the same count as its {reading.criterion}:"
                 f" {', '.join(self.unweighed_terms)}. They take the weight of the {reading.criterion}; for them a window may"
-                " differ from its full batch."
+                f" differ from its full batch. {HOW_TO_SEE_ALL}"
             )
 
     @property
@@ -370,7 +373,7 @@ def _zero_where_empty(weight: Denominator | None, value: Denominator, term: Term
     if isinstance(weight, Tensor):
         value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
         return torch.where((value == 0) & (weight <= 1), torch.zeros_like(weight), weight)
-    return 0.0 if weight <= 1 and float(value) == 0 else weight
+    return 0.0 if weight <= 1 and bool(value == 0) else weight
 
 
 def _checked(weight: Any, source: Any) -> Denominator:
@@ -402,7 +405,6 @@ def _how_to_mend(found: str) -> str:
 def _no_weight_helps(found: str) -> str:
     return (
         f"The loss is, or has in it, a function of a mean over the batch that is not one function of one mean: {found}. No weight"
-        " makes micro-batches add up to that of their batch. Have the loader yield the window as one batch, with"
-        ' GradientAccumulation(1, micro_batch="offload") where memory is short; or take the mean of the micro-batches\' losses,'
-        ' with weight="equal".'
+        f" makes micro-batches add up to that of their batch. {HOW_TO_SEE_ALL} Or take the mean of the micro-batches' losses, with"
+        ' weight="equal".'
     )

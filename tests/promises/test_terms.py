@@ -69,6 +69,44 @@ def test_exact_terms_are_not_warned_of() -> None:
         trainer(callbacks=[GradientAccumulation(micro_batch=4, weight=EACH)]).fit(Rated(), loader(rated(2)))
 
 
+def test_a_factor_of_a_term_that_changes_inside_a_window_is_named_as_that() -> None:
+    class AnnealedByBatch(Rated):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            cross_entropy, error = self.terms(batch)
+            return cross_entropy + 0.1 * (1 + batch_idx) * error
+
+    with pytest.warns(
+        AccumulationWarning, match="A factor of the loss changes inside a window.*Anneal a factor by global_step"
+    ) as caught:
+        trainer(callbacks=[GradientAccumulation(2, check=False)]).fit(AnnealedByBatch(), loader(rated(2)))
+    assert not any("weight=[TokenCount()" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("accumulation", [[], [GradientAccumulation(micro_batch="offload")], [GradientAccumulation(1)]])
+def test_a_window_of_one_micro_batch_is_not_warned_of(accumulation: list[pl.Callback], caplog: pytest.LogCaptureFixture) -> None:
+    class Balanced(Rated):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + self.net(batch["input_ids"]).softmax(-1).mean((0, 1)).square().sum()
+
+    with warnings.catch_warnings(), caplog.at_level("INFO", "lightning.pytorch"):
+        warnings.filterwarnings("error", category=AccumulationWarning)
+        trainer(callbacks=accumulation).fit(Balanced(), loader(rated(1)))
+    (line,) = [line for line in caplog.messages if "a window is" in line]
+    assert "weight: cross entropy" in line
+    assert "the same weight" not in line
+
+
+def test_a_loss_with_fewer_terms_in_some_rows_is_refused_by_name() -> None:
+    class OnePerRow(Rated):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            scores = self.score(self.net(batch["input_ids"]).mean(1))[:, 0]
+            errors = [F.mse_loss(*pair) for pair in zip(scores, batch["score"], strict=True)]
+            return self.terms(batch)[0] + torch.stack(errors).sum() / len(errors)
+
+    with pytest.raises(UnreadableLossError, match="2 weights, one for each term of the loss"):
+        trainer(callbacks=[GradientAccumulation(2, weight=EACH)]).fit(OnePerRow(), loader(rated(2, rows=4)))
+
+
 @pytest.mark.parametrize("micro_batch", [3, Tokens(64), "auto"])
 def test_each_term_of_split_batches_over_ranks(micro_batch: Any) -> None:
     """The ranks have unequal rows, come to different numbers of micro-batches, and one runs out of batches."""

@@ -58,6 +58,8 @@ class Slotted:
         (SampleCount(), TARGETS[:1], 1),
         (SampleCount(), (IMAGES, TARGETS), 3),
         (SampleCount(), (tuple(TARGETS), tuple(IMAGES)), 3),
+        (SampleCount(), (IMAGES[:1], TARGETS[:1]), 1),
+        (SampleCount(), [IMAGES[:1], TARGETS[:1]], 1),
         (SampleCount(), [target["boxes"] for target in TARGETS], 3),
         (SampleCount(), [(torch.zeros(3, 4, 4), 1), (torch.zeros(3, 4, 4), 0)], 2),
         (SampleCount(), ([{"ids": torch.zeros(8, 5)}, {"ids": torch.zeros(8, 6)}], torch.zeros(8)), 8),
