@@ -787,6 +787,8 @@ def test_models_and_optimizers_that_do_not_belong_together_are_refused() -> None
         Accumulator(None, model, torch.optim.SGD(other.parameters(), 1.0))
     with pytest.raises(ValueError, match=r"fabric.setup\(model, optimizer\) first"):
         Accumulator(one_process(), model, torch.optim.SGD(model.parameters(), 1.0))
+    with pytest.raises(TypeError, match="one optimizer, but got a list"):
+        Accumulator(None, nn.Linear(1, 1), [])
     with pytest.raises(ValueError, match="LBFGS"):
         Accumulator(None, model, torch.optim.LBFGS(model.parameters()))
 
