@@ -288,10 +288,15 @@ class Accumulation(Windows):
         return self.ranks.sum(weight) >= self.boundary.tokens
 
     @property
+    def sees_windows_whole(self) -> bool:
+        """Each window is one micro-batch, this one and those that follow."""
+        is_always = self.row_wise is not None or (self.splitting is None and not self.policy.has_varying_windows)
+        return is_always and self.is_passthrough()
+
+    @property
     def _is_proven(self) -> bool:
         """Parts of the first batch were found to add up to it, or its loss has seen all of its window."""
-        is_whole = self.row_wise is not None or (self.splitting is None and not self.policy.has_varying_windows)
-        if is_whole and self.is_passthrough():
+        if self.sees_windows_whole:
             return True
         return self.verdict is not None and self.verdict.deviation is not None and self.verdict.adds_up
 

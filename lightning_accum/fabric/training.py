@@ -85,8 +85,8 @@ class Training:
         self.raw_optimizer: Optimizer = optimizer.optimizer if _has_property(optimizer, "optimizer") else optimizer
         if not hasattr(self.raw_optimizer, "param_groups"):
             raise TypeError(
-                f"An Accumulator steps one optimizer, but got a {type(optimizer).__name__}. Give the parameters of several optimizers to"
-                " one, as groups; or train a LightningModule, whose manual optimization takes several."
+                f"An Accumulator steps one optimizer, but got a {type(optimizer).__name__}. Give the parameters of several to one,"
+                " as groups; or train a LightningModule, whose manual optimization takes several."
             )
         found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self.ddp = found[0] if found else None

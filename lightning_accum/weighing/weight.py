@@ -239,10 +239,8 @@ class Weigher:
             self.criterion = f"{reading.criterion}: added up, divided by nothing"
         else:
             self.criterion = f"{reading.criterion}, each micro-batch weighed by what its loss was divided by"
-        if self._is_proven():
-            return
         self.unweighed_terms = tuple(dict.fromkeys(term.criterion for term in reading.others if term.denominator is None))
-        if self.unweighed_terms:
+        if self.unweighed_terms and not self._is_proven():
             self._warn(
                 f"The loss has terms that are no plain mean over the same count as its {reading.criterion}:"
                 f" {', '.join(self.unweighed_terms)}. They take the weight of the {reading.criterion}; for them a window may"
