@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.joining import JoiningError, join
 from lightning_accum.splitting.micro_batch import Layout
-from lightning_accum.splitting.packed import PackedBatches, may_be_one_sample
+from lightning_accum.splitting.packed import layout_of_samples, may_be_one_sample
 from lightning_accum.splitting.padding import IGNORE_INDEX
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, Rows, parts_of
 
@@ -47,8 +47,7 @@ class FewRows:
 
     def __init__(self, batch: Any, samples: Collection[int] = (), before: Sequence[Any] = ()) -> None:
         try:
-            layout = Layout.read(batch, samples=samples)
-            PackedBatches(lambda: samples, lambda message: None).check(layout, is_first=True)
+            layout = layout_of_samples(batch, samples)
         except UnsplittableBatchError as error:
             raise CannotCheckError("the rows of the batch cannot be told apart") from error
         self._own, self.of_batch = layout, layout.size

@@ -20,13 +20,22 @@ def samples_of(batch: Any, samples: Collection[int]) -> int | None:
     if isinstance(batch, Iterator):  # training_step draws its batches by itself
         return None
     try:
-        layout = Layout.read(batch, samples=samples)
-        PackedBatches(lambda: samples, lambda message: None).check(layout, is_first=True)
+        return layout_of_samples(batch, samples).size
     except Exception:  # whatever a batch is that is not split
         if len(samples) == 1 and 1 not in samples:  # else the dataset may make whole batches
             return next(iter(samples))
         return batch.size(0) if isinstance(batch, Tensor) and batch.dim() else None
-    return layout.size
+
+
+def layout_of_samples(batch: Any, samples: Collection[int]) -> Layout:
+    """How a batch is made of rows that are samples.
+
+    Raises:
+        UnsplittableBatchError: there are none, or they are no samples.
+    """
+    layout = Layout.read(batch, samples=samples)
+    PackedBatches(lambda: samples, lambda message: None).check(layout, is_first=True)
+    return layout
 
 
 def may_be_one_sample(layout: Layout) -> bool:

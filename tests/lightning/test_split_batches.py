@@ -10,12 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import OPTIMIZERS, Hide, Language, Scalar, fp16_on_cpu, loader, pad, relative_error, sentences, trainer, x
+from support import OPTIMIZERS, Language, Scalar, fp16_on_cpu, loader, pad, relative_error, sentences, trainer, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
+from lightning_accum import GradientAccumulation, SampleCount, Tokens
 from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 
 # --- trimming ---------------------------------------------------------------------------------------------------------
@@ -127,24 +127,6 @@ def test_trying_draws_no_random_numbers_and_logs_nothing() -> None:
     assert len(drawn[0]) == 4
 
 
-def test_lengths_under_a_key_are_used() -> None:
-    rows = sentences(8)
-    batch = pad(rows)
-    batch["labels"] = batch["labels"].clamp(min=0)  # nothing tells the padding but the lengths
-    batch["n"] = torch.tensor([len(row) for row in rows])
-
-    class Lengths(Language):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            self.widths.append(batch["input_ids"].shape[1])
-            labels = batch["labels"].masked_fill(torch.arange(batch["labels"].shape[1]) >= batch["n"][:, None], -100)
-            return super().training_step({**batch, "labels": labels}, batch_idx)
-
-    module = Lengths()
-    module.widths = []
-    trainer(callbacks=[GradientAccumulation(micro_batch=2, trim_padding="n")]).fit(module, loader([batch]))
-    assert module.widths == sorted((len(row) for row in rows), reverse=True)[::2]
-
-
 # --- said and refused -------------------------------------------------------------------------------------------------
 
 
@@ -221,19 +203,6 @@ def test_split_function_cuts_what_cannot_be_read() -> None:
         trainer(callbacks=[GradientAccumulation(micro_batch=2, split=lambda batch, size: None)]).fit(OfBags([Bag([1])]))
 
 
-def test_row_longer_than_the_tokens_is_a_micro_batch_of_its_own_with_a_warning() -> None:
-    class Recorded(Language):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            self.shapes.append(tuple(batch["input_ids"].shape))
-            return super().training_step(batch, batch_idx)
-
-    module = Recorded()
-    module.shapes = []
-    with pytest.warns(UserWarning, match=r"A row of 11 tokens is longer than .*Tokens"):
-        trainer(callbacks=[GradientAccumulation(micro_batch=Tokens(9))]).fit(module, loader([pad(sentences(16))]))
-    assert all(rows * columns <= 9 or rows == 1 for rows, columns in module.shapes)
-
-
 # --- beside the rest --------------------------------------------------------------------------------------------------
 
 
@@ -260,18 +229,6 @@ def test_gradients_are_unscaled_and_clipped_once_a_batch(size: Any) -> None:
     assert module.gradients == pytest.approx([3.0, 15.0])
     assert module.total == pytest.approx(3.0 + 4.0, rel=1e-5)
     assert run.global_step == 2
-
-
-def test_explicit_weight_counts_in_the_micro_batch() -> None:
-    class Hidden(Language):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            return Hide.apply(super().training_step(batch, batch_idx))
-
-    batch = pad(sentences(16))
-    module, whole = Hidden(), Hidden()
-    trainer("auto").fit(whole, loader([batch]))
-    trainer(callbacks=[GradientAccumulation(micro_batch=3, weight=TokenCount())]).fit(module, loader([batch]))
-    assert relative_error(module.parameters(), whole.parameters()) < 1e-12
 
 
 def test_batch_that_fits_is_left_to_lightning_bit_for_bit() -> None:
