@@ -76,8 +76,6 @@ class Engine(Strategy):
     """Where the module optimizes by itself, the engine averages gradients over the ranks in every backward."""
     manual: ManualOptimization | None = None
     """The windows of a module that optimizes by itself; None for any other, and where a window is one micro-batch on one rank."""
-    takes_gradient: bool = True
-    """``backward`` takes the ``gradient`` argument."""
     watch: Watch
     """Checks that Lightning calls what replaces its own; there in a fit."""
     row_wise: RowWise | None = None

@@ -20,19 +20,6 @@ from lightning_accum import seams
 from lightning_accum.gradient_reads import GradientReads
 from lightning_accum.user_warnings import listed
 
-
-def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """The Trainer's callbacks, to read and to add to."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, unseen by type checkers
-    return callbacks
-
-
-def window_listeners(trainer: pl.Trainer) -> list[Any]:
-    """The callbacks and the module that have a hook ``on_window_end``."""
-    owners: list[Any] = [*callbacks_of(trainer), trainer.lightning_module]
-    return [owner for owner in owners if callable(getattr(owner, _HOOK_OF_A_WINDOW, None))]
-
-
 _HOOKS_OF_A_MICRO_BATCH = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -41,8 +28,6 @@ _HOOKS_OF_A_MICRO_BATCH = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
-
-
 _HOOK_OF_A_WINDOW = "on_window_end"
 """Lightning has none of that name."""
 _HOOKS_OF_A_TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
@@ -54,7 +39,10 @@ _HOOKS_OF_A_MODULE = (
     "optimizer_zero_grad",
     "configure_gradient_clipping",
     "optimizer_step",
+    "lr_scheduler_step",
 )
+_WATCHED_HOOKS = ("backward", "optimizer_zero_grad", "optimizer_step", "lr_scheduler_step")
+"""``loops/watch.py`` compares what these do, unless the module overrides them."""
 _HOOKS_OF_A_STRATEGY = (
     "on_train_batch_start",
     "training_step",
@@ -79,6 +67,18 @@ _HOOKS_OF_A_PRECISION = (
 _ENGINES = ("lightning_accum.engine", "lightning_accum.pytorch_lightning.engine")
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
 _are_disjoint: Callable[..., bool] = type({}.keys()).isdisjoint
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks, to read and to add to."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, unseen by type checkers
+    return callbacks
+
+
+def window_listeners(trainer: pl.Trainer) -> list[Any]:
+    """The callbacks and the module that have a hook ``on_window_end``."""
+    owners: list[Any] = [*callbacks_of(trainer), trainer.lightning_module]
+    return [owner for owner in owners if callable(getattr(owner, _HOOK_OF_A_WINDOW, None))]
 
 
 def already_on_cpu(batch: Any) -> Any:
@@ -115,6 +115,8 @@ class HookTable:
         has_batch_hooks: somebody overrides a hook around a loader batch, in which hooks may come or go.
         has_backward: there are hooks around the backward of a micro-batch.
         is_step_bare: ``training_step`` needs nothing around it: no wrapper of the module, no autocast.
+        own_hooks: those of ``backward``, ``optimizer_zero_grad``, ``optimizer_step`` and ``lr_scheduler_step`` that the module
+            overrides.
         step_counters: the module and callbacks whose ``on_train_batch_end`` reads ``global_step``, as Lightning's
             EMAWeightAveraging does to see each optimizer step once. No checkpoint callbacks: theirs are of whole loader batches.
         window_listeners: the callbacks and the module that have a hook ``on_window_end``, in the order in which they are called.
@@ -165,6 +167,7 @@ class HookTable:
         owners: list[Any] = [callback for callback in self._callbacks if not isinstance(callback, Checkpoint)]
         owners.append(trainer.lightning_module)
         self.window_listeners = window_listeners(trainer)
+        self.own_hooks = frozenset(hook for hook in _WATCHED_HOOKS if is_overridden(hook, trainer.lightning_module))
         self.step_counters = [owner for owner in owners if _reads(owner, "on_train_batch_end", "global_step")]
 
 

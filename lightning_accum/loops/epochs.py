@@ -279,7 +279,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if accumulation is None or accumulation.boundary.position(seen) <= 0:
             return
         if accumulation.policy.tail == "drop":
-            self._tell_dropped(accumulation.discard(seen))
+            self._report_dropped(accumulation.discard(seen))
             self.strategy.drop_gradients()
             return
         accumulation.boundary.cut_short(seen)
@@ -297,14 +297,14 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         """Only the module's own training_step steps, and no loader batch is left for it to do so."""
         lost = windows.discard(seen)
         if lost > 0 and windows.policy.tail == "drop":
-            self._tell_dropped(lost)
+            self._report_dropped(lost)
         elif lost > 0:
             rank_zero_warn(
                 f"Training ended inside a window, and the module steps by itself: the gradients of the last {lost} loader batches"
                 " are dropped."
             )
 
-    def _tell_dropped(self, lost: int) -> None:
+    def _report_dropped(self, lost: int) -> None:
         rank_zero_info(
             f"GradientAccumulation(tail='drop'): the gradients of {lost} loader batches at the end of epoch"
             f" {self.trainer.current_epoch} are dropped."

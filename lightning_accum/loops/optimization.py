@@ -86,6 +86,8 @@ class WindowOptimization(_AutomaticOptimization):
     def _closure_of(self, kwargs: OrderedDict[str, Any], accumulation: Accumulation) -> WindowClosure:
         """What runs a loader batch that begins now."""
         strategy = self.strategy
+        if strategy.hooks.has_batch_hooks:  # which may have brought in others
+            strategy.hooks.look_again()
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
             accumulation.window.discard()
         ends_window = self.epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
@@ -258,7 +260,8 @@ class WindowClosure(Closure):
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
         strategy, kwargs = self._strategy, {}
-        if grad_output is not None and not strategy.takes_gradient:
+        if grad_output is not None and "backward" in strategy.hooks.own_hooks:
+            # it may not pass its keyword arguments on: it gets the product instead
             loss, grad_output = loss * grad_output, None
         if grad_output is not None:
             kwargs["gradient"] = grad_output

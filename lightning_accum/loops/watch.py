@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,7 +27,7 @@ class Watch:
     Which loader batches ran, and how often, the loops compare by the numbers that they have (``epochs.py``).
 
     Args:
-        module: whose own hooks, where it has them, are left to it.
+        own_hooks: those that the module overrides at the moment: what they do is left to it.
         progress: Lightning's, of the loader batches of training.
 
     Attributes:
@@ -40,7 +39,7 @@ class Watch:
         may_skip_steps: nothing is wrong where the optimizer has not stepped.
     """
 
-    def __init__(self, module: pl.LightningModule, progress: Any) -> None:
+    def __init__(self, own_hooks: Callable[[], Container[str]], progress: Any) -> None:
         self._is_read = not seams.changed()
         self._close_windows = CLOSE_WINDOWS if self._is_read else math.inf
         self._progress = progress
@@ -55,8 +54,7 @@ class Watch:
         self._versions: list[tuple[Tensor, int]] = []
         self._own: Tensor | None = None
         self._left: set[bool] = set()
-        own = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
-        self._is_lightnings = {hook: not is_overridden(hook, module) for hook in own}
+        self._own_hooks = own_hooks
 
     # --- epochs ---------------------------------------------------------------------------------------------------------
 
@@ -123,7 +121,7 @@ class Watch:
             scale: what a GradScaler multiplies it by; None where it cannot be known.
         """
         own, self._own = self._own if self._own is not None else loss, None
-        if not (self._is_lightnings["backward"] and own.requires_grad) or scale is None:
+        if "backward" in self._own_hooks() or not own.requires_grad or scale is None:
             yield
             return
         arrived: list[Tensor] = []
@@ -146,7 +144,7 @@ class Watch:
     @contextmanager
     def zero_grad(self, optimizer: Optimizer) -> Iterator[None]:
         """The gradients of an earlier window are cleared in here."""
-        is_lightnings = self._is_lightnings["optimizer_zero_grad"]
+        is_lightnings = "optimizer_zero_grad" not in self._own_hooks()
         with_gradient = (parameter for parameter in _parameters_of(optimizer) if parameter.grad is not None)
         parameter = next(with_gradient, None) if is_lightnings else None
         gradient = None if parameter is None else parameter.grad
@@ -194,7 +192,7 @@ class Watch:
             return  # a step that calls that of the class it extends is one; and between loader batches it is the user who steps
         self._steps += 1
         has_ended = self._is_stepping and (accumulation.closed is not None or accumulation.is_passthrough())
-        if (self._steps > 1 or not has_ended) and self._is_lightnings["optimizer_step"]:
+        if (self._steps > 1 or not has_ended) and "optimizer_step" not in self._own_hooks():
             seen = "for the second time in a window" if has_ended else "no window has ended"
             raise seams.SeamError(f"The optimizer steps, {seen} ({_OF_A_STEP}).")
 
@@ -211,7 +209,7 @@ class Watch:
         versions, self._versions = [pair for pair in self._versions if pair[0].grad is not None], []
         has_changed = not versions or any(parameter._version != version for parameter, version in versions)
         may_be_skipped = is_empty or self.may_skip_steps or self._has_stepped or bool(self._steps) or has_changed
-        if closed is not None and not may_be_skipped and self._is_lightnings["optimizer_step"]:
+        if closed is not None and not may_be_skipped and "optimizer_step" not in self._own_hooks():
             raise seams.SeamError(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
         self._is_stepping, self._steps = False, 0
         return self._has_stepped
@@ -243,7 +241,7 @@ class Watch:
         before = [scheduler.last_epoch for scheduler in counted]
         yield
         ticked = [scheduler.last_epoch - count for scheduler, count in zip(counted, before, strict=True)]
-        if self._is_lightnings["lr_scheduler_step"] and ticked != [sum(s is other for other in counted) for s in counted]:
+        if ticked != [sum(s is other for other in counted) for s in counted] and "lr_scheduler_step" not in self._own_hooks():
             raise seams.SeamError(
                 f"Schedulers stepped {ticked} times where one step was due (_TrainingEpochLoop._update_learning_rates,"
                 " LightningModule.lr_scheduler_step)."

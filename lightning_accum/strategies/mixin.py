@@ -13,7 +13,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -76,7 +75,8 @@ class AccumulationMixin(Engine):
         self._end_fit()  # one that could not be torn down
         for callback in callbacks_of(trainer):
             families.adopt(callback, trainer)
-        before, self._fit, self.watch = set(vars(self)), ExitStack(), Watch(model, trainer.fit_loop.epoch_loop.batch_progress)
+        before, self._fit = set(vars(self)), ExitStack()
+        self.watch = Watch(lambda: self.hooks.own_hooks, trainer.fit_loop.epoch_loop.batch_progress)
         self._fit.callback(self._forget_fit, before)
         self._fit.enter_context(installed(trainer))
         self._fit.callback(self._show_window_size)  # if something fails before it is
@@ -180,8 +180,6 @@ class AccumulationMixin(Engine):
         self.watch.attend(self.optimizers[0], self.accumulation)
         self.watch.may_skip_steps = self._may_skip_steps
         self._fit.callback(self.watch.forget_optimizer)
-        # an overridden backward may not hand its keyword arguments on: it gets the product instead
-        self.takes_gradient = not is_overridden("backward", module)
         self.hooks = HookTable(trainer)
         if callback is not None:
             callback.connect(self.accumulation, self.partial_window)

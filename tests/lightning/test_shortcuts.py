@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -543,3 +544,59 @@ def test_windows_of_a_power_of_two_of_samples_are_not_scaled_at_their_end() -> N
         assert (found - expected).norm() / expected.norm() < 1e-15
     # what is written into a gradient: three micro-batches after the first, and the scale of windows before which none of 8 was
     assert [version for _, version in module.stepped_on] == [4, 3, 4, 4, 3]
+
+
+def backward_without_options(self: pl.LightningModule, loss: Tensor) -> None:
+    loss.backward()
+
+
+def step_twice(self: pl.LightningModule, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+    optimizer.step(closure)
+    optimizer.optimizer.step()
+
+
+def tick_twice(self: pl.LightningModule, scheduler: Any, metric: Any) -> None:
+    scheduler.step()
+    scheduler.step()
+
+
+class Gaining(pl.LightningModule):
+    """Gets a hook of its own when a batch begins, which does what Lightning's does not."""
+
+    def __init__(self, hook: Callable[..., Any], name: str, batch: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+        nn.init.ones_(self.layer.weight)
+        self.hook, self.name, self.batch = hook, name, batch
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            setattr(self, self.name, partial(self.hook, self))
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Lightning's calls around a backward are made."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.parametrize("batch", [0, 4])
+@pytest.mark.parametrize(
+    ("hook", "name"),
+    [(backward_without_options, "backward"), (step_twice, "optimizer_step"), (tick_twice, "lr_scheduler_step")],
+    ids=["backward", "optimizer_step", "lr_scheduler_step"],
+)
+def test_a_hook_that_appears_after_training_began_may_do_what_lightnings_does_not(
+    hook: Callable[..., Any], name: str, batch: int
+) -> None:
+    batches = [torch.randn(rows, 3, dtype=torch.float64) for rows in (1, 4, 2, 3, 5, 1, 2, 2)]
+    whole = [torch.cat(batches[first : first + 2]) for first in range(0, len(batches), 2)]
+    module, expected = Gaining(hook, name, batch), Gaining(hook, name, batch // 2)
+    trainer(accumulate_grad_batches=2).fit(module, loader(batches))
+    trainer("auto").fit(expected, loader(whole))
+    torch.testing.assert_close(module.layer.weight, expected.layer.weight, rtol=1e-12, atol=0)
