@@ -108,7 +108,7 @@ EXCLUSIONS = (
         '`micro_batch="offload"`, or `row_wise=` with names',
         lambda a: a.is_manual and a.policy.micro_batch is not None,
         "GradientAccumulation(micro_batch={a.policy.micro_batch!r}) would split a batch, but with"
-        " automatic_optimization=False a training_step steps optimizers in its midst."
+        " automatic_optimization=False a training_step steps its optimizers by itself."
         ' GradientAccumulation(micro_batch="offload") runs the batch whole, and what its backwards need waits in the'
         " memory of the host.",
     ),
