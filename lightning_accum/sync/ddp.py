@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_accum.main_gradients import sparse_layers
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.sync.base import GradientSync, SyncPolicy, forward_replaced
+from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.nodes import Node, nodes_below
 from lightning_accum.weighing.safeguards import no_gradients, zero_loss_of
 
@@ -37,6 +38,9 @@ class DDPSync(GradientSync):
         self._policy = policy
         self.is_reduced_inside = policy == "micro_batch"
         self._trainable = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+        self._frozen = [parameter for parameter in ddp.module.parameters() if not parameter.requires_grad]
+        self._looks_at_names = True
+        """At the end of the first window; it takes long."""
         layers = dict(ddp.module.named_modules())
         self._sparse = frozenset(p for name in sparse_layers(ddp.module) for p in layers[name].parameters())
         self._used: list[nn.Parameter] = []
@@ -174,9 +178,29 @@ class DDPSync(GradientSync):
 
     @override
     def end_window(self) -> None:
-        """Remember which parameters a static graph uses."""
+        """Look for gradients that are reduced by nobody, and remember which parameters a static graph uses.
+
+        Raises:
+            RuntimeError: there are some.
+        """
+        if self._looks_at_names or any(parameter.grad is not None for parameter in self._frozen):
+            self._looks_at_names = False
+            self._refuse_unreduced()
         if not self._used and self._ddp.static_graph:
             self._used = [parameter for parameter in self._trainable if parameter.grad is not None]
+
+    def _refuse_unreduced(self) -> None:
+        if self._ddp.process_group.size() == 1:
+            return
+        known, ignored = set(self._trainable), self._ddp.parameters_to_ignore
+        named = self._ddp.module.named_parameters()
+        if left := [name for name, p in named if p.grad is not None and p not in known and name not in ignored]:
+            raise RuntimeError(
+                f"DistributedDataParallel does not reduce the gradients of {listed(left)}, which were frozen or not there when it"
+                " was set up: each rank would go on with its own. Have them be there and require gradients until training starts."
+                " What is to be trained later only can be frozen in on_train_start, with find_unused_parameters=True in the"
+                " strategy."
+            )
 
     def _stand_in_loss(self) -> Tensor:
         parameters = self._trainable

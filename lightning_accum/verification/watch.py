@@ -110,8 +110,7 @@ class StepRecorder(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        named = named_parameters_of(pl_module, trainer.optimizers)
-        self._trained = [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
+        self._note_before(trainer, pl_module)
         self.step.dropout = switch_off_dropout(pl_module)
         self.step.batch_norm = batch_norm_layers(pl_module)
         self.step.gradient_hooks = [
@@ -120,9 +119,18 @@ class StepRecorder(pl.Callback):
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         ]
         seed_everything(self._seed)
-        self.step.before, self.step.buffers_before = _copies(self._trained), _copies(pl_module.named_buffers())
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(self._after_step)
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:  # the module's own on_train_start comes after that of a callback, and may add parameters or change them
+            self._note_before(trainer, pl_module)
+
+    def _note_before(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        named = named_parameters_of(pl_module, trainer.optimizers)
+        self._trained = [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
+        self.step.before, self.step.buffers_before = _copies(self._trained), _copies(pl_module.named_buffers())
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.step.after = _copies(self._trained)

@@ -270,6 +270,38 @@ def test_arguments_out_of_range(arguments: dict, match: str) -> None:
         DDPAccumulationStrategy(sync="never")
 
 
+class TrainsMore(Scalar):
+    """Trains a parameter that DistributedDataParallel does not know.
+
+    Args:
+        kind: it is "frozen" until the second window, or "late": made when training starts.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(by_rank=[[x(1), x(2), x(3)], [x(4), x(5), x(6)]])
+        self.kind = kind
+        self.other = torch.nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=False)
+
+    def on_train_start(self) -> None:
+        if self.kind == "late":
+            self.other = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+            self.trainer.optimizers[0].add_param_group({"params": [self.other]})
+
+    def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.other.requires_grad_(self.kind == "late" or batch_idx > 0)
+
+    def loss(self, values: torch.Tensor) -> torch.Tensor:
+        return ((self.w + self.other) * values).mean()
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("kind", ["frozen", "late"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_parameter_that_ddp_does_not_reduce_is_an_error(kind: str, window: int) -> None:
+    with pytest.raises(Exception, match="DistributedDataParallel does not reduce the gradients of other, which were frozen or not"):
+        trainer(ddp(), devices=2, accumulate_grad_batches=window).fit(TrainsMore(kind))
+
+
 def test_public_names() -> None:
     assert set(lightning_accum.__all__) <= set(dir(lightning_accum))
 

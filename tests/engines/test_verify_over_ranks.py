@@ -195,6 +195,24 @@ class OtherParameters(Language):
         self.net.head = nn.Linear(16, 17).double()
 
 
+class OtherWeights(Language):
+    def on_train_start(self) -> None:
+        with torch.no_grad():
+            self.net.head.weight.mul_(1 + 0.01 * rank())
+
+
+class MadeLate(Language):
+    """A parameter that is made when training starts."""
+
+    def on_train_start(self) -> None:
+        self.late = nn.Parameter(torch.ones(17, dtype=torch.float64))
+        self.trainer.optimizers[0].add_param_group({"params": [self.late]})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch["input_ids"]) * self.late
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
 class RankIsSilent(Language):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         return None if rank() == 1 else super().training_step(batch, batch_idx)
@@ -263,6 +281,9 @@ PLANTED = {
     "other seeds": Planted(OtherSeeds, "accum_ddp", "seeds of the ranks", r"seeded otherwise on each rank \(0, 1\)"),
     "other parameters": Planted(
         OtherParameters, "accum_ddp", "parameters before the step", "On all ranks net.head.weight, net.head.bias are"
+    ),
+    "other parameters when training starts": Planted(
+        OtherWeights, "accum_ddp", "parameters before the step", "On rank 1 net.head.weight is not those"
     ),
     "half precision": Planted(
         Language, WithHook(default_hooks.fp16_compress_hook), "precision of the reduction", "rounded to float16"
@@ -350,6 +371,11 @@ class Waits(Language):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if rank() == 1:
             dist.barrier()
+
+
+def test_parameter_that_ddp_does_not_know_is_named() -> None:
+    with pytest.raises(MisconfigurationException, match="does not reduce the gradients of late"):
+        verify(MadeLate(), ROWS, devices=2)
 
 
 def test_error_of_a_rank_names_it() -> None:
