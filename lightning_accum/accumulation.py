@@ -99,6 +99,8 @@ class Accumulation(Windows):
         """The loss of a rank takes the rows of all ranks together."""
         self.verdict: Verdict | None = None
         """What the check found in this fit."""
+        self.is_just_checked = False
+        """The first micro-batch of a loader batch that was checked is next, on all ranks."""
         self.kept: list[Any] = []
         """The loader batches that it has looked at, each with few rows; None for others. Until it ends."""
         self.proven: Proven | None = None
@@ -203,10 +205,12 @@ class Accumulation(Windows):
             return Weighed(self.closed.weight, is_weightless=self.closed.is_empty)
         try:
             contribution = self.weigher(loss, micro_batch.batch, micro_batch.rows)
-        except UnreadableLossError:
+        except UnreadableLossError as error:
             if not self._is_one_micro_batch():
+                self._agree_that_it_is_read(error)
                 raise
             contribution = Contribution(None)  # nothing depends on its weight
+        self._agree_that_it_is_read()
         proven = self.proven
         if proven is not None and (proven.rows is None or not contribution.ways <= proven.ways):
             self.window.has_doubts |= proven.doubts(contribution, micro_batch.batch)
@@ -235,6 +239,14 @@ class Accumulation(Windows):
             grad_output = None
         return Weighed(weight, contribution.of_mean, grad_output, is_weightless)
 
+    def _agree_that_it_is_read(self, error: UnreadableLossError | None = None) -> None:
+        """Raise, for the first micro-batch after a check, on all ranks what one of them cannot read: else they would wait for it."""
+        if self.is_just_checked and self.ranks.world_size > 1:
+            self.is_just_checked = False
+            failed = int(self.ranks.largest(0 if error is None else self.ranks.rank + 1)[0])
+            if failed:
+                raise UnreadableLossError(self.ranks.share(str(error), failed - 1)) from None
+
     def _passthrough_window(self, loss: Tensor, micro_batch: MicroBatch) -> ClosedWindow:
         """A window that is one micro-batch with this loss, and left to Lightning."""
         try:
@@ -256,6 +268,7 @@ class Accumulation(Windows):
             self._add_empty(micro_batch)
 
     def _add_empty(self, micro_batch: MicroBatch) -> None:
+        self._agree_that_it_is_read()
         self.window.add_empty()
         if micro_batch.is_boundary:
             self.reduce()
@@ -313,10 +326,10 @@ class Accumulation(Windows):
             self.changes.end(self.window.micro_batches)
         sums = None if self.sums is None else self.sums.gradients()
         self.closed = self.window.close(lambda: [p.grad for p in parameters() if p.grad is not None] if sums is None else sums)
-        if self.closed.is_doubtful:
-            is_said = self.verdict is not None and self.verdict.deviation is not None and not self.verdict.adds_up
-            doubted = self.closed._replace(do_terms_disagree=self.closed.do_terms_disagree and not is_said)
-            self._loss.warn_of(doubted, self.warn_once, HOW_TO_WEIGH_EACH)
+        doubted = self.closed
+        if doubted.do_terms_disagree and self.verdict is not None and self.verdict.deviation is not None:
+            doubted = doubted._replace(do_terms_disagree=self.verdict.adds_up)  # else the check has said it
+        self._loss.warn_of(doubted, self.warn_once, HOW_TO_WEIGH_EACH)
         if self.sums is not None:
             self.sums.write_to_grad()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -80,6 +81,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         JointLossError: the loss takes the rows of all ranks, in a window of several loader batches.
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
+    accumulation.is_just_checked = True
     if accumulation.was_checked:
         accumulation.checks_left = 0
         return
@@ -300,10 +302,18 @@ def _conclude(checked: Checked, check: Check, verdict: Verdict, ways: Sequence[R
     policy, mend = accumulation.policy, check.weight_that_adds_up(ways)
     if accumulation.row_wise is not None or checked.largest(float(not (verdict.adds_up or verdict.has_terms))):
         weight = weigher.criterion or policy.weight
-        raise DoesNotAddUpError(advice.of_losses(verdict, weight, mend, policy.row_wise, accumulation.is_step))
+        message = advice.of_losses(verdict, weight, mend, policy.row_wise, accumulation.is_step)
+        raise DoesNotAddUpError(_of_worst_rank(checked, message, verdict))
     accumulation.checks_left = 0
     accumulation.warn_once(advice.of_terms(verdict, mend))
-    return verdict
+    return replace(verdict, deviation=checked.largest(verdict.deviation or 0.0))
+
+
+def _of_worst_rank(checked: Checked, message: str, verdict: Verdict) -> str:
+    """What the rank says whose parts are farthest from their whole. Called on all ranks."""
+    ranks, deviation = checked.accumulation.ranks, verdict.deviation or 0.0
+    rank = int(-checked.largest(-ranks.rank if deviation == checked.largest(deviation) else -math.inf))
+    return message if ranks.world_size == 1 else str(ranks.share(message, rank))
 
 
 def _window_so_far(checked: Checked) -> list[Earlier] | None:

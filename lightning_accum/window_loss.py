@@ -27,6 +27,7 @@ class WindowLoss:
 
     def warn_of(self, closed: ClosedWindow, warn: Callable[[str], None], how_to_weigh_terms: str = "") -> None:
         """Name what keeps a window that has ended from being its full batch."""
+        self.weigher.warn_of_terms()
         if closed.do_terms_disagree:
             warn(
                 f"The terms of the loss are means over counts that are not proportional from micro-batch to micro-batch. All of"

@@ -96,8 +96,14 @@ class Totals(NamedTuple):
         """Refuse what does not add up to a full batch.
 
         Raises:
-            ValueError: a weight is negative or NaN, or of another kind than others, or there are means and sums.
+            ValueError: a weight is infinite, negative or NaN, or of another kind than others, or there are means and sums.
         """
+        if self.weight == math.inf:
+            raise ValueError(
+                "A loss is infinite, and its weight is 0 or infinite: in a micro-batch where nothing was counted, a sum that is not"
+                " 0 is divided by that count. The window has no full batch without it. Leave out of the sum what is not counted, as"
+                " in (loss * mask).sum() / mask.sum(); or divide by what each micro-batch has."
+            )
         if self.negative or not math.isfinite(self.weight):
             raise ValueError(
                 f"Of the weights of the window's {self.micro_batches:.0f} micro-batches some are negative, infinite or NaN (their"
@@ -194,7 +200,7 @@ def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribut
         if n is None:
             loss, sums, terms, spread = loss + l, sums + 1, terms + factors, spread + factors**2
             continue
-        n = float(n)
+        n = math.inf if n == 0 and math.isinf(l) and contribution.kind is not None else float(n)
         weight, negative = weight + n, negative + (n < 0)
         loss += l * n if n != 0 else 0.0
         if contribution.others or factors:
@@ -225,6 +231,8 @@ def sum_on_device(
         loss, factors = torch.where(is_sum > 0, values, zero).sum(), factors * is_sum
         return torch.cat((torch.stack((n, loss, zero, factors.sum(), factors.square().sum())), counts))
     n = tensor_of(weights)
+    if contributions[0].kind is not None:
+        n = torch.where((n == 0) & values.isinf(), values.abs(), n)
     terms = spread = zero
     if any(c.others or isinstance(c.factors, Tensor) or c.factors != 0 for c in contributions):
         d = torch.stack([_of_other_terms(contribution, tensor_of) for contribution in contributions]) + n * factors
@@ -240,6 +248,8 @@ def _of_other_terms(contribution: Contribution, tensor_of: Callable[[Sequence[De
 
 def _factors_and_denominators(contribution: Contribution) -> list[tuple[float, Denominator]]:
     """The denominators of a loss's other terms, with unequal factors, so that in their sum no term makes up for another."""
+    if contribution.is_one_sum:
+        return []
     number = len(contribution.others)
     return [(1.0 + index / number, denominator) for index, denominator in enumerate(contribution.others)]
 

@@ -311,6 +311,7 @@ class Check:
                 raise
             return loss, None
         is_empty = contribution.weight is not None and float(contribution.weight) == 0 and not contribution.others
-        if not is_empty and not math.isfinite(float(loss.detach())):
+        value = float(loss.detach())
+        if math.isinf(value) or not (is_empty or math.isfinite(value)):
             raise UnsuitableRowsError("the loss of the first rows is not finite")
         return loss, contribution

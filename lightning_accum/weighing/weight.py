@@ -70,6 +70,7 @@ class Contribution(NamedTuple):
         of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
         ways: how each term was read. One that stands for a loss, where a batch has nothing, is read in another way.
         zeroed: those of terms that weigh nothing as they were multiplied by 0, and not what they are a mean of.
+        is_one_sum: all terms are sums that were divided by as much.
     """
 
     weight: Denominator | None
@@ -80,6 +81,7 @@ class Contribution(NamedTuple):
     of_mean: OfMean | None = None
     ways: frozenset[Way] = frozenset()
     zeroed: frozenset[Way] = frozenset()
+    is_one_sum: bool = False
 
 
 class Weigher:
@@ -122,6 +124,7 @@ class Weigher:
         """What other terms are divided by that the check has found to be the same for all rows, as penalties on parameters are."""
         self.unweighed_terms: tuple[str, ...] = ()
         """Terms of the loss that take the main term's weight although they are no mean over the same count."""
+        self._unweighed_beside: str | None = None
 
     def __call__(self, loss: Tensor, batch: Any, rows: int | None = None) -> Contribution:
         """Weigh one micro-batch.
@@ -179,6 +182,9 @@ class Weigher:
                     self._plain = (PlainMean(loss.grad_fn), factors, kind, ways)
                 return Contribution(weight, (), 0, factors, kind, of_mean, ways, zeroed)
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
+            if is_one_sum:  # another rank may have it in fewer chunks, or in terms that are no chunks
+                divisor = _zero_where_empty(divisor, loss, terms[0])
+                others = tuple(0.0 if divisor is None else divisor for _ in others)
             penalties = reading.penalties
             if self.fixed_counts and not any(isinstance(other, Tensor) for other in others) and others == self.fixed_counts:
                 others, penalties = (), (*penalties, *map(str, others))
@@ -186,7 +192,7 @@ class Weigher:
             signature = 0
             if self._reader is not None and others and reading.weight is not None:
                 self._terms, signature = self._reader.read(terms, reading, factors)
-            return Contribution(divisor, others, signature, factors, kind, ways=ways, zeroed=zeroed)
+            return Contribution(divisor, others, signature, factors, kind, None, ways, zeroed, is_one_sum)
         terms = []
         with suppress(UnreadableLossError):
             terms = terms_of(loss, count_rows, below)
@@ -240,10 +246,15 @@ class Weigher:
         else:
             self.criterion = f"{reading.criterion}, each micro-batch weighed by what its loss was divided by"
         self.unweighed_terms = tuple(dict.fromkeys(term.criterion for term in reading.others if term.denominator is None))
-        if self.unweighed_terms and not self._is_proven():
+        self._unweighed_beside = reading.criterion if self.unweighed_terms else None
+
+    def warn_of_terms(self) -> None:
+        """Warn of :attr:`unweighed_terms`, once, unless they were found to add up. The window in which they were seen ends."""
+        criterion, self._unweighed_beside = self._unweighed_beside, None
+        if criterion is not None and not self._is_proven():
             self._warn(
-                f"The loss has terms that are no plain mean over the same count as its {reading.criterion}:"
-                f" {', '.join(self.unweighed_terms)}. They take the weight of the {reading.criterion}; for them a window may"
+                f"The loss has terms that are no plain mean over the same count as its {criterion}:"
+                f" {', '.join(self.unweighed_terms)}. They take the weight of the {criterion}; for them a window may"
                 f" differ from its full batch. {HOW_TO_SEE_ALL}"
             )
 
