@@ -240,7 +240,7 @@ class Accumulation(Windows):
         return Weighed(weight, contribution.of_mean, grad_output, is_weightless)
 
     def _agree_that_it_is_read(self, error: UnreadableLossError | None = None) -> None:
-        """Raise, for the first micro-batch after a check, on all ranks what one of them cannot read: else they would wait for it."""
+        """Raise on all ranks what one cannot read of the first micro-batch after a check: else they would wait for it."""
         if self.is_just_checked and self.ranks.world_size > 1:
             self.is_just_checked = False
             failed = int(self.ranks.largest(0 if error is None else self.ranks.rank + 1)[0])

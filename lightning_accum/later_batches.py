@@ -27,11 +27,21 @@ def check_doubted(checked: Checked) -> None:
     if proven is None or closed is None:
         return
     is_mixed = accumulation.ranks.sum(proven.number_doubted) < closed.micro_batches
-    doubted = proven.take_doubted()
+    doubted, left_out = proven.take_doubted()
     if closed.is_doubtful:  # there was a warning
         return
+    has_looked_at_count = False
     for place in range(int(checked.largest(len(doubted)))):  # as many on every rank
-        _Later(checked, proven, doubted[place] if place < len(doubted) else None).look(is_mixed)
+        batch, is_of_count = doubted[place] if place < len(doubted) else (None, True)
+        later = _Later(checked, proven, batch)
+        is_of_count = checked.largest(float(not is_of_count)) == 0
+        if is_of_count and (later.has_its_count() if proven.do_counts_matter else has_looked_at_count):
+            continue
+        has_looked_at_count |= is_of_count
+        later.look(is_mixed)
+    if proven.do_counts_matter and checked.largest(left_out):
+        accumulation.warn_once(advice.OF_MANY_COUNTS)
+        proven.trust_counts()
 
 
 class _Later:
@@ -67,6 +77,11 @@ class _Later:
         if joined is not None:
             verdict, _ = self._look_at(joined)
             if verdict.deviation is not None and (self._do_add_up(verdict) or not self._goes_by_order(own)):
+                if not self._do_add_up(verdict) and self._do_add_up_where_counted(joined):
+                    self._proven.do_counts_matter = True
+                    if self.has_its_count():
+                        return
+                    self._proven.trust_counts()
                 self._warn(verdict)
                 return
         verdict, check = self._look_at(own)
@@ -81,11 +96,30 @@ class _Later:
         others = own if self._batch is None else FewRows(self._proven.rows, self._checked.samples)
         return others.by_turns(own) if is_turned else own.by_turns(others)
 
-    def _look_at(self, rows: FewRows) -> tuple[Verdict, Check]:
+    def has_its_count(self) -> bool:
+        """Whether the batch has what it counts: then rows beside it add to that. Called on all ranks."""
+        checked = self._checked
+        checked.sync.reshard()
+        try:
+            own = self._trial.together(self._own)
+            rows = self._trial.together(lambda: own.beside(FewRows(self._proven.rows, checked.samples)))
+        except CannotCheckError:
+            return False
+        check = check_of(checked, self._trial, checked.accumulation.verdict)
+        check.asks_for_counts = True
+        verdict = check([rows], may_leave_functions=False)
+        return checked.largest(float(verdict.deviation is None)) == 0 and self._do_add_up(verdict)
+
+    def _do_add_up_where_counted(self, rows: FewRows) -> bool:
+        """Whether they add up but for parts that have nothing to count, and count 1."""
+        verdict, _ = self._look_at(rows, asks_for_counts=False)
+        return verdict.deviation is not None and self._do_add_up(verdict)
+
+    def _look_at(self, rows: FewRows, asks_for_counts: bool = True) -> tuple[Verdict, Check]:
         """What is found in them, the worst of all ranks."""
         checked, accumulation = self._checked, self._checked.accumulation
         check = check_of(checked, self._trial, accumulation.verdict)
-        check.asks_for_counts = True
+        check.asks_for_counts = asks_for_counts
         losses_of = None if checked.sync.is_waited_for_in_forward else self._trial.losses_of
         number, at_once = accumulation.ranks.largest(rows.number, -rows.at_once)
         ways = rows.ways(int(number), int(-at_once), 0, losses_of)

@@ -89,6 +89,18 @@ class FewRows:
         found.number, found.at_once = found._layout.size, max(self.of_batch, others.of_batch)
         return found
 
+    def beside(self, others: FewRows) -> Rows:
+        """All rows of this batch and the first of another, together and each batch by itself.
+
+        Raises:
+            CannotCheckError: they are of different kinds.
+        """
+        try:
+            joined = Layout.read(join([self._own.take(slice(None)), others.kept])[0], self._own.kinds)
+        except (JoiningError, UnsplittableBatchError) as error:
+            raise CannotCheckError("the rows of two batches cannot be joined") from error
+        return _cut(joined, range(joined.size), [self.of_batch, joined.size - self.of_batch])
+
     def together(self) -> Any:
         """All of them, as one batch."""
         return self._layout.take(slice(None))

@@ -12,6 +12,12 @@ OF_SEVERAL_BATCHES = (
     "The loss gathers the rows of all ranks, so it is one of all rows of its batch, and that of a window of several loader batches"
     " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as fits."
 )
+OF_MANY_COUNTS = (
+    "Many micro-batches of a window count 1, and not all of them could be looked at: where nothing is counted, and the count is"
+    " raised to 1, the loss of a micro-batch does not add up, and a window that has one does not take the step of its full batch."
+    ' Have training_step see more rows at once, or the whole batch: GradientAccumulation(micro_batch="offload") with a window of 1.'
+    " check=False leaves out the check."
+)
 OF_ONE_ROW = "the loader yields single rows, and the loss of two together is not the sum of theirs"
 _OF_ROW_WISE = (
     "With row_wise= the loss sees one loader batch of one rank as a whole: have the loader yield the batch that is wanted (a window"

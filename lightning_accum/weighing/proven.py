@@ -17,6 +17,8 @@ from lightning_accum.weighing.weight import COUNTS_NOTHING, Contribution, Kind, 
 _MOST_LOOKS, _MOST_OF_COUNTS = 16, 4
 """At windows with doubts in a fit, and at those that a count of at most 1 is the reason of."""
 _AT_ONCE = 4
+_COUNTS_AT_ONCE = 16
+"""Micro-batches of a window that are kept to be looked at; and those of them that may have nothing to count."""
 
 
 class Proven:
@@ -34,7 +36,7 @@ class Proven:
         >>> proven.doubts(Contribution(4.0, ways=frozenset({("Mean", "Index")})), "another batch")
         True
         >>> proven.take_doubted()
-        ['another batch']
+        ([('another batch', False)], 0)
     """
 
     def __init__(self, ways: Iterable[Way], kinds: Iterable[Kind] = (), rows: Any = None) -> None:
@@ -43,6 +45,9 @@ class Proven:
         self.rows = rows
         self.number_doubted = 0
         """Micro-batches of the window so far, also like those that are kept."""
+        self.do_counts_matter = False
+        """A micro-batch that has nothing to count, and counts 1, does not add up. The same on all ranks."""
+        self._counts_left_out = 0
         self._doubted: list[tuple[Any, frozenset[Way]]] = []
         self._looks_left, self._looks_at_counts_left = _MOST_LOOKS, _MOST_OF_COUNTS
 
@@ -63,15 +68,28 @@ class Proven:
             return False
         self.number_doubted += 1
         new = contribution.ways - self.ways
-        if len(self._doubted) < _AT_ONCE and not any(new <= ways for _, ways in self._doubted):
-            self._doubted.append((batch, new))
+        is_of_count = new == {COUNTS_NOTHING}
+        if is_of_count or not any(new <= ways for _, ways in self._doubted):
+            is_kept = len(self._doubted) < (_COUNTS_AT_ONCE if is_of_count else _AT_ONCE)
+            self._counts_left_out += is_of_count and not is_kept
+            if is_kept:
+                self._doubted.append((batch, new))
         return True
 
-    def take_doubted(self) -> list[Any]:
-        """The batches of the window that has ended. Their ways are not doubted again; but for counts, of which each is another."""
-        doubted, self._doubted, self.number_doubted = self._doubted, [], 0
-        self._looks_left -= bool(doubted)
+    def take_doubted(self) -> tuple[list[tuple[Any, bool]], int]:
+        """The batches of the window that has ended, and whether it is their counts alone that are doubted; and how many more are.
+
+        Their ways are not doubted again; but for counts, of which each is another.
+        """
+        (doubted, self._doubted), (left_out, self._counts_left_out) = (self._doubted, []), (self._counts_left_out, 0)
+        self.number_doubted = 0
+        self._looks_left -= any(ways != {COUNTS_NOTHING} for _, ways in doubted) or bool(doubted and not self.do_counts_matter)
+        if any(COUNTS_NOTHING in ways for _, ways in doubted) and not self.do_counts_matter:
+            self._looks_at_counts_left -= 1
         for _, ways in doubted:
-            self._looks_at_counts_left -= COUNTS_NOTHING in ways
             self.ways |= ways - ({COUNTS_NOTHING} if self._looks_at_counts_left > 0 else set())
-        return [batch for batch, _ in doubted]
+        return [(batch, ways == {COUNTS_NOTHING}) for batch, ways in doubted], left_out
+
+    def trust_counts(self) -> None:
+        """There was a warning of what counts nothing: no more micro-batches are looked at for it."""
+        self.ways.add(COUNTS_NOTHING)

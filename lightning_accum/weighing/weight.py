@@ -157,7 +157,7 @@ class Weigher:
         if self._weight == "auto":
             terms: list[Term] = []
             try:
-                terms = terms_of(loss, count_rows, below)
+                terms = _raised_together(terms_of(loss, count_rows, below))
                 reading = read_terms(terms)
                 if not self.takes_numbers and any(term.number is not None for term in terms):
                     raise UnreadableLossError("a sum divided by a number, which in parts of the first batch was no count of theirs")
@@ -249,7 +249,7 @@ class Weigher:
         self._unweighed_beside = reading.criterion if self.unweighed_terms else None
 
     def warn_of_terms(self) -> None:
-        """Warn of :attr:`unweighed_terms`, once, unless they were found to add up. The window in which they were seen ends."""
+        """Warn of :attr:`unweighed_terms`, once, as the window in which they were seen ends; not where they add up."""
         criterion, self._unweighed_beside = self._unweighed_beside, None
         if criterion is not None and not self._is_proven():
             self._warn(
@@ -335,6 +335,25 @@ def _ways(terms: Sequence[Term], loss: Tensor) -> tuple[frozenset[Way], frozense
 def _is_at_most_one(count: Denominator | None) -> bool:
     """As the host knows it, and it is not 0."""
     return count is not None and not (isinstance(count, Tensor) and count.device.type != "cpu") and 0 < float(count) <= 1
+
+
+def _raised_together(terms: list[Term]) -> list[Term]:
+    """A masked sum of nothing weighs nothing, but what else is divided by its count, which was raised to 1, does."""
+    counts = {
+        term.divisions: term.denominator
+        for term in terms
+        if term.divisions and term.is_divided_sum and _is_at_most_one(term.denominator)
+    }
+    return [
+        term._replace(denominator=counts[term.divisions]) if _is_masked(term) and term.divisions in counts else term
+        for term in terms
+    ]
+
+
+def _is_masked(term: Term) -> bool:
+    """As the host knows it."""
+    count = term.denominator
+    return term.is_divided_sum and not (isinstance(count, Tensor) and count.device.type != "cpu") and count == 0
 
 
 def _count(weight: Weight, batch: Any, rows: int | None) -> Any:

@@ -116,6 +116,35 @@ def test_other_ways_that_add_up_are_exact_and_nothing_is_said(name: str, empty: 
     assert relative_error(module.parameters(), by_hand(EXACT[name], data, 3, optimizer).parameters()) <= 1e-12
 
 
+def _with_counts_of_one(empty: int) -> list[Batch]:
+    """Nine batches, of which four have one row of the mask each, and the one with number ``empty`` none."""
+    data = batches(empty, number=9)
+    for place in {2, 4, 5, 7} - {empty}:
+        data[place]["m"] = torch.arange(8) == place
+    return data
+
+
+@pytest.mark.parametrize("name", ["all rows by the number of some", "all rows by a number"])
+def test_a_count_of_1_that_is_one_is_no_false_alarm(name: str) -> None:
+    data, module = _with_counts_of_one(9), Net(TOLD[name])
+    assert fit(module, data, window=3) == []
+    assert relative_error(module.parameters(), by_hand(TOLD[name], data, 3, "SGD").parameters()) <= 1e-12
+
+
+def test_nothing_to_count_is_told_of_after_counts_of_1_too() -> None:
+    module = Net(TOLD["all rows by the number of some"])
+    (told,) = fit(module, _with_counts_of_one(8), window=3)
+    assert "it has nothing to count, and counts 1" in told
+    assert module.said_before_step == [0, 0, 1]
+
+
+def test_a_sum_that_is_divided_by_a_count_of_0_is_an_error_before_the_step_of_its_window() -> None:
+    module = Net(lambda o, b: _each(o, b).sum() / b["m"].sum())
+    with pytest.raises(ValueError, match="a sum that is not 0 is divided by that count"):
+        fit(module, batches(4), window=3)
+    assert module.said_before_step == [0]
+
+
 def test_a_part_of_a_later_batch_is_told_of_too() -> None:
     whole = [{name: torch.cat([batch[name] for batch in batches(4)[i : i + 3]]) for name in ("x", "t", "m")} for i in (0, 3)]
     (told,) = fit(Net(TOLD["the mean of all where the mask is empty"]), whole, micro_batch=8)

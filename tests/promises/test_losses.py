@@ -87,7 +87,18 @@ def test_several_steps_of_adamw_are_those_of_the_batches(loss: Loss, way: str) -
 
 # --- two ranks: all in one pair of processes ---
 
-ON_RANKS = LOSSES[::EVERY]
+FOUND_ON_RANKS = (
+    "metric learning: triplets, mean of those that are violated",
+    "idioms: cross entropy, a loop over samples, each over the number",
+    "libraries: ignored labels and the nuclear norm",
+    "strange: unlabelled positives",
+    "papers: quality focal by positives",
+    "papers: metric: Pearson",
+    "papers: metric: R squared",
+)
+"""Those that were wrong on two ranks at some time: warned of though exact, or one rank waited for another that had ended."""
+NOT_YET = [name for names in OPEN_ON_RANKS.values() for name in names]
+ON_RANKS = [loss for place, loss in enumerate(LOSSES) if place % EVERY == 0 or loss.name in (*FOUND_ON_RANKS, *NOT_YET)]
 
 
 def examine_on_rank(loss: Loss, rank: int) -> Outcome:
@@ -116,7 +127,7 @@ def outcomes_on_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        return folder, run_ranks(work, 2, deadline=100)
+        return folder, run_ranks(work, 2, deadline=200)
 
 
 @pytest.mark.exhaustive
@@ -126,4 +137,5 @@ def test_on_two_ranks_a_loss_is_exact_or_is_not_trained_in_silence(outcomes_on_r
     assert said == ["ended", "ended"]
     found = [Outcome(*torch.load(folder / f"{ON_RANKS.index(loss)}.{rank}")) for rank in range(2)]
     told = found[:1] if found[0].word == "warned" else found  # warnings are those of rank 0
+    assert "refused" not in {one.word for one in found} or found[0].said == found[1].said
     assert_known(loss, dict(enumerate(told)), OPEN_ON_RANKS)
