@@ -353,7 +353,8 @@ def _raised_together(terms: list[Term]) -> list[Term]:
 def _is_masked(term: Term) -> bool:
     """As the host knows it."""
     count = term.denominator
-    return term.is_divided_sum and not (isinstance(count, Tensor) and count.device.type != "cpu") and count == 0
+    is_known = count is not None and not (isinstance(count, Tensor) and count.device.type != "cpu")
+    return term.is_divided_sum and is_known and float(count or 0.0) == 0
 
 
 def _count(weight: Weight, batch: Any, rows: int | None) -> Any:
