@@ -198,8 +198,8 @@ class Accumulation(Windows):
                 )
             self._add_empty(micro_batch)
             return EMPTY
-        # the micro-batch of a split batch never is: without asking further, in every one of them
-        if micro_batch.number == 1 and self.is_passthrough():
+        # the micro-batch of a split batch, or of a longer window, never is: without asking further, in every one of them
+        if micro_batch.number == 1 and self.boundary.size == 1 and self.is_passthrough():
             self.closed = self._passthrough_window(loss, micro_batch)
             self.weigher.forget()
             return Weighed(self.closed.weight, is_weightless=self.closed.is_empty)
@@ -255,7 +255,7 @@ class Accumulation(Windows):
             weight = None
         # a batch that is not split for once counts as those that are; Lightning steps, and waits for no device
         is_empty = self.splitting is not None and weight is not None and float(weight) == 0
-        value = loss.item() if loss.device.type == "cpu" else loss.detach()
+        value = loss.item() if loss.is_cpu else loss.detach()
         return ClosedWindow(value, 1.0 if weight is None else weight, 1, is_empty=is_empty)
 
     def add_without_loss(self, micro_batch: MicroBatch) -> None:

@@ -197,14 +197,14 @@ class Session:
 
     def add(self, step: Backward, loss: Tensor | None, micro_batch: MicroBatch) -> Weighed:
         """Add a micro-batch that has run forward to the window, with its backward. Returns what it brought in."""
-        if self._accumulation.is_zero_grad_due:
+        accumulation, weighed = self._accumulation, EMPTY
+        if accumulation.is_zero_grad_due:
             self.zero_grad(step)
-        weighed = EMPTY
         if loss is None or step.skips_backward:
-            self._accumulation.add_without_loss(micro_batch)
+            accumulation.add_without_loss(micro_batch)
             self.sync.backward_without_loss()
         else:
-            weighed = self._accumulation.add(loss, micro_batch)
+            weighed = accumulation.add(loss, micro_batch)
             if not self._is_announced:
                 self._is_announced = True
                 self._engine.announce(micro_batch, weighed)
@@ -215,8 +215,8 @@ class Session:
             else:
                 with self._around_backward(loss, micro_batch, weighed):
                     step.backward(loss, weighed.grad_output)
-            if self._accumulation.observer is not None:
-                self._accumulation.observer.end_backward()
+            if accumulation.observer is not None:
+                accumulation.observer.end_backward()
         if self._has_sync:
             self.sync.complete_reduction(micro_batch)
         return weighed
@@ -363,7 +363,7 @@ def _output_of(loss: Tensor | None, extra: dict[str, Any], weighed: Weighed, row
     extra = apply_to_collection(extra, Tensor, Tensor.detach) if extra else extra
     if loss is None:
         return Output(None, None, extra, weighed, rows)
-    return Output(loss.item() if loss.device.type == "cpu" else loss.detach(), loss.dtype, extra, weighed, rows)
+    return Output(loss.item() if loss.is_cpu else loss.detach(), loss.dtype, extra, weighed, rows)
 
 
 def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:

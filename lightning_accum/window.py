@@ -115,8 +115,9 @@ class Window:
         Raises:
             ValueError: the loss is more than one number, or another function of a mean than in the window so far.
         """
-        if loss.numel() != 1:
-            raise ValueError(f"training_step must return a loss of one number, but returned a tensor of shape {tuple(loss.shape)}")
+        shape = loss.shape
+        if shape and loss.numel() != 1:
+            raise ValueError(f"training_step must return a loss of one number, but returned a tensor of shape {tuple(shape)}")
         if contribution.of_mean is None:
             self._take_in(loss.item() if self._is_on_host else loss.detach().reshape(()), contribution)
         else:
@@ -127,10 +128,10 @@ class Window:
         if weight is None or (not isinstance(weight, Tensor) and weight == weight_scale):
             return None
         if isinstance(weight, Tensor):
-            return (weight / weight_scale).to(loss.dtype).reshape(loss.shape)
-        key = (weight / weight_scale, loss.shape, loss.dtype, loss.device)
+            return (weight / weight_scale).to(loss.dtype).reshape(shape)
+        key = (weight / weight_scale, shape, loss.dtype, loss.device)
         if self._grad_output is None or self._grad_output[0] != key:
-            self._grad_output = (key, torch.full(loss.shape, key[0], dtype=loss.dtype, device=loss.device))
+            self._grad_output = (key, torch.full(shape, key[0], dtype=loss.dtype, device=loss.device))
         return self._grad_output[1]
 
     def _take_in(self, mean: Denominator, contribution: Contribution) -> None:

@@ -180,14 +180,15 @@ NOTHING_READ = Read({}, set(), set())
 
 def read_of(contributions: Sequence[Contribution]) -> Read:
     """Of the micro-batches of a rank."""
-    read, last = Read({}, set(), set()), None
+    read, ways, kind = Read({}, set(), set()), None, None
     for one in contributions:
-        if has_weight(one):
-            read.ways.update(one.ways)
-            if one.kind is not last and one.kind is not None:  # they are the same, mostly
-                last = one.kind
-                read.kinds[last] = None
-        read.zeroed.update(one.zeroed)
+        if (one.ways is not ways or one.kind is not kind) and has_weight(one):  # they are the same, mostly
+            ways, kind = one.ways, one.kind
+            read.ways.update(ways)
+            if kind is not None:
+                read.kinds[kind] = None
+        if one.zeroed:
+            read.zeroed.update(one.zeroed)
     return read
 
 
@@ -202,12 +203,13 @@ def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribut
             continue
         n = math.inf if n == 0 and math.isinf(l) and contribution.kind is not None else float(n)
         weight, negative = weight + n, negative + (n < 0)
-        loss += l * n if n != 0 else 0.0
+        if n != 0:
+            loss += l * n
         if contribution.others or factors:
             d = n * factors
             if contribution.others:
                 d += sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
-            terms, spread = terms + d, spread + (d**2 / n if n != 0 else math.inf if d else 0.0)
+            terms, spread = terms + d, spread + (d * d / n if n != 0 else math.inf if d else 0.0)
     return [weight, loss, negative, terms, spread, float(len(losses)), sums, *flags]
 
 

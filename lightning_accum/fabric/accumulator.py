@@ -250,8 +250,9 @@ class Accumulator:
         if is_clipped:
             checked_clip(clip_norm, clip_value)
         micro_batch = self._running.take_step()
-        if self._running.ends_window or self._session.ends_by_tokens:  # else the next backward looks
-            self._untouched.refuse_changes()
+        if not (self._running.ends_window or self._session.ends_by_tokens):
+            return False  # the next backward looks
+        self._untouched.refuse_changes()
         try:
             has_ended = self._end_window(micro_batch)
         except BaseException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import attrgetter, is_
 
 import torch
@@ -25,13 +26,13 @@ class UntouchedGradients:
         self._trained = trained
         self._parameters = trained()
         self._kept: list[Tensor | None] = []
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []
         self._is_between_windows = self._has_warned = False
 
     def keep(self) -> None:
         """A backward is over."""
-        self._kept = kept = list(map(_GRADIENT, self._parameters))
-        self._versions = _versions_of(kept)
+        self._kept = list(map(_GRADIENT, self._parameters))
+        self._versions = _versions_of(self._kept)
         self._is_between_windows = False
 
     def keep_cleared(self) -> None:
@@ -42,7 +43,7 @@ class UntouchedGradients:
 
     def forget(self) -> None:
         """The window was dropped."""
-        self._kept = []
+        self._kept, self._versions = [], []
 
     def refuse_changes(self) -> None:
         """Look at them again.
@@ -50,10 +51,8 @@ class UntouchedGradients:
         Raises:
             RuntimeError: one was cleared or changed inside of a window.
         """
-        if not self._kept:
-            return
-        now = list(map(_GRADIENT, self._parameters))
-        if all(map(is_, now, self._kept)) and _versions_of(now) == self._versions:
+        are_the_same = all(map(is_, map(_GRADIENT, self._parameters), self._kept))
+        if are_the_same and _versions_of(self._kept) == self._versions:
             return
         if not self._is_between_windows:
             raise RuntimeError(
@@ -61,7 +60,7 @@ class UntouchedGradients:
                 " calls of other losses out of the loop: accumulator.step(clip_norm=...) clears and clips where a window ends,"
                 " and accumulator.backward(loss_a + loss_b) takes all losses of a micro-batch."
             )
-        if not self._has_warned and any(gradient is not None for gradient in now):
+        if not self._has_warned and any(gradient is not None for gradient in map(_GRADIENT, self._parameters)):
             self._has_warned = True
             rank_zero_warn(
                 "There are gradients that accumulator.backward did not make, and the first accumulator.backward of a window clears"
@@ -70,9 +69,9 @@ class UntouchedGradients:
             )
 
 
-def _versions_of(gradients: Sequence[Tensor | None]) -> list[int]:
+def _versions_of(gradients: Sequence[Tensor | None]) -> list[int | None]:
     """How often each has been changed in place."""
-    return [gradient._version for gradient in gradients if gradient is not None]
+    return list(map(getattr, gradients, repeat("_version"), repeat(None)))
 
 
 def warn_of_factors(loss: Tensor, size: float) -> None:

@@ -176,7 +176,8 @@ class Training:
 
     def trained(self) -> list[nn.Parameter]:
         """Those that get gradients: of the optimizer, as it is now, and others of the model, as it was."""
-        return [*(parameter for parameter in self._stepped() if parameter.requires_grad), *self._not_stepped]
+        stepped = [own for group in self.raw_optimizer.param_groups for own in group["params"] if own.requires_grad]
+        return stepped + self._not_stepped
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of the model and of the optimizer."""

@@ -78,7 +78,7 @@ def on_host(number: Denominator) -> Denominator:
     """A number for what the host holds already; what a device holds stays there."""
     if not isinstance(number, Tensor):
         return number
-    return number.item() if number.device.type == "cpu" else number.detach()
+    return number.item() if number.is_cpu else number.detach()
 
 
 NO_REDUCTION, MEAN_REDUCTION, SUM_REDUCTION = 0, 1, 2  # at::Reduction
@@ -129,10 +129,12 @@ class PlainMean:
 
     def read(self, node: Node) -> Denominator | None:
         """What a loss was divided by; None where it is not like the first."""
-        below = node.next_functions[0][0]
-        if type(node) is not self._kind or type(below) is not self._below or _type_below(below) is not self._last:
+        if type(node) is not self._kind or node._saved_reduction != MEAN_REDUCTION:
             return None
-        return on_host(self._denominator(node)) if node._saved_reduction == MEAN_REDUCTION else None
+        below = node.next_functions[0][0]
+        if type(below) is not self._below or _type_below(below) is not self._last:
+            return None
+        return on_host(self._denominator(node))
 
 
 def _type_below(node: Node) -> type:

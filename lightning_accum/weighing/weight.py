@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
 def are_mixed(kinds: Collection[Kind]) -> bool:
     """Whether weights of these kinds count different things."""
-    return len(set(map(str, kinds))) > 1 and len({kind[:2] for kind in kinds}) > 1
+    return len(kinds) > 1 and len(set(map(str, kinds))) > 1 and len({kind[:2] for kind in kinds}) > 1
 
 
 Way: TypeAlias = "tuple[str, ...]"
@@ -138,10 +138,13 @@ class Weigher:
             UnreadableLossError: with ``"auto"``, where the graph shows no denominator.
             TypeError, ValueError: an explicit weight returned what cannot be a weight.
         """
-        if loss.grad_fn is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
+        node = loss.grad_fn
+        if node is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
             return Contribution(0.0 if loss.requires_grad else 1.0)
-        if self._plain is not None and self.shares is None and (plain := self._plain[0].read(loss.grad_fn)) is not None:
-            return Contribution(plain, (), 0, self._plain[1], self._plain[2], None, self._plain[3])
+        if self._plain is not None and self.shares is None:
+            plain, factors, kind, ways = self._plain
+            if (count := plain.read(node)) is not None:
+                return Contribution(count, (), 0, factors, kind, None, ways)
         count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
         if self.shares is not None:
             self.criterion = self.shares.in_words
@@ -149,10 +152,10 @@ class Weigher:
                 measured, factor = self.shares(loss, count_rows)
             except UnreadableLossError as unreadable:
                 raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
-            return Contribution(measured, factors=factor, ways=frozenset((path_of(loss.grad_fn, loss.output_nr),)))
+            return Contribution(measured, factors=factor, ways=frozenset((path_of(node, loss.output_nr),)))
         is_first = self.criterion is None
         takes_functions = self._weight != "equal" and self.takes_functions
-        self._found = found = function_of_mean(loss.grad_fn, loss.output_nr) if takes_functions else None
+        self._found = found = function_of_mean(node, loss.output_nr) if takes_functions else None
         below = None if found is None else found.mean
         if self._weight == "auto":
             terms: list[Term] = []
@@ -178,8 +181,8 @@ class Weigher:
                 factors = _number_for(terms, reading.penalties)
                 of_mean = None if found is None else found.of_mean(loss)
                 weight = _zero_where_empty(divisor, loss if of_mean is None else of_mean.mean, terms[0])
-                if terms[0].node is loss.grad_fn and kind_of(loss.grad_fn) in CRITERIA:
-                    self._plain = (PlainMean(loss.grad_fn), factors, kind, ways)
+                if terms[0].node is node and kind_of(node) in CRITERIA:
+                    self._plain = (PlainMean(node), factors, kind, ways)
                 return Contribution(weight, (), 0, factors, kind, of_mean, ways, zeroed)
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             if is_one_sum:  # another rank may have it in fewer chunks, or in terms that are no chunks
