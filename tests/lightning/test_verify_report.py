@@ -24,7 +24,7 @@ from lightning_accum import Tokens, verify
 from lightning_accum.__main__ import main
 from lightning_accum.randomness import SameForEveryRow, switch_off_dropout
 from lightning_accum.splitting.joining import JoiningError, join
-from lightning_accum.splitting.trimming import _NoCollectives
+from lightning_accum.splitting.trimming import _Alone
 from lightning_accum.verification.data import is_batch
 from lightning_accum.verification.measure import Difference, tolerance, weights_that_fit
 from lightning_accum.verification.report import Break, ParameterDifference, Report
@@ -340,7 +340,7 @@ def test_noise_of_a_row_does_not_depend_on_the_number_of_rows(draw: Any) -> None
     assert mode.found
 
 
-@pytest.mark.parametrize("mode", [SameForEveryRow, _NoCollectives])
+@pytest.mark.parametrize("mode", [SameForEveryRow, _Alone])
 def test_a_number_that_a_graph_has_saved_can_be_read_while_a_module_is_watched(mode: Any) -> None:
     """torch hands the bare 12 to `item`, as in what reads the weight of a loss that training_step logs."""
     x = torch.ones(2, requires_grad=True)
