@@ -310,7 +310,7 @@ def first_tensor_or_list(batch: Any) -> Tensor | Sequence[Any] | None:
         if may_be_list_of_samples(batch):
             return batch
         children = batch
-        if len({len(child) if isinstance(child, (list, tuple)) else -1 for child in batch}) == 1:
+        if all(isinstance(child, (list, tuple)) for child in batch) and len(set(map(len, batch))) == 1:
             # lists of one length beside each other, one of them of samples: the only image beside its record
             children = sorted(batch, key=lambda child: not may_be_list_of_samples(child))
     else:
