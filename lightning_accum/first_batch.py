@@ -306,7 +306,8 @@ def _conclude(checked: Checked, check: Check, verdict: Verdict, ways: Sequence[R
         raise DoesNotAddUpError(_of_worst_rank(checked, message, verdict))
     accumulation.checks_left = 0
     accumulation.warn_once(advice.of_terms(verdict, mend))
-    return replace(verdict, deviation=checked.largest(verdict.deviation or 0.0))
+    worst, tolerance = checked.largest(verdict.deviation or 0.0), -checked.largest(-verdict.tolerance)
+    return replace(verdict, deviation=worst, tolerance=tolerance)
 
 
 def _of_worst_rank(checked: Checked, message: str, verdict: Verdict) -> str:
