@@ -81,7 +81,6 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         JointLossError: the loss takes the rows of all ranks, in a window of several loader batches.
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
-    accumulation.is_just_checked = True
     if accumulation.was_checked:
         accumulation.checks_left = 0
         return
@@ -91,6 +90,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     if checked.sync.is_waited_for_in_forward and accumulation.position:
         return  # the engine has gradients of its own, until the window ends
     accumulation.checks_left -= 1
+    accumulation.is_just_checked = True
     try:
         rows = _agree_on_rows(checked, batches)
         trial = checked.trial()
