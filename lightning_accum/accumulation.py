@@ -329,7 +329,8 @@ class Accumulation(Windows):
         doubted = self.closed
         if doubted.do_terms_disagree and self.verdict is not None and self.verdict.deviation is not None:
             doubted = doubted._replace(do_terms_disagree=self.verdict.adds_up)  # else the check has said it
-        self._loss.warn_of(doubted, self.warn_once, HOW_TO_WEIGH_EACH)
+        if doubted.is_doubtful or self.weigher.unweighed_beside is not None:
+            self._loss.warn_of(doubted, self.warn_once, HOW_TO_WEIGH_EACH)
         if self.sums is not None:
             self.sums.write_to_grad()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":

@@ -124,7 +124,8 @@ class Weigher:
         """What other terms are divided by that the check has found to be the same for all rows, as penalties on parameters are."""
         self.unweighed_terms: tuple[str, ...] = ()
         """Terms of the loss that take the main term's weight although they are no mean over the same count."""
-        self._unweighed_beside: str | None = None
+        self.unweighed_beside: str | None = None
+        """The term whose weight they take, until the window ends in which that was seen."""
 
     def __call__(self, loss: Tensor, batch: Any, rows: int | None = None) -> Contribution:
         """Weigh one micro-batch.
@@ -249,11 +250,11 @@ class Weigher:
         else:
             self.criterion = f"{reading.criterion}, each micro-batch weighed by what its loss was divided by"
         self.unweighed_terms = tuple(dict.fromkeys(term.criterion for term in reading.others if term.denominator is None))
-        self._unweighed_beside = reading.criterion if self.unweighed_terms else None
+        self.unweighed_beside = reading.criterion if self.unweighed_terms else None
 
     def warn_of_terms(self) -> None:
         """Warn of :attr:`unweighed_terms`, once, as the window in which they were seen ends; not where they add up."""
-        criterion, self._unweighed_beside = self._unweighed_beside, None
+        criterion, self.unweighed_beside = self.unweighed_beside, None
         if criterion is not None and not self._is_proven():
             self._warn(
                 f"The loss has terms that are no plain mean over the same count as its {criterion}:"
