@@ -100,7 +100,7 @@ class Accumulation(Windows):
         self.verdict: Verdict | None = None
         """What the check found in this fit."""
         self.is_just_checked = False
-        """The first micro-batch of a loader batch that was checked is next, on all ranks."""
+        """The first micro-batch of a loader batch that was checked is next, on all ranks, of which there are several."""
         self.kept: list[Any] = []
         """The loader batches that it has looked at, each with few rows; None for others. Until it ends."""
         self.proven: Proven | None = None
@@ -207,10 +207,12 @@ class Accumulation(Windows):
             contribution = self.weigher(loss, micro_batch.batch, micro_batch.rows)
         except UnreadableLossError as error:
             if not self._is_one_micro_batch():
-                self._agree_that_it_is_read(error)
+                if self.is_just_checked:
+                    self._agree_that_it_is_read(error)
                 raise
             contribution = Contribution(None)  # nothing depends on its weight
-        self._agree_that_it_is_read()
+        if self.is_just_checked:
+            self._agree_that_it_is_read()
         proven = self.proven
         if proven is not None and (proven.rows is None or not contribution.ways <= proven.ways):
             self.window.has_doubts |= proven.doubts(contribution, micro_batch.batch)
@@ -241,11 +243,10 @@ class Accumulation(Windows):
 
     def _agree_that_it_is_read(self, error: UnreadableLossError | None = None) -> None:
         """Raise on all ranks what one cannot read of the first micro-batch after a check: else they would wait for it."""
-        if self.is_just_checked and self.ranks.world_size > 1:
-            self.is_just_checked = False
-            failed = int(self.ranks.largest(0 if error is None else self.ranks.rank + 1)[0])
-            if failed:
-                raise UnreadableLossError(self.ranks.share(str(error), failed - 1)) from None
+        self.is_just_checked = False
+        failed = int(self.ranks.largest(0 if error is None else self.ranks.rank + 1)[0])
+        if failed:
+            raise UnreadableLossError(self.ranks.share(str(error), failed - 1)) from None
 
     def _passthrough_window(self, loss: Tensor, micro_batch: MicroBatch) -> ClosedWindow:
         """A window that is one micro-batch with this loss, and left to Lightning."""
@@ -268,7 +269,8 @@ class Accumulation(Windows):
             self._add_empty(micro_batch)
 
     def _add_empty(self, micro_batch: MicroBatch) -> None:
-        self._agree_that_it_is_read()
+        if self.is_just_checked:
+            self._agree_that_it_is_read()
         self.window.add_empty()
         if micro_batch.is_boundary:
             self.reduce()

@@ -92,15 +92,7 @@ class BalancedBatchSampler(Place, Sampler[list[int]]):
             self._is_fixed = True
 
     def deal(self, num_replicas: int, rank: int) -> None:
-        """Set the ranks, whatever the process group says; those that the constructor was given stay.
-
-        Args:
-            num_replicas: ranks that share the samples.
-            rank: which of them this is, from 0.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """Set the ranks as :class:`SameOrderSampler` does, unless the constructor was given them."""
         if not self._is_fixed:
             super().deal(num_replicas, rank)
 

@@ -90,7 +90,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     if checked.sync.is_waited_for_in_forward and accumulation.position:
         return  # the engine has gradients of its own, until the window ends
     accumulation.checks_left -= 1
-    accumulation.is_just_checked = True
+    accumulation.is_just_checked = accumulation.ranks.world_size > 1
     try:
         rows = _agree_on_rows(checked, batches)
         trial = checked.trial()
@@ -312,7 +312,7 @@ def _conclude(checked: Checked, check: Check, verdict: Verdict, ways: Sequence[R
 
 def _of_worst_rank(checked: Checked, message: str, verdict: Verdict) -> str:
     """What the rank says whose parts are farthest from their whole. Called on all ranks."""
-    ranks, deviation = checked.accumulation.ranks, verdict.deviation or 0.0
+    ranks, deviation = checked.accumulation.ranks, 0.0 if verdict.adds_up else verdict.deviation or 0.0
     rank = int(-checked.largest(-ranks.rank if deviation == checked.largest(deviation) else -math.inf))
     return message if ranks.world_size == 1 else str(ranks.share(message, rank))
 

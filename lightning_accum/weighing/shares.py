@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_accum.exact import rounding
 from lightning_accum.weighing.denominator import CRITERIA, UnreadableLossError, criterion_of
 from lightning_accum.weighing.nodes import CONTRACTIONS, SELECTIONS, SUMS, THROUGH, Node, is_choice, is_of_parameters_only, kind_of
 from lightning_accum.weighing.reductions import Rows, hides_a_reduction
@@ -129,7 +130,7 @@ def _known(share: float) -> float:
 
 
 def _tolerance(tensor: Tensor) -> float:
-    return float(torch.finfo(tensor.dtype).eps ** 0.6)
+    return rounding(torch.finfo(tensor.dtype).eps)
 
 
 @torch.no_grad()

@@ -337,8 +337,14 @@ def _ways(terms: Sequence[Term], loss: Tensor) -> tuple[frozenset[Way], frozense
 
 
 def _is_at_most_one(count: Denominator | None) -> bool:
-    """As the host knows it, and it is not 0."""
-    return count is not None and not (isinstance(count, Tensor) and count.device.type != "cpu") and 0 < float(count) <= 1
+    """And not 0."""
+    known = _known(count)
+    return known is not None and 0 < known <= 1
+
+
+def _known(count: Denominator | None) -> float | None:
+    """A count as the host knows it; None where there is none, or a device has it."""
+    return None if count is None or (isinstance(count, Tensor) and not count.is_cpu) else float(count)
 
 
 def _raised_together(terms: list[Term]) -> list[Term]:
@@ -349,16 +355,11 @@ def _raised_together(terms: list[Term]) -> list[Term]:
         if term.divisions and term.is_divided_sum and _is_at_most_one(term.denominator)
     }
     return [
-        term._replace(denominator=counts[term.divisions]) if _is_masked(term) and term.divisions in counts else term
+        term._replace(denominator=counts[term.divisions])
+        if term.is_divided_sum and term.divisions in counts and _known(term.denominator) == 0
+        else term
         for term in terms
     ]
-
-
-def _is_masked(term: Term) -> bool:
-    """As the host knows it."""
-    count = term.denominator
-    is_known = count is not None and not (isinstance(count, Tensor) and count.device.type != "cpu")
-    return term.is_divided_sum and is_known and float(count or 0.0) == 0
 
 
 def _count(weight: Weight, batch: Any, rows: int | None) -> Any:
