@@ -15,11 +15,15 @@ import torch
 
 ray = pytest.importorskip("ray")
 train = pytest.importorskip("ray.train")
-from ray.train.lightning import RayLightningEnvironment, prepare_trainer  # noqa: E402
+from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
 from support import StatefulLoader, python_path  # noqa: E402
 
 from lightning_accum import GradientAccumulation  # noqa: E402
+
+if not issubclass(RayDDPStrategy, pl.strategies.DDPStrategy):
+    pytest.skip("Ray Train has the strategies of Lightning's other package", allow_module_level=True)
+
 from lightning_accum.ray import RayDDPAccumulationStrategy, RayFSDPAccumulationStrategy  # noqa: E402
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
