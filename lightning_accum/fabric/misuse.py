@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
 
 from lightning_accum.user_warnings import listed, rank_zero_warn
-
-_GRADIENT = attrgetter("grad")
 
 
 class UntouchedGradients:
@@ -31,8 +27,8 @@ class UntouchedGradients:
 
     def keep(self) -> None:
         """A backward is over."""
-        self._kept = list(map(_GRADIENT, self._parameters))
-        self._versions = _versions_of(self._kept)
+        self._kept = kept = [parameter.grad for parameter in self._parameters]
+        self._versions = [None if gradient is None else gradient._version for gradient in kept]
         self._is_between_windows = False
 
     def keep_cleared(self) -> None:
@@ -51,8 +47,10 @@ class UntouchedGradients:
         Raises:
             RuntimeError: one was cleared or changed inside of a window.
         """
-        are_the_same = all(map(is_, map(_GRADIENT, self._parameters), self._kept))
-        if are_the_same and _versions_of(self._kept) == self._versions:
+        for parameter, gradient, version in zip(self._parameters, self._kept, self._versions, strict=False):
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
+                break
+        else:
             return
         if not self._is_between_windows:
             raise RuntimeError(
@@ -60,18 +58,13 @@ class UntouchedGradients:
                 " calls of other losses out of the loop: accumulator.step(clip_norm=...) clears and clips where a window ends,"
                 " and accumulator.backward(loss_a + loss_b) takes all losses of a micro-batch."
             )
-        if not self._has_warned and any(gradient is not None for gradient in map(_GRADIENT, self._parameters)):
+        if not self._has_warned and any(parameter.grad is not None for parameter in self._parameters):
             self._has_warned = True
             rank_zero_warn(
                 "There are gradients that accumulator.backward did not make, and the first accumulator.backward of a window clears"
                 " them. If a loss of the loop is to be trained on, add it to that of its micro-batch:"
                 " accumulator.backward(loss_a + loss_b)."
             )
-
-
-def _versions_of(gradients: Sequence[Tensor | None]) -> list[int | None]:
-    """How often each has been changed in place."""
-    return list(map(getattr, gradients, repeat("_version"), repeat(None)))
 
 
 def warn_of_factors(loss: Tensor, size: float) -> None:

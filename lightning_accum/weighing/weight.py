@@ -110,8 +110,8 @@ class Weigher:
         self._found: FoundFunction | None = None
         self._proportion = Proportion(getattr(weight, "__name__", str(weight)), warn)
         self._kinds: dict[tuple[str, int], Kind] = {}
-        self._plain: tuple[PlainMean, Denominator, Kind | None, frozenset[Way]] | None = None
-        """Reads a loss that is a mean criterion itself, and what is constant in its contributions."""
+        self._plain: tuple[PlainMean, Contribution] | None = None
+        """Reads a loss that is a mean criterion itself; and what one like it brought in, of which the weight is not constant."""
         self.criterion: str | None = None
         """What the weight was found to be, in words; None before the first micro-batch."""
         self.takes_functions = True
@@ -143,9 +143,12 @@ class Weigher:
         if node is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
             return Contribution(0.0 if loss.requires_grad else 1.0)
         if self._plain is not None and self.shares is None:
-            plain, factors, kind, ways = self._plain
+            plain, last = self._plain
             if (count := plain.read(node)) is not None:
-                return Contribution(count, (), 0, factors, kind, None, ways)
+                if isinstance(count, Tensor) or count != last.weight:
+                    last = Contribution(count, factors=last.factors, kind=last.kind, ways=last.ways)
+                    self._plain = (plain, last)
+                return last
         count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
         if self.shares is not None:
             self.criterion = self.shares.in_words
@@ -182,9 +185,10 @@ class Weigher:
                 factors = _number_for(terms, reading.penalties)
                 of_mean = None if found is None else found.of_mean(loss)
                 weight = _zero_where_empty(divisor, loss if of_mean is None else of_mean.mean, terms[0])
+                contribution = Contribution(weight, (), 0, factors, kind, of_mean, ways, zeroed)
                 if terms[0].node is node and kind_of(node) in CRITERIA:
-                    self._plain = (PlainMean(node), factors, kind, ways)
-                return Contribution(weight, (), 0, factors, kind, of_mean, ways, zeroed)
+                    self._plain = (PlainMean(node), contribution)
+                return contribution
             others = tuple(term.denominator for term in reading.others if term.denominator is not None)
             if is_one_sum:  # another rank may have it in fewer chunks, or in terms that are no chunks
                 divisor = _zero_where_empty(divisor, loss, terms[0])
