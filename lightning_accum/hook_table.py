@@ -144,11 +144,11 @@ class HookTable:
         return self._has_step or bool(self._trainer.gradient_clip_val)
 
     def _look(self) -> None:
-        trainer = self._trainer
+        trainer, module = self._trainer, self._trainer.lightning_module
         self._callbacks, self._profiler = list(callbacks_of(trainer)), trainer.profiler  # type: ignore[attr-defined]
         self._hooks = _Hooks(
             [(callback, (*_HOOKS_OF_A_MICRO_BATCH, _HOOK_OF_A_WINDOW)) for callback in self._callbacks]
-            + [(trainer.lightning_module, _HOOKS_OF_A_MODULE)]
+            + [(module, _HOOKS_OF_A_MODULE)]
             + ([] if (data := _data_of(trainer)) is None else [(data, _HOOKS_OF_A_TRANSFER)])
             + [(trainer.strategy, _HOOKS_OF_A_STRATEGY), (trainer.precision_plugin, _HOOKS_OF_A_PRECISION)]
         )
@@ -165,9 +165,9 @@ class HookTable:
         self._has_step = self.is_profiled or _has_step_hooks(trainer)
         self.is_step_bare = self._is_read and _is_step_bare(trainer)
         owners: list[Any] = [callback for callback in self._callbacks if not isinstance(callback, Checkpoint)]
-        owners.append(trainer.lightning_module)
+        owners.append(module)
         self.window_listeners = window_listeners(trainer)
-        self.own_hooks = frozenset(hook for hook in _WATCHED_HOOKS if is_overridden(hook, trainer.lightning_module))
+        self.own_hooks = frozenset(hook for hook in _WATCHED_HOOKS if not _is_inherited(module, pl.LightningModule, (hook,)))
         self.step_counters = [owner for owner in owners if _reads(owner, "on_train_batch_end", "global_step")]
 
 
@@ -249,9 +249,10 @@ def _has_step_hooks(trainer: pl.Trainer) -> bool:
 
 
 def _has_own_transfer(trainer: pl.Trainer) -> bool:
-    data = _data_of(trainer)
-    owners = [owner for owner in (trainer.lightning_module, data) if owner is not None]
-    return any(is_overridden(hook, owner) for owner in owners for hook in ("on_after_batch_transfer", "transfer_batch_to_device"))
+    # the module's are called in any case, those of the data only if Lightning finds them overridden
+    data, hooks = _data_of(trainer), ("on_after_batch_transfer", "transfer_batch_to_device")
+    is_the_modules = not _is_inherited(trainer.lightning_module, pl.LightningModule, hooks)
+    return is_the_modules or (data is not None and any(is_overridden(hook, data) for hook in hooks))
 
 
 def _is_step_bare(trainer: pl.Trainer) -> bool:
