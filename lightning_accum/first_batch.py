@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.sync import GradientSync
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.check import Check, Earlier
+from lightning_accum.weighing.in_types import look_in_types
 from lightning_accum.weighing.proven import Proven
 from lightning_accum.weighing.trial import Trial
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, DoesNotAddUpError, Rows, Verdict
@@ -101,16 +102,24 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     is_begun = before is not None and before.deviation is not None
     if accumulation.row_wise is not None and not is_begun and _is_settled_by_other_ranks(checked, trial, rows):
         return
-    check = check_of(checked, trial, before if is_begun else None)
-    verdict, ways = _look(checked, trial, check, rows, ways, is_begun)
-    if rows.are_single and checked.largest(float(not verdict.adds_up)):
-        if before is None or before.seen != advice.OF_ONE_ROW:
-            accumulation.warn_once(advice.of_one_row(verdict, accumulation.policy.weight))
-        accumulation.verdict = Verdict(None, seen=advice.OF_ONE_ROW)
-        return
-    looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)
-    verdict = replace(verdict, looked_at=looked_at if verdict.deviation is not None else 0, loss=check.loss).after(before)
-    accumulation.verdict = _conclude(checked, check, verdict, ways)
+    with ExitStack() as stack:
+        look = partial(_look, checked, before if is_begun else None)
+        verdict, check = look_in_types(trial, partial(look, ways), stack)
+        if rows.number > rows.most and not rows.are_single and checked.largest(float(not verdict.adds_up)):
+            # of batches that go together as they are, such as those of several tasks, each alone may add up
+            stack.close()
+            joined, ways = verdict, rows.ways(checked, trial, alone=True)
+            verdict, check = look_in_types(trial, partial(look, ways), stack)
+            if checked.largest(float(not verdict.adds_up)) == 0:
+                accumulation.warn_once(advice.of_joined(joined))
+        if rows.are_single and checked.largest(float(not verdict.adds_up)):
+            if before is None or before.seen != advice.OF_ONE_ROW:
+                accumulation.warn_once(advice.of_one_row(verdict, accumulation.policy.weight))
+            accumulation.verdict = Verdict(None, seen=advice.OF_ONE_ROW)
+            return
+        looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)
+        verdict = replace(verdict, looked_at=looked_at if verdict.deviation is not None else 0, loss=check.loss).after(before)
+        accumulation.verdict = _conclude(checked, check, verdict, ways)
     if accumulation.verdict.deviation is not None and accumulation.verdict.adds_up and not _is_apart(checked):
         accumulation.proven = accumulation.proven or Proven(())
         accumulation.proven.add(check.ways, check.kinds, rows.found.kept)
@@ -231,7 +240,7 @@ def _is_settled_by_other_ranks(checked: Checked, trial: Trial, rows: _RowsOfRank
         return False
     assert isinstance(rows.found, FewRows)
     try:
-        is_joint = takes_rows_of_other_ranks(trial, rows.found.two(rows.number), accumulation.ranks.rank, checked.largest)
+        is_joint = trial.takes_rows_of_other_ranks(rows.found.two(rows.number), accumulation.ranks.rank)
     except CannotCheckError as problem:
         accumulation.verdict = Verdict.unknown(problem)
         if not checked.largest(float(accumulation.verdict.may_try_again)):
@@ -258,20 +267,10 @@ def check_of(checked: Checked, trial: Trial, before: Verdict | None) -> Check:
     return check
 
 
-def _look(
-    checked: Checked, trial: Trial, check: Check, rows: _RowsOfRanks, ways: list[Rows], is_begun: bool
-) -> tuple[Verdict, list[Rows]]:
-    """What is found in rows, and the ways that they were looked at last. Called on all ranks."""
-    look = partial(check, may_leave_functions=not is_begun, earlier=_window_so_far(checked))
-    constant, verdict = check.constant, look(ways)
-    if rows.number > rows.most and not rows.are_single and checked.largest(float(not verdict.adds_up)):
-        # of batches that go together as they are, such as those of several tasks, each alone may add up
-        joined, check.constant = verdict, constant
-        ways = rows.ways(checked, trial, alone=True)
-        verdict = look(ways)
-        if checked.largest(float(not verdict.adds_up)) == 0:
-            checked.accumulation.warn_once(advice.of_joined(joined))
-    return verdict, ways
+def _look(checked: Checked, before: Verdict | None, ways: list[Rows], trial: Trial) -> tuple[Verdict, Check]:
+    """What is found in rows, and what compared them. Called on all ranks."""
+    check = check_of(checked, trial, before)
+    return check(ways, may_leave_functions=before is None, earlier=_window_so_far(checked)), check
 
 
 def _conclude(checked: Checked, check: Check, verdict: Verdict, ways: Sequence[Rows]) -> Verdict:
@@ -335,16 +334,3 @@ def _end(checked: Checked) -> None:
         checked.inform(f"GradientAccumulation: {accumulation.verdict}.")
     accumulation.checks_left = 0
     accumulation.kept.clear()
-
-
-def takes_rows_of_other_ranks(
-    trial: Trial, pair: tuple[Callable[[], Any], Callable[[], Any]], rank: int, largest: Callable[[float], float]
-) -> bool:
-    """Whether the loss of a rank is another where other ranks have other rows: it gathers them. Called on all ranks."""
-    has_changed = 0.0
-    own, other = pair
-    for still in (0, 1):
-        before, after = trial.losses_of([own, own if rank % 2 == still else other])
-        if rank % 2 == still:
-            has_changed = max(has_changed, float(abs(after - before) > trial.tolerance * max(abs(before), abs(after))))
-    return largest(has_changed) > 0

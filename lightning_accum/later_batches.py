@@ -5,14 +5,18 @@ They are looked at when their window has ended, before its step, together with r
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning_accum.first_batch import Checked, check_of
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.check import Check
+from lightning_accum.weighing.in_types import look_in_types
 from lightning_accum.weighing.measured import relative
 from lightning_accum.weighing.proven import Proven
+from lightning_accum.weighing.trial import Trial
 from lightning_accum.weighing.verdict import CannotCheckError, Verdict
 
 
@@ -117,10 +121,14 @@ class _Later:
 
     def _look_at(self, rows: FewRows, asks_for_counts: bool = True) -> tuple[Verdict, Check]:
         """What is found in them, the worst of all ranks."""
+        with ExitStack() as stack:
+            return look_in_types(self._trial, partial(self._look_in, rows, asks_for_counts), stack)
+
+    def _look_in(self, rows: FewRows, asks_for_counts: bool, trial: Trial) -> tuple[Verdict, Check]:
         checked, accumulation = self._checked, self._checked.accumulation
-        check = check_of(checked, self._trial, accumulation.verdict)
+        check = check_of(checked, trial, accumulation.verdict)
         check.asks_for_counts = asks_for_counts
-        losses_of = None if checked.sync.is_waited_for_in_forward else self._trial.losses_of
+        losses_of = None if checked.sync.is_waited_for_in_forward else trial.losses_of
         number, at_once = accumulation.ranks.largest(rows.number, -rows.at_once)
         ways = rows.ways(int(number), int(-at_once), 0, losses_of)
         verdict = check(ways[: int(-checked.largest(-len(ways)))], may_leave_functions=False)

@@ -82,9 +82,9 @@ def loss_without_wrapper(loss_of: Callable[[Any, Any], Tensor], training: Traini
     """The loss of a batch outside of any window, for which no rank waits for another; in full precision, where the model has it."""
     module = training.module
     precision: Any = getattr(getattr(training.fabric, "strategy", None), "precision", None)
-    is_narrow = precision is not None and any(map(trimming.is_narrow, module.parameters()))
 
     def loss(batch: Any) -> Tensor:
+        is_narrow = precision is not None and any(map(trimming.is_narrow, module.parameters()))
         with torch.enable_grad(), precision.forward_context() if is_narrow else nullcontext():
             return loss_of(module, precision.convert_input(batch) if is_narrow else batch)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +18,7 @@ from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.functions import read_function
+from lightning_accum.wider import widened, widened_batch
 
 TrainingStep = Callable[[Any], Any]
 
@@ -57,8 +57,8 @@ def difference_by_padding(
     """
     trial = _Trial(module, snapshotter, training_step, weigh)
     if trial.is_narrow:
-        with suppress(Exception), _in_single_precision(module):  # memory may run out
-            verdict = trial.compare(*(_widened(batch) for batch in (padded, *trimmed)))
+        with suppress(Exception), widened(module, torch.float32):  # memory may run out
+            verdict = trial.compare(*(widened_batch(batch, torch.float32) for batch in (padded, *trimmed)))
             if not isinstance(verdict, Inconclusive):
                 return verdict
     return trial.compare(padded, *trimmed)  # some modules run in their own precision only
@@ -121,36 +121,6 @@ _NARROW = (torch.bfloat16, torch.float16)
 def is_narrow(tensor: Tensor) -> bool:
     """Whether a tensor has less than single precision."""
     return tensor.dtype in _NARROW
-
-
-@contextmanager
-def _in_single_precision(module: nn.Module) -> Iterator[None]:
-    """Have others in single precision in place of parameters and buffers that have a lower one.
-
-    The parameters themselves stay as they are: with data of another type they would lose the hooks that DDP has at their gradients.
-    """
-    wide: dict[int, Tensor] = {}
-    before = []
-    holders: list[Any] = [held for child in module.modules() for held in (child._parameters, child._buffers)]
-    try:
-        for held in holders:
-            for name, tensor in held.items():
-                if tensor is None or not is_narrow(tensor):
-                    continue
-                if id(tensor) not in wide:
-                    copied = tensor.detach().float()
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    wide[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
-                before.append((held, name, tensor))
-                held[name] = wide[id(tensor)]
-        yield
-    finally:
-        for held, name, tensor in before:
-            held[name] = tensor
-
-
-def _widened(batch: Any) -> Any:
-    return apply_to_collection(batch, Tensor, lambda tensor: tensor.float() if is_narrow(tensor) else tensor)
 
 
 def _added_up(parts: Sequence[_Found]) -> _Found:

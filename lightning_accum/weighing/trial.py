@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.exact import rounding
 from lightning_accum.failures import have_all_left
+from lightning_accum.main_gradients import is_narrower
 from lightning_accum.randomness import RandomState, SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, NoDenominatorError, UnsuitableRowsError
+from lightning_accum.wider import widened, widened_batch
 
 _T = TypeVar("_T")
 
@@ -80,9 +82,33 @@ class Trial:
         self._snapshot: Restores | None = None
         self._mode = _TrialMode(module.parameters())
 
+    @property
+    def device(self) -> torch.device:
+        """Of the module."""
+        return next((p.device for p in self._module.parameters()), torch.device("cpu"))
+
     def random_state(self) -> RandomState:
         """How the random generators are now."""
-        return RandomState(next((p.device for p in self._module.parameters()), torch.device("cpu")))
+        return RandomState(self.device)
+
+    @contextmanager
+    def widened(self, dtype: torch.dtype) -> Iterator[Trial]:
+        """In here a trial of the module in a type that is wider than its own. The tolerance is that of single precision.
+
+        Raises:
+            CannotCheckError: its own is as wide, or it cannot be run in another. On all ranks.
+        """
+        if self.backward.is_waited_for_in_forward or not any(is_narrower(parameter.dtype, dtype) for parameter in self._trained):
+            raise CannotCheckError(f"the module does not run in {dtype}")
+        with ExitStack() as stack:
+            self.together(lambda: stack.enter_context(widened(self._module, dtype)))  # memory may run out
+
+            def training_step(batch: Any) -> Any:
+                return self._training_step(widened_batch(batch, dtype))
+
+            trial = Trial(self._module, training_step, self._take_snapshot, self.backward, self.largest)
+            trial._mode.eps = torch.finfo(torch.float32).eps
+            yield trial
 
     @property
     def eps(self) -> float:
@@ -145,6 +171,21 @@ class Trial:
                 if names and difference > self.tolerance:
                     found[names[0]] = difference
         return found
+
+    def takes_rows_of_other_ranks(self, pair: tuple[Callable[[], Any], Callable[[], Any]], rank: int) -> bool:
+        """Whether the loss of a rank is another where other ranks have other rows: it gathers them. Called on all ranks.
+
+        Args:
+            pair: two batches of as many rows.
+            rank: this one.
+        """
+        has_changed = 0.0
+        own, other = pair
+        for still in (0, 1):
+            before, after = self.losses_of([own, own if rank % 2 == still else other])
+            if rank % 2 == still:
+                has_changed = max(has_changed, float(abs(after - before) > self.tolerance * max(abs(before), abs(after))))
+        return self.largest(has_changed) > 0
 
     def _loss_of(self, batch: Callable[[], Any]) -> float:
         self.restore()

@@ -1,0 +1,56 @@
+"""A module and its batches in a wider type than their own, in which rounding shows less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_accum.main_gradients import is_narrower
+
+
+@contextmanager
+def widened(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Have others of a type in place of parameters and buffers that have a narrower one.
+
+    The parameters themselves stay as they are: with data of another type they would lose the hooks that DDP has at their gradients.
+
+    Example:
+        >>> module = nn.Linear(2, 1)
+        >>> with widened(module, torch.float64):
+        ...     print(module.weight.dtype)
+        torch.float64
+        >>> module.weight.dtype
+        torch.float32
+    """
+    wide: dict[int, Tensor] = {}
+    before = []
+    holders: list[Any] = [held for child in module.modules() for held in (child._parameters, child._buffers)]
+    try:
+        for held in holders:
+            for name, tensor in held.items():
+                if tensor is None or not _is_narrower(tensor, dtype):
+                    continue
+                if id(tensor) not in wide:
+                    copied = tensor.detach().to(dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    wide[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+                before.append((held, name, tensor))
+                held[name] = wide[id(tensor)]
+        yield
+    finally:
+        for held, name, tensor in before:
+            held[name] = tensor
+
+
+def widened_batch(batch: Any, dtype: torch.dtype) -> Any:
+    """A batch with its tensors of narrower types in that type."""
+    return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(dtype) if _is_narrower(tensor, dtype) else tensor)
+
+
+def _is_narrower(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.is_floating_point() and is_narrower(tensor.dtype, dtype)

@@ -1,0 +1,151 @@
+"""The check where rounding is large: what it makes of a loss is no break, and no break is hidden by it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support import ddp, loader, trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_accum import GradientAccumulation
+from lightning_accum.user_warnings import AccumulationWarning
+from lightning_accum.weighing.verdict import DoesNotAddUpError
+
+WAYS = pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}], ids=["windows", "split"])
+Loss = Callable[[Tensor], Tensor]
+
+
+class Rounded(nn.Module):
+    """As a device that takes another kernel for few rows, which rounds more. Its outputs are ``off`` from what they should be."""
+
+    def __init__(self, off: float, lost: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.rand(4) + 1)
+        self.register_buffer("trained", self.weight.detach() * (1 + off))
+        self.lost = lost
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x * self.weight
+        if len(x) < 4:
+            hidden = (hidden + self.lost) - self.lost
+        return hidden - x * self.trained
+
+
+class Module(pl.LightningModule):
+    """Any network, and any loss of its outputs. Ranks take its batches in turns."""
+
+    def __init__(self, net: nn.Module, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.net, self.loss, self.batches = net, loss, rows()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.net(batch[0]), *batch[1:])
+
+    def train_dataloader(self) -> Any:
+        return loader(self.batches[self.trainer.global_rank :: self.trainer.world_size])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def rows(rows: int = 8, number: int = 4) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(rows, 4, generator=generator), torch.randint(0, 4, (rows,), generator=generator)] for _ in range(number)]
+
+
+def of_outputs(function: Loss) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda outputs, labels: function(outputs)
+
+
+def below_rounding(precision: str) -> Rounded:
+    """A network whose loss is off by more than half of its size where it is computed from few rows, and has that precision."""
+    return Rounded(1e-4, lost=2.0**11) if precision == "32-true" else Rounded(2.0**-4, lost=2.0**6)
+
+
+PRECISIONS = pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+
+
+@WAYS
+@PRECISIONS
+def test_what_rounding_makes_of_a_loss_that_cancels_is_no_break(precision: str, policy: dict[str, Any]) -> None:
+    module = Module(below_rounding(precision), of_outputs(lambda o: o.square().mean()))
+    run = trainer(callbacks=[GradientAccumulation(**policy)], precision=precision)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccumulationWarning)
+        run.fit(module)
+    assert run.global_step == (2 if "window" in policy else 4)
+
+
+@PRECISIONS
+def test_nor_of_rows_of_two_loader_batches_of_which_each_alone_is_not_rounded(precision: str) -> None:
+    net = below_rounding(precision)
+    module = Module(net, of_outputs(lambda o: o.square().mean()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccumulationWarning)
+        trainer(callbacks=[GradientAccumulation(4)], precision=precision).fit(module, loader(rows(2, 4)))
+    assert module.global_step == 1
+
+
+@WAYS
+@PRECISIONS
+def test_a_break_beside_such_rounding_is_one(precision: str, policy: dict[str, Any]) -> None:
+    module = Module(below_rounding(precision), of_outputs(lambda o: (o - o.mean(0).detach()).square().mean()))
+    with pytest.raises(DoesNotAddUpError):
+        trainer(callbacks=[GradientAccumulation(**policy)], precision=precision).fit(module)
+    assert module.global_step == 0
+
+
+@WAYS
+def test_a_break_that_is_smaller_than_what_half_precision_rounds_is_one(policy: dict[str, Any]) -> None:
+    """In bfloat16 the tolerance is 5 %."""
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels) + 0.02 * F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+    torch.manual_seed(0)
+    module = Module(nn.Linear(4, 4), loss)
+    with pytest.raises(DoesNotAddUpError):
+        trainer(callbacks=[GradientAccumulation(**policy)], precision="bf16-true").fit(module)
+
+
+def test_a_module_that_runs_in_half_precision_only_is_checked_in_it(caplog: Any) -> None:
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs @ torch.eye(4, dtype=torch.bfloat16), labels)
+
+    torch.manual_seed(0)
+    module = Module(nn.Linear(4, 4), loss)
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        trainer(callbacks=[GradientAccumulation(2)], precision="bf16-true").fit(module)
+    assert module.global_step == 2
+    assert any("checked: adds up" in record.message for record in caplog.records)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("has_break", [False, True], ids=["rounding", "a break"])
+def test_ranks_look_in_another_precision_together(has_break: bool) -> None:
+    """The rows of one of them alone show any rounding, or a break."""
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        if labels[0] >= 0:
+            return outputs.exp().mean()
+        return (outputs - outputs.mean(0).detach() * has_break).square().mean()
+
+    module = Module(below_rounding("32-true"), loss)
+    for batch in module.batches[1::2]:
+        batch[1] -= 8
+    before = module.net.weight.detach().clone()
+    fit = partial(trainer(ddp(), devices=2, callbacks=[GradientAccumulation(2)]).fit, module)
+    if has_break:
+        with pytest.raises(Exception, match="do not add up"):
+            fit()
+    else:
+        fit()
+        assert not torch.equal(module.net.weight, before)
