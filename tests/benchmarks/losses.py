@@ -94,7 +94,7 @@ def segmentation_models_pytorch(library: ModuleType, table: Table) -> None:
     lovasz, smooth = losses.LovaszLoss("multilabel"), losses.SoftBCEWithLogitsLoss()
     table.adds_up("FocalLoss", "i masks", lambda o, b, m: focal(o, b.masks))
     table.batch("FocalLoss, normalized", "i masks", lambda o, b, m: normalised(o, b.masks))
-    table.batch("LovaszLoss", "i masks", lambda o, b, m: lovasz(o, b.masks))
+    table.batch("LovaszLoss", "i masks", lambda o, b, m: lovasz(o.float(), b.masks))  # it computes in float32
     table.adds_up("SoftBCEWithLogitsLoss", "i masks", lambda o, b, m: smooth(o, b.masks))
     matthews = losses.MCCLoss()
     table.batch("MCCLoss", "i masks", lambda o, b, m: matthews(o[:, :1].sigmoid(), b.masks[:, :1]))
