@@ -263,7 +263,7 @@ def check_of(checked: Checked, trial: Trial, before: Verdict | None) -> Check:
     if before is not None:
         check.takes_functions, check.loss = accumulation.weigher.takes_functions, before.loss
         check.constant = accumulation.window.constant
-    check.shares = accumulation.weigher.shares
+    check.shares, check.is_begun = accumulation.weigher.shares, accumulation.proven is not None
     return check
 
 
@@ -293,10 +293,10 @@ def _conclude(checked: Checked, check: Check, verdict: Verdict, ways: Sequence[R
     if do_add_up:
         is_unchecked = checked.largest(float(verdict.deviation is None))
         worst, tolerance = checked.largest(verdict.deviation or 0.0), checked.largest(verdict.tolerance)
-        if verdict.deviation is None:
-            return verdict
         if is_unchecked:
-            return Verdict(None, seen="another rank could not be")
+            return verdict if verdict.deviation is None else Verdict(None, seen="another rank could not be")
+        if not check.proportion.looks_left:
+            weigher.proportion.looks_left = 0
         return replace(verdict, deviation=worst, tolerance=tolerance)
     policy, mend = accumulation.policy, check.weight_that_adds_up(ways)
     if accumulation.row_wise is not None or checked.largest(float(not (verdict.adds_up or verdict.has_terms))):

@@ -20,7 +20,7 @@ from lightning_accum.weighing.counts import SampleCount, TokenCount
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.measured import OF_GRADIENT, Measured, deviations, has_fixed_counts, has_raised_count, relative
 from lightning_accum.weighing.shares import ShareWeight, candidates, together
-from lightning_accum.weighing.term_nodes import scale_terms
+from lightning_accum.weighing.term_nodes import Proportion, scale_terms
 from lightning_accum.weighing.trial import Trial
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, Rows, UnsuitableRowsError, Verdict
 from lightning_accum.weighing.weight import COUNTS_NOTHING, Contribution, Kind, Way, Weigher
@@ -57,6 +57,8 @@ class Check:
         self._excesses = Excesses(trial.largest)
         self.takes_functions = True
         """See :class:`~lightning_accum.weighing.weight.Weigher`: False where only so the parts were found to add up."""
+        self.proportion = Proportion("", lambda message: None, looks=math.inf)
+        """Of an explicit weight and what the graph shows. Where there is none, and parts add up, the graph shows something else."""
         self.shares: ShareWeight | None = None
         """As there: not None where only so the parts were found to add up. Other batches may show it more."""
         self._counts: set[tuple[float, ...]] = set()
@@ -66,6 +68,8 @@ class Check:
         """What they counted."""
         self.asks_for_counts = False
         """Whether parts in which there is nothing to count are to add up, too. Else later micro-batches like them are looked at."""
+        self.is_begun = False
+        """Earlier batches were found to add up, and later micro-batches that may have nothing to count are looked at."""
         self._passes_over_counts = self._has_seen_no_count = False
 
     def __call__(
@@ -103,11 +107,17 @@ class Check:
         return verdict
 
     def _where_something_is_counted(self, batches: Sequence[Rows]) -> Verdict | None:
-        """Pass over parts in which there is nothing to count, and the count is 1: what they say; None if they do not add up."""
+        """Pass over parts in which there is nothing to count, and the count is 1: what the others say; None if they do not add up.
+
+        Rows may have no others, once it is known that those of earlier batches add up.
+        """
         constant, self.constant, self._passes_over_counts = self.constant, None, True
         verdict = self._worst(batches, is_one_of_several=True)
         self._passes_over_counts = False
-        if self._do_all_add_up(verdict):
+        is_known = self.is_begun or verdict.deviation is not None
+        if self.constant is None:
+            self.constant = constant
+        if self._largest(float(not (is_known and verdict.adds_up))) == 0:
             return verdict
         self.constant = constant
         return None
@@ -149,7 +159,9 @@ class Check:
         return self._largest(float(is_other)) == 0
 
     def _do_all_add_up(self, verdict: Verdict) -> bool:
-        return self._largest(float(verdict.deviation is None or not verdict.adds_up)) == 0
+        """Whether they do on all ranks but those whose rows show nothing."""
+        is_open = verdict.deviation is None
+        return self._largest(2.0 if (is_open and verdict.is_suitable) or not verdict.adds_up else float(not is_open)) == 1
 
     def _worst(self, batches: Sequence[Rows], is_one_of_several: bool = False) -> Verdict:
         with self._trial.held():
@@ -254,7 +266,7 @@ class Check:
         self._trial.restore()
         before = self._trial.random_state()
         weigher = Weigher(weight, lambda message: None, hands_out_terms=self._weighs_terms and weight == "auto")
-        weigher.takes_functions, weigher.shares = self.takes_functions, self.shares
+        weigher.takes_functions, weigher.shares, weigher.proportion = self.takes_functions, self.shares, self.proportion
         try:
             try:
                 loss, read = self._trial.together(lambda: self._run(batch(), weigher, rows, is_part=whole is not None))

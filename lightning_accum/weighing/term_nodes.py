@@ -103,10 +103,11 @@ class Proportion:
     Args:
         name: of the weight.
         warn: takes a warning that should be seen once.
+        looks: at so many micro-batches; none is left once one is not in proportion.
     """
 
-    def __init__(self, name: str, warn: Callable[[str], None]) -> None:
-        self.looks_left = 4
+    def __init__(self, name: str, warn: Callable[[str], None], looks: float = 4) -> None:
+        self.looks_left = looks
         self._name, self._warn = name, warn
         self._seen: list[tuple[float, float]] = []
 

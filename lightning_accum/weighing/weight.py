@@ -108,7 +108,7 @@ class Weigher:
         self._lister = TermLister(weight, warn) if isinstance(weight, tuple) else None
         self._terms: list[TermNode] = []
         self._found: FoundFunction | None = None
-        self._proportion = Proportion(getattr(weight, "__name__", str(weight)), warn)
+        self.proportion = Proportion(getattr(weight, "__name__", str(weight)), warn)
         self._kinds: dict[tuple[str, int], Kind] = {}
         self._plain: tuple[PlainMean, Contribution] | None = None
         """Reads a loss that is a mean criterion itself; and what one like it brought in, of which the weight is not constant."""
@@ -228,7 +228,7 @@ class Weigher:
         weight = _checked(_count(self._weight, batch, rows), self._weight)
         if is_first:
             self.criterion = f"{getattr(self._weight, '__name__', self._weight)}"
-        if self._proportion.looks_left and terms:
+        if self.proportion.looks_left and terms:
             self._compare_with_graph(terms, weight)
         guard_against_zero(terms)
         return Contribution(weight, of_mean=None if found is None else found.of_mean(loss))
@@ -291,7 +291,7 @@ class Weigher:
         except UnreadableLossError:
             return
         if reading.weight is None:
-            self._proportion.looks_left = 0
+            self.proportion.looks_left = 0
             if self._is_proven():
                 return
             self._warn(
@@ -299,7 +299,7 @@ class Weigher:
                 ' With weight="auto" sums are added as they are.'
             )
         else:
-            self._proportion.look(weight, reading.weight, reading.criterion)
+            self.proportion.look(weight, reading.weight, reading.criterion)
 
 
 def _are_same(one: Denominator | None, other: Denominator | None) -> bool:

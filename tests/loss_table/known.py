@@ -12,10 +12,6 @@ Known: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
 OPEN: Known = {}
 
 OPEN_ON_RANKS: Known = {
-    ("refused", "a rank begins with a row that has nothing to count, and what the loss is divided by is measured"): (
-        "idioms: masked cross entropy, sum times one over a clamped count",
-        "idioms: masked squares, einsum with the mask over its sum",
-    ),
     ("false alarm", "a rank begins with an ignored label: the check has shown after the first micro-batch that a count is fixed"): (
         "libraries: ignored labels and a distance to a buffer",
     ),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_accum import SampleCount
 from loss_table.rows import Table
 
 table = Table("vision")
@@ -167,6 +168,12 @@ terms(
     "both by the number of positives",
     "x boxes mask q",
     lambda o, b, m: (sigmoid_focal(o, b.q).sum() + ((1 - giou(o, b.boxes)) * b.mask).sum()) / b.mask.sum().clamp(min=1),
+)
+add(  # as in RetinaNet: only a weight that counts images makes it exact
+    "each image's focal by its own positives",
+    "x q",
+    lambda o, b, m: sum(sigmoid_focal(one, q).sum() / max(1, q.sum()) for one, q in zip(o, b.q, strict=True)) / max(1, len(o)),
+    weight=SampleCount(),
 )
 add("heat map focal by the number of peaks", "i masks", lambda o, b, m: _heat_map(o, b.masks).sum() / b.masks.sum().clamp(min=1))
 add("distribution focal of two bins", "x w", lambda o, b, m: _two_bins(o, b.w).mean())

@@ -131,6 +131,19 @@ def test_a_count_of_1_that_is_one_is_no_false_alarm(name: str) -> None:
     assert relative_error(module.parameters(), by_hand(TOLD[name], data, 3, "SGD").parameters()) <= 1e-12
 
 
+@pytest.mark.parametrize("name", ["all rows by the number of some", "all rows by a number"])
+def test_a_batch_in_which_most_rows_have_nothing_to_count_is_no_false_alarm(name: str) -> None:
+    """Every part of it has a row that counts 1 for nothing, so that its parts say nothing of it; its micro-batch counts right."""
+    masks = [[True, False], [False, True, False, True, False], [True], [False, True, True, False]]
+    data = [
+        {"x": batch["x"][: len(mask)], "t": batch["t"][: len(mask)], "m": torch.tensor(mask)}
+        for batch, mask in zip(batches(9, number=4), masks, strict=True)
+    ]
+    module = Net(TOLD[name])
+    assert fit(module, data, window=4) == []
+    assert relative_error(module.parameters(), by_hand(TOLD[name], data, 4, "SGD").parameters()) <= 1e-12
+
+
 def test_nothing_to_count_is_told_of_after_counts_of_1_too() -> None:
     module = Net(TOLD["all rows by the number of some"])
     (told,) = fit(module, _with_counts_of_one(8), window=3)

@@ -95,8 +95,10 @@ FOUND_ON_RANKS = (
     "papers: quality focal by positives",
     "papers: metric: Pearson",
     "papers: metric: R squared",
+    "idioms: masked cross entropy, sum times one over a clamped count",
+    "idioms: masked squares, einsum with the mask over its sum",
 )
-"""Those that were wrong on two ranks at some time: warned of though exact, or one rank waited for another that had ended."""
+"""Those that were wrong on two ranks at some time: told of though exact, or one rank waited for another that had ended."""
 NOT_YET = [name for names in OPEN_ON_RANKS.values() for name in names]
 ON_RANKS = [loss for place, loss in enumerate(LOSSES) if place % EVERY == 0 or loss.name in (*FOUND_ON_RANKS, *NOT_YET)]
 

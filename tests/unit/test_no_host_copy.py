@@ -66,7 +66,7 @@ def test_reading_and_weighing_a_micro_batch(name: str) -> None:
 
 def test_explicit_weight() -> None:
     weigher, window = Weigher(TokenCount(), warn=lambda message: None), window_on_meta()
-    weigher._proportion.looks_left = 0  # the first micro-batches are compared with their graph, on the host
+    weigher.proportion.looks_left = 0  # the first micro-batches are compared with their graph, on the host
     loss = meta_loss("cross entropy")
     window.add(loss, weigher(loss, {"labels": torch.zeros(2, 5, dtype=torch.long, device=META)}))
     window.reduce()
