@@ -70,7 +70,7 @@ class GradientAccumulation(Callback):
         row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), several, or ``"auto"``.
             ``training_step`` then runs once, on the loader's batch, and calls of these submodules run in micro-batches of
             ``micro_batch`` rows, :class:`Tokens`, or what memory has room for (``"auto"``, on one rank): first without a graph, and
-            again with one after the backward of the loss (gradient caching, arXiv 2101.06983). If a mask among the arguments shows
+            again with one in the backward of the loss (gradient caching, arXiv 2101.06983). If a mask among the arguments shows
             the lengths of rows, the longest come first, and padding is trimmed. The loss sees the outputs of the whole batch, so
             any loss is exact: contrastive losses, those of pairs or of batch statistics. What a submodule computes for one row must
             not depend on the others, which is tried out on two rows. ``"auto"`` names the largest submodules for which that holds.

@@ -211,14 +211,14 @@ EXCLUSIONS = (
         "leave it out",
         lambda a: bool(a.policy.row_wise) and a.engine == "ddp" and not a.is_manual and bool(a.one_backward),
         "{a.strategy}({a.one_backward}) reduces gradients in the backward of the loss, but with"
-        " GradientAccumulation(row_wise=...) the submodules have theirs after it. Leave {a.one_backward} out.",
+        " GradientAccumulation(row_wise=...) the submodules have several within it. Leave {a.one_backward} out.",
     ),
     Exclusion(
         "`row_wise=`",
         '`strategy="accum_fsdp"`',
         '`strategy="accum_model_parallel"` or `"accum_ddp"`',
         lambda a: bool(a.policy.row_wise) and a.engine == "fsdp1",
-        "GradientAccumulation(row_wise={a.row_wise}) runs submodules again after the backward of the loss, but"
+        "GradientAccumulation(row_wise={a.row_wise}) runs submodules again in the backward of the loss, but"
         " {a.strategy} gathers and frees their parameters for one forward and backward. Use"
         ' Trainer(strategy="accum_model_parallel") (FSDP2, fully_shard) or "accum_ddp".',
     ),
@@ -228,7 +228,7 @@ EXCLUSIONS = (
         " manual optimization or torch before 2.9",
         'leave it out, or `strategy="accum_ddp"`',
         lambda a: bool(a.policy.row_wise) and a.engine == "fsdp2" and bool(a.not_row_wise_sharded),
-        "GradientAccumulation(row_wise={a.row_wise}) runs submodules again after the backward of the loss, on all ranks"
+        "GradientAccumulation(row_wise={a.row_wise}) runs submodules again in the backward of the loss, on all ranks"
         " together, which {a.strategy} cannot beside {a.not_row_wise_sharded}. Leave that out, or use"
         ' Trainer(strategy="accum_ddp").',
     ),

@@ -87,10 +87,9 @@ torch._C._functions.ClampBackward1
     _saved_max _saved_min _saved_self | - | a function of a mean | -
 torch.autograd.graph.Node
     _input_metadata | - | the types that a node computes in | -
-torch.autograd.function.Function
-    _backward_cls | - | a node of a function of one's own has this class | -
 torch.autograd
     _engine_run_backward | - | what torch.autograd.backward ends with | 222a2c57 e21e4ead
+    _is_checkpoint_valid | - | whether a backward is one of all leaves | b6cbe8c7
 torch.Tensor
     _backward_hooks _post_accumulate_grad_hooks | - | the hooks of a tensor | -
     _base | - | what a tensor is a view of | -

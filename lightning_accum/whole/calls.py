@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -27,8 +27,8 @@ from lightning_accum.whole.layers import (
 )
 from lightning_accum.whole.trees import Tree, leaves, read
 
-Backward: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
-"""Of some tensors, with these gradients; the last argument is whether the graph is kept."""
+RunAgain: TypeAlias = "Callable[[Call, Sequence[Tensor | None]], Sequence[Tensor | None]]"
+"""Of a call, from the gradients of its outputs: those of its inputs."""
 
 
 @dataclass
@@ -66,20 +66,20 @@ def _taken(leaf: Any, is_row: bool, selector: RowSelector) -> Any:
 
 
 class _Outputs(torch.autograd.Function):
-    """Outputs without a graph of their own, which give their gradients to the call that they are of."""
+    """Outputs without a graph of their own, in whose backward the call runs again."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: Call, outputs: list[Tensor]) -> tuple[Tensor, ...]:
-        ctx.call = call
+    def forward(ctx: Any, call: Call, run_again: RunAgain, outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.run_again = call, run_again
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
-        if torch.is_grad_enabled():
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
             raise twice_differentiated(ctx.call.layer.name)
-        ctx.call.add(gradients)
-        return torch.zeros(()), None, None  # not None: hooks of others are on all leaves of a loss
+        # not None of what has no inputs: hooks of others are on all leaves of a loss
+        return None, None, None, torch.zeros(()), *ctx.run_again(ctx.call, gradients)
 
 
 def twice_differentiated(name: str) -> RowWiseError:
@@ -88,11 +88,6 @@ def twice_differentiated(name: str) -> RowWiseError:
         f"row_wise={name!r}: training_step differentiates through a call of {name!r} by itself (a gradient penalty, an inner step),"
         ' and what ran in micro-batches has no graph for that. Leave row_wise out, and use micro_batch="offload".'
     )
-
-
-def call_of(node: Any) -> Call | None:
-    """The call whose outputs a node of an autograd graph holds; None for any other node."""
-    return getattr(node, "call", None) if isinstance(node, _Outputs._backward_cls) else None
 
 
 @dataclass
@@ -105,25 +100,23 @@ class Call:
         form: where the rows are.
         pieces: the micro-batches that it runs in.
         order: the rows in their order; None where they keep theirs.
+        shadows: micro-batches that other ranks have more: this one takes part in them with its last, which counts for nothing.
+        is_inside: this call, or another one, is running, or running again.
+        left: what was computed in the last micro-batch of the first such call, and is still there.
         current: the micro-batch that ran last.
         inputs: the leaves of the arguments, and
         needs_gradient: those of them that need one.
-        gradients: of those outputs that need one.
-        left: what was computed in the last micro-batch of the first such call, and is still there.
-        is_recomputed: it is made within a backward, by a checkpoint.
-        shadows: micro-batches that other ranks have more: this one takes part in them with its last, which counts for nothing.
     """
 
     layer: Layer
     arguments: Tree
     form: Form
     pieces: list[RowSlice]
-    order: list[int] | None = None
-    is_recomputed: bool = False
-    shadows: int = 0
+    order: list[int] | None
+    shadows: int
+    is_inside: Callable[[], bool]
     left: LeftBehind | None = None
     current: int = 0
-    gradients: list[Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.inputs = self.arguments.leaves
@@ -137,32 +130,14 @@ class Call:
         self._given: list[Tensor] = []  # those outputs, and
         self._shared: list[Tensor] = []  # all that shared memory with others, or with inputs; they count what is written into them
 
-    @property
-    def has_gradients(self) -> bool:
-        """Some of its outputs have gradients with which it was not run again."""
-        return any(gradient is not None for gradient in self.gradients)
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take in gradients of the outputs."""
-        if self.is_recomputed:
-            name = self.layer.name
-            raise RowWiseError(
-                f"row_wise={name!r}: a call of {name!r} is inside of a reentrant torch.utils.checkpoint, which has its backward"
-                f" within that of the loss. Pass use_reentrant=False, or leave the checkpoint out: what {name!r} saves is not held"
-                " anyway."
-            )
-        for place, gradient in enumerate(gradients):
-            if gradient is not None:
-                before = self.gradients[place]
-                self.gradients[place] = gradient if before is None else before + gradient
-
     # --- without a graph --------------------------------------------------------------------------------------------
 
-    def run(self, device: torch.device) -> Any:
+    def run(self, device: torch.device, run_again: RunAgain) -> Any:
         """Run all rows.
 
         Args:
             device: whose random state there is beside the CPU's.
+            run_again: is called in the backward of the outputs, with their gradients.
 
         Returns:
             The outputs, joined, and without a graph.
@@ -178,7 +153,7 @@ class Call:
         self._state.check_unchanged(self.layer)
         if self.left is not None:
             self.left.watch()
-        return self._joined(first, parts)
+        return self._joined(first, parts, run_again)
 
     def _run_all(self, device: torch.device) -> tuple[Tree, list[list[Any]]]:
         """Run all micro-batches. Returns what the first gave, and the leaves of each, without a graph."""
@@ -187,7 +162,7 @@ class Call:
         trained: set[int] = set()
         is_known = False  # which outputs need a gradient, see below
         if len(self.pieces) > 1 and not self.form.is_watched and not self.layer.is_sharded:
-            self.left, self.form.is_watched = LeftBehind(self.layer), True
+            self.left, self.form.is_watched = LeftBehind(self.layer, self.is_inside), True
         with as_with_a_graph(), saving_nothing():
             for index, piece in enumerate(self.pieces):
                 self.current = index
@@ -219,18 +194,18 @@ class Call:
         with in_eager_mode(), self.left:
             yield
 
-    def _run_shadows(self, backward: Backward | None = None) -> None:
+    def _run_shadows(self, with_a_graph: bool = False) -> None:
         """Take part in the micro-batches that other ranks have more."""
         if not self.shadows:
             return
         now = RandomState(self._device)
         for _ in range(self.shadows):
-            with torch.set_grad_enabled(backward is not None):
+            with torch.set_grad_enabled(with_a_graph):
                 _, (args, kwargs) = self._detached(self.pieces[-1].selector)
                 found = leaves(self.layer.run(*args, **kwargs))
-            if backward is not None:
+            if with_a_graph:
                 roots = [found[place] for place in self._trained if found[place].requires_grad]
-                backward(roots, [torch.zeros_like(root) for root in roots], False)
+                _backward(roots, [torch.zeros_like(root) for root in roots])
         now.restore()
 
     def _check_outputs(self, found: list[Any], others: list[Any], first: Tree, parts: list[list[Any]]) -> None:
@@ -248,7 +223,7 @@ class Call:
             if what:
                 raise RowWiseError(f"row_wise={self.layer.name!r}: for some rows {self.layer.name!r} returns {what}. {INSTEAD}")
 
-    def _joined(self, first: Tree, parts: list[list[Any]]) -> Any:
+    def _joined(self, first: Tree, parts: list[list[Any]], run_again: RunAgain) -> Any:
         joined: list[Any] = []
         self._sizes = []
         for place, dim in enumerate(self.form.dims):
@@ -263,9 +238,8 @@ class Call:
             if place in self._trained:
                 self._sizes.append([] if dim is None else [part.shape[dim] for part in of_parts])
         if self._trained:
-            self.gradients = [None] * len(self._trained)
-            anchor = torch.zeros((), requires_grad=True)
-            made = _Outputs.apply(anchor, self, [joined[place] for place in self._trained])  # type: ignore[no-untyped-call]
+            inputs = torch.zeros((), requires_grad=True), *self.needs_gradient
+            made = _Outputs.apply(self, run_again, [joined[place] for place in self._trained], *inputs)  # type: ignore[no-untyped-call]
             for place, tensor in zip(self._trained, made, strict=True):
                 joined[place] = tensor
         # without their graph, which leads to this call
@@ -275,14 +249,13 @@ class Call:
 
     # --- with a graph, and its gradients ------------------------------------------------------------------------------
 
-    def run_again(self, backward: Backward) -> None:
-        """Run it again with a graph, and give the gradients of its outputs to its parameters and its inputs.
+    def run_again(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Run it again with a graph, and give the gradients of its outputs to its parameters.
 
-        Args:
-            backward: of some tensors with these gradients; the last argument is whether the graph is kept.
+        Returns:
+            Those of its inputs.
         """
         self._state.check_same(self.layer)
-        gradients, self.gradients = self.gradients, [None] * len(self.gradients)
         gradients_of = [self._parts(gradient, index) for index, gradient in enumerate(gradients)]
         # what was written into since cannot be compared
         given = [None if tensor._version else self._parts(tensor, index) for index, tensor in enumerate(self._given)]
@@ -294,10 +267,11 @@ class Call:
                 self.current = index
                 if self._random_states:
                     self._random_states[index].restore()
-                detached, arguments = self._detached(piece.selector)
-                args, kwargs = arguments
-                with autocast_again(), torch.enable_grad():
-                    output = self.layer.run(*args, **kwargs)
+                with torch.enable_grad():
+                    detached, arguments = self._detached(piece.selector)
+                    args, kwargs = arguments
+                    with autocast_again():
+                        output = self.layer.run(*args, **kwargs)
                 roots, seeds = [], []
                 found = leaves(output)
                 for place, of_parts, before in zip(self._trained, gradients_of, given, strict=True):
@@ -311,7 +285,7 @@ class Call:
                         seeds.append(seed)
                 del output, found, arguments, args, kwargs
                 if roots:
-                    backward(roots, seeds, False)
+                    _backward(roots, seeds)
                 for total, is_row, leaf in zip(of_inputs, self._have_rows, detached, strict=True):
                     if leaf.grad is not None and is_row:
                         piece.selector.write_back(total, leaf.grad)
@@ -319,15 +293,14 @@ class Call:
                         piece.selector.shared(total).add_(leaf.grad)
                 del roots, seeds, detached
             with autocast_again():
-                self._run_shadows(backward)
+                self._run_shadows(with_a_graph=True)
         if is_same and not bool(torch.stack([flag.to(is_same[0].device) for flag in is_same]).all()):
             raise RowWiseError(
                 f"row_wise={self.layer.name!r}: run again for its backward, a call of {self.layer.name!r} has other outputs than"
                 " before. It depends on something beside its arguments, its parameters and the global random numbers, such as an"
                 f" attribute that is set between calls, or a generator of its own. Pass it as an argument. {INSTEAD}"
             )
-        if self.needs_gradient:
-            backward(self.needs_gradient, of_inputs, True)  # other calls may have the same inputs
+        return of_inputs
 
     def check_unwritten(self) -> None:
         """Raise where an output was written into that the step would have seen change elsewhere too."""
@@ -365,6 +338,11 @@ class Call:
             return _taken(leaf, is_row, selector)
 
         return found, self.arguments.make(map(detached, self.inputs, self.form.inputs))
+
+
+def _backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # without what torch.autograd.backward asks of each
+    run(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _inverse(order: list[int]) -> list[int]:

@@ -84,14 +84,14 @@ class LeftBehind(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its 
 
     Args:
         layer: that is called.
+        is_inside: a call of it, or of another such submodule, is running, or running again.
     """
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, is_inside: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layer = layer
+        self._layer, self._is_inside = layer, is_inside
         self._made: list[ReferenceType[Tensor]] = []
         self._watched: list[tuple[Tensor, Any, bool]] = []
-        self._used: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*with_tensors(func, args), **(kwargs or {}))
@@ -108,24 +108,11 @@ class LeftBehind(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its 
             self._watched.append((tensor, handle, is_cut_off))
 
     def _note(self, tensor: ReferenceType[Tensor], gradient: Tensor) -> None:
-        if (used := tensor()) is not None:
-            self._used.append(used)
-
-    def check(self) -> None:
-        """The backward of a loss is done.
-
-        Raises:
-            RowWiseError: it has reached what was left.
-        """
-        if self._used:
+        if (used := tensor()) is not None and not self._is_inside():
             raise RowWiseError(
-                f"row_wise={self._layer.name!r}: the loss depends on {self._place_of(self._used[0])}, which is that of the last"
+                f"row_wise={self._layer.name!r}: the loss depends on {self._place_of(used)}, which is that of the last"
                 f" micro-batch alone. Have {self._layer.name!r} return what the loss needs, with one entry a row. {INSTEAD}"
             )
-
-    def ignore(self) -> None:
-        """What was used since was by the submodule itself, as a table that it keeps."""
-        self._used.clear()
 
     def forget(self) -> None:
         """Leave everything as it was."""
@@ -134,7 +121,6 @@ class LeftBehind(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its 
             if is_cut_off:
                 tensor.requires_grad_(False).grad = None
         self._watched.clear()
-        self._used.clear()
 
     def _place_of(self, tensor: Tensor) -> str:
         for path, inner in self._layer.module.named_modules():

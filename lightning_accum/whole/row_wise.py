@@ -1,13 +1,13 @@
 """Row-wise submodules: a step sees the whole batch, of which they run a micro-batch at a time.
 
-A call runs in micro-batches without a graph, and its outputs, joined, begin the graph of the step. After the backward of the loss
-the calls are run again, the last first, micro-batch by micro-batch, with a graph and with the random state of before, and each
-takes its part of the gradient (GradCache, arXiv 2101.06983). Any loss of the outputs gets the gradient of the whole batch.
+A call runs in micro-batches without a graph, and its outputs, joined, are one node in the graph of the step. In the backward of
+that node it runs again, micro-batch by micro-batch, with a graph and with the random state of before, and each takes its part of
+the gradient (GradCache, arXiv 2101.06983). Any loss of the outputs gets the gradient of the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -22,9 +22,8 @@ from lightning_accum.splitting.memory import MicroBatchSizes, has_room_to_double
 from lightning_accum.splitting.micro_batch import Layout, Pattern, Tokens
 from lightning_accum.splitting.packing import MicroBatchSize, RowSlice
 from lightning_accum.splitting.plan import Planner
-from lightning_accum.weighing.nodes import inputs_of
 from lightning_accum.whole.auto_names import choose_names
-from lightning_accum.whole.calls import Call, Form, call_of, taken, twice_differentiated
+from lightning_accum.whole.calls import Call, Form, taken, twice_differentiated
 from lightning_accum.whole.layers import Layer, RowWiseError
 from lightning_accum.whole.row_proof import Largest, RowProof, difference_by_padding, number_of_rows, read_arguments
 from lightning_accum.whole.trees import Tree
@@ -85,7 +84,7 @@ class RowWise:
         self._proof = RowProof(largest, micro_batch) if isinstance(micro_batch, int) and micro_batch < 8 else RowProof(largest)
         self._calls: list[Call] = []
         self._rows: int | None = None
-        self._is_inside = self._is_in_backward = self._has_run = self._drops = False
+        self._is_inside = self._has_run = self._drops = False
         self._called: set[str] = set()
 
     def choose(self, step: Callable[[], Any], rows: int | None) -> None:
@@ -173,8 +172,8 @@ class RowWise:
             form = self._proof(layer, arguments, number)
             pieces, order = self._pieces(layer, arguments, form, number)
             shadows = 0 if self._largest is None else int(self._largest(float(len(pieces)))[0]) - len(pieces)
-            call = self._running = Call(layer, arguments, form, pieces, order, self._is_in_backward, shadows)
-            output = call.run(self._device)
+            call = self._running = Call(layer, arguments, form, pieces, order, shadows, lambda: self._is_inside)
+            output = call.run(self._device, self._run_again)
             self._running = None
         finally:
             self._is_inside = False
@@ -197,63 +196,46 @@ class RowWise:
         def run_engine(
             roots: Any, seeds: Any, keeps_graph: bool, creates_graph: bool, inputs: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            if self._is_in_backward:
+            if self._is_inside:
                 return run(roots, seeds, keeps_graph, creates_graph, inputs, *args, **kwargs)
-            if inputs or creates_graph:
-                _check_not_through_calls(roots, inputs)
-            # what made the input of a call has its backward after that of the loss, and may share its graph
-            keeps_graph = keeps_graph or any(leaf.grad_fn is not None for call in self._calls for leaf in call.needs_gradient)
-            self._is_in_backward = True
-            try:
-                result = run(roots, seeds, keeps_graph, creates_graph, inputs, *args, **kwargs)
-                left = [call.left for call in self._calls if call.left is not None]
-                for one in left:
-                    one.check()
-                self._run_again(run)
-                for one in left:
-                    one.ignore()
-            finally:
-                self._is_in_backward = False
+            for layer in {call.layer.name: call.layer for call in self._calls}.values() if inputs else ():
+                if any(tensor is parameter for tensor in inputs for parameter in layer.module.parameters()):
+                    raise twice_differentiated(layer.name)  # the graph of a call does not lead to them
+            result = run(roots, seeds, keeps_graph, creates_graph, inputs, *args, **kwargs)
+            self._check_is_next(0)
+            for call in self._calls:
+                call.check_unwritten()
             self._has_run = True
             return result
 
         return run_engine
 
-    def _run_again(self, run: Callable[..., Any]) -> None:
-        """Run the calls again whose outputs have gradients, the last first."""
-
-        def backward(roots: Sequence[Tensor], seeds: Sequence[Tensor], keeps_graph: bool) -> None:
-            run(tuple(roots), tuple(seeds), keeps_graph, False, (), allow_unreachable=True, accumulate_grad=True)
-
+    def _run_again(self, call: Call, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Run a call again in its backward. Returns the gradients of its inputs."""
+        self._check_is_next(1 + next(place for place, other in enumerate(self._calls) if other is call))
+        if self._drops:
+            gradients = [None] * len(gradients)
+            if self._largest is None:
+                return [torch.zeros_like(leaf) for leaf in call.needs_gradient]
         now = RandomState(self._device)
-        self._is_inside = True
+        self._is_inside, self._running = True, call
         try:
-            self._check_equally_many()
-            for call in reversed(self._calls):
-                if self._drops:
-                    call.gradients = [None] * len(call.gradients)
-                call.check_unwritten()
-                if self._is_due(call):
-                    self._running = call
-                    call.run_again(backward)
-                    self._running = None
+            of_inputs = call.run_again(gradients)
         finally:
             self._is_inside = False
             now.restore()
+        self._running = None
+        return of_inputs
 
-    def _is_due(self, call: Call) -> bool:
-        """Whether a call runs again: on all ranks together, where one of them has gradients and others wait for it."""
-        return call.has_gradients if self._largest is None else self._largest(float(call.has_gradients))[0] > 0
-
-    def _check_equally_many(self) -> None:
+    def _check_is_next(self, number: int) -> None:
+        """Raise on all ranks of sharded submodules where they do not go on with the same call; 0 for none."""
         if self._largest is None:
             return
-        number = len(self._calls)
-        most, fewest = self._largest(float(number), float(-number))
-        if most != -fewest:
+        last, first = self._largest(float(number), float(-number))
+        if last != -first:
             raise RowWiseError(
-                f"row_wise: training_step calls sharded submodules {number} times on this rank, and others do {int(-fewest)} to"
-                f" {int(most)} times. They wait for each other in each: have all ranks call them equally often."
+                "row_wise: the loss of one rank depends on a call of sharded submodules that the loss of another does not depend"
+                " on. They wait for each other in each: have the loss of each rank depend on the same calls."
             )
 
 
@@ -277,40 +259,6 @@ def _name(layer: Layer, path: str) -> str:
     return ".".join([place, *inside])
 
 
-def _check_not_through_calls(roots: Iterable[Tensor], inputs: Iterable[Any]) -> None:
-    """Refuse gradients of ``roots`` with regard to what only the inputs or the parameters of a call lead to."""
-    before, behind = _nodes_around_calls(roots)
-    for tensor in inputs:
-        for node, call in behind.items():
-            is_leaf = isinstance(tensor, Tensor) and getattr(node, "variable", None) is tensor
-            if node is getattr(tensor, "grad_fn", tensor) or is_leaf:
-                raise twice_differentiated(call.layer.name)
-        for call in before:
-            if any(tensor is parameter for parameter in call.layer.module.parameters()):
-                raise twice_differentiated(call.layer.name)
-
-
-def _nodes_around_calls(roots: Iterable[Tensor]) -> tuple[list[Call], dict[Any, Call]]:
-    """The calls below ``roots``, and the nodes below their inputs."""
-    stack: list[tuple[Any, Call | None]] = [(root.grad_fn, None) for root in roots if isinstance(root, Tensor) and root.grad_fn]
-    calls: list[Call] = []
-    behind: dict[Any, Call] = {}
-    seen: set[Any] = set()
-    while stack:
-        node, passed = stack.pop()
-        if passed is not None and node not in behind:
-            behind[node] = passed
-        elif node in seen:
-            continue
-        seen.add(node)
-        call = call_of(node)
-        if call is not None:
-            calls.append(call)
-            stack += [(_node_of(tensor), call) for tensor in call.needs_gradient]
-        stack += [(child, passed) for child, _ in inputs_of(node)]
-    return calls, behind
-
-
 def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: bool) -> RowWise | None:
     """What runs submodules in micro-batches; None where none was named.
 
@@ -328,11 +276,6 @@ def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: boo
     assert policy.row_wise_size is not None
     largest, trim = ranks.largest if is_sharded else None, policy.trim_padding is not False
     return RowWise(module, policy.row_wise, policy.row_wise_size, ranks.device, trim, largest)
-
-
-def _node_of(tensor: Tensor) -> Any:
-    """The node of the graph that a tensor is, that of a leaf included."""
-    return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
 def _named(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:

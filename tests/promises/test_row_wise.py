@@ -337,6 +337,10 @@ def in_a_checkpoint(model: Model, x: Tensor) -> Tensor:
     return checkpoint(lambda x: spread(model.a(x)), model.stem(x), use_reentrant=False) + spread(model.a(x))
 
 
+def reentrant(model: Model, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: spread(model.a(x)), model.stem(x), use_reentrant=True)
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6))
 
@@ -378,6 +382,7 @@ CALLS: dict[str, tuple[Callable[[Model, Tensor], Tensor], Callable[[], dict[str,
     "attention with a fast path": (padded_attention, lambda: {"a": nn.TransformerEncoder(transformer(), 2)}, ["a"]),
     "complex outputs": (of_complex, lambda: {"a": Conjugated()}, ["a"]),
     "a checkpoint around a call": (in_a_checkpoint, lambda: {"a": mlp()}, ["a"]),
+    "a reentrant checkpoint around a call": (reentrant, lambda: {"a": mlp()}, ["a"]),
 }
 
 
@@ -559,6 +564,13 @@ def critic_penalty(model: Model, x: Tensor, **options: Any) -> Tensor:
     return gradient.norm()
 
 
+def saliency(model: Model, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    z = spread(model.a(x))
+    (gradient,) = torch.autograd.grad(z, x, retain_graph=True)
+    return z * gradient.norm()
+
+
 def inner_step(model: Model, x: Tensor) -> Tensor:
     parameters = dict(model.a.named_parameters())
     gradients = torch.autograd.grad(spread(model.a(x)), list(parameters.values()), create_graph=True, allow_unused=True)
@@ -650,10 +662,6 @@ def argument_written(model: Model, x: Tensor) -> Tensor:
     return spread(given)
 
 
-def reentrant(model: Model, x: Tensor) -> Tensor:
-    return checkpoint(lambda x: spread(model.a(x)), model.stem(x), use_reentrant=True)
-
-
 class OneForAll(Encoder):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         z = self.net(x)
@@ -689,6 +697,7 @@ REFUSED: dict[str, tuple[Callable[[Model, Tensor], Tensor], Callable[[], nn.Modu
         mlp,
         "differentiates through a call",
     ),
+    "the gradient of an input": (saliency, mlp, "differentiates through a call"),
     "inner step": (inner_step, mlp, "differentiates through a call"),
     "exchanged parameters": (exchanged_parameters, mlp, "changed or exchanged before its backward.*offload"),
     "changed parameters": (changed_parameters, mlp, "changed or exchanged before its backward"),
@@ -715,7 +724,6 @@ REFUSED: dict[str, tuple[Callable[[Model, Tensor], Tensor], Callable[[], nn.Modu
     "an attribute that is set between calls": (set_between_calls, WithAttribute, "has other outputs than before.*attribute"),
     "writing into outputs that share memory": (written_where_shared, Pair, "shares memory.*was written into"),
     "writing into an argument by an output": (argument_written, Pair, "shares memory.*was written into"),
-    "a reentrant checkpoint": (reentrant, mlp, "reentrant torch.utils.checkpoint.*use_reentrant=False"),
     "no rows": (lambda m, x: m.a(x[0, 0]).sum(), nn.Tanh, "without a tensor whose dimension 0 could be the rows"),
 }
 
@@ -1143,8 +1151,18 @@ def test_gradients_of_sharded_submodules_are_added_up_in_the_type_that_they_are_
     assert relative_error(found, expected.parameters()) < 1e-6  # of float32, that parameters are in
 
 
+class OfOtherCalls(Sharded):
+    """On rank 1 the loss does not depend on the last call."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z, other = self.encoder(batch[0]), self.encoder(batch[0] + 1)
+        return F.cross_entropy(self.head(z + (other.detach() if self.global_rank else other)), batch[1])
+
+
 @needs_sharding_on_cpu
 def test_what_sharded_submodules_cannot_do_row_wise_is_refused() -> None:
+    with pytest.raises(Exception, match="the loss of one rank depends on a call of sharded submodules"):
+        fit_sharded(OfOtherCalls(F.cross_entropy), (8, 8), "encoder", micro_batch=3, check=False)
     with pytest.raises(Exception, match="called with one row on a rank"):
         fit_sharded(Sharded(F.cross_entropy), (15, 1), "encoder", micro_batch=3, check=False)
     with pytest.raises(Exception, match='beside sync="micro_batch"'):
