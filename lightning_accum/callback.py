@@ -279,6 +279,10 @@ class GradientAccumulation(Callback):
             trainer.accumulate_grad_batches = self._trainers_own
             self._trainers_own = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is in no fit."""
+        return {**vars(self), "_windows": None, "_metrics": None, "_partial_window": None, "_state": self._counts()}
+
     @override
     def state_dict(self) -> dict[str, Any]:
         partial = None if self._partial_window is None or not self._may_gather else self._partial_window()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from inspect import get_annotations
@@ -27,19 +27,26 @@ def specialised(instance: Any, mixin: type, *, is_users_first: bool = False, **s
         yield
     finally:
         instance.__class__ = original
-        for kind in mixin.__mro__:
-            if kind.__module__.startswith("lightning_accum."):
-                drop_own_attributes(instance, kind)
-
-
-def drop_own_attributes(instance: Any, declared_by: type, but: Container[str] = ()) -> None:
-    """Delete the attributes of an instance that a class annotates, and leave the others."""
-    for name in get_annotations(declared_by):
-        if name not in but:
+        for name in own_attributes(mixin):
             vars(instance).pop(name, None)
 
 
+def own_attributes(kind: type) -> set[str]:
+    """The attributes that a class and its bases annotate, as far as they are in this package."""
+    return {name for base in kind.__mro__ if base.__module__.startswith("lightning_accum.") for name in get_annotations(base)}
+
+
 @cache
-def _subclass(mixin: type, base: type, is_users_first: bool) -> type:
+def _subclass(mixin: type, base: Any, is_users_first: bool) -> type:
+    own = own_attributes(mixin)
+
+    def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
+        """A copy is what the object is otherwise."""
+        function, arguments, *state = base.__reduce_ex__(self, protocol)
+        arguments = tuple(base if argument is type(self) else argument for argument in arguments)
+        kept = [{n: part[n] for n in part if n not in own} if isinstance(part, dict) else part for part in state]
+        return function, arguments, *kept
+
     bases = (base, mixin) if is_users_first and not issubclass(mixin, base) else (mixin, base)
-    return type(base.__name__, bases, {"__module__": base.__module__, "__doc__": base.__doc__})
+    attributes = {"__module__": base.__module__, "__doc__": base.__doc__, "__reduce_ex__": reduce_ex}
+    return type(base.__name__, bases, attributes)

@@ -34,6 +34,7 @@ strategies.strategy.Strategy
     setup | AccumulationMixin | accumulation begins | 52a40677
     on_train_start | AccumulationMixin | goes on inside the window of a checkpoint | 2f4bff3a
     teardown | AccumulationMixin | the fit ends | 99b4981d
+    __getstate__ | AccumulationMixin | a copy is in no fit | cb0f97d9
     batch_to_device | Engine | is left out for a batch that is there | f914efb7
     training_step | - | runs the module's training_step once, and returns what it returned | 022c774d
     post_training_step | - | does nothing | fa7ddeab

@@ -29,7 +29,7 @@ from lightning_accum.first_batch import MOST_BATCHES
 from lightning_accum.hook_table import HookTable, callbacks_of, gradient_reads, warn_of_hooks_of_parameters
 from lightning_accum.loops.installation import handle_sigterm_before_training, installed
 from lightning_accum.loops.launch import naming_launcher
-from lightning_accum.loops.specialised import drop_own_attributes
+from lightning_accum.loops.specialised import own_attributes
 from lightning_accum.loops.trainer_state import loader_batches_into_window, loader_batches_seen, trainer_of
 from lightning_accum.loops.watch import Watch
 from lightning_accum.main_gradients import MainGradients
@@ -58,6 +58,8 @@ class AccumulationMixin(Engine):
     _hidden_size: int | None = None
     _fit: ExitStack | None = None
     """Undoes what a fit does to the Trainer, its optimizers and callbacks, and to this strategy."""
+    _from_before: frozenset[str] = frozenset()
+    """The attributes that the strategy had before the fit."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seams.check_nothing_is_missing()
@@ -75,9 +77,9 @@ class AccumulationMixin(Engine):
         self._end_fit()  # one that could not be torn down
         for callback in callbacks_of(trainer):
             families.adopt(callback, trainer)
-        before, self._fit = set(vars(self)), ExitStack()
+        self._from_before, self._fit = frozenset(vars(self)), ExitStack()
         self.watch = Watch(lambda: self.hooks.own_hooks, trainer.fit_loop.epoch_loop.batch_progress)
-        self._fit.callback(self._forget_fit, before)
+        self._fit.callback(self._forget_fit)
         self._fit.enter_context(installed(trainer))
         self._fit.callback(self._show_window_size)  # if something fails before it is
         if not model.automatic_optimization:
@@ -87,11 +89,19 @@ class AccumulationMixin(Engine):
             self._fit.enter_context(_inserted(GradientAccumulation(), trainer))  # the strategy alone: default policy
         self._fit.callback(_disconnect_callbacks, trainer)
 
-    def _forget_fit(self, before: set[str]) -> None:
-        """Drop what this package has stored in the strategy since."""
-        for owner in type(self).__mro__:
-            if owner.__module__.startswith("lightning_accum."):
-                drop_own_attributes(self, owner, but=before)
+    def _of_this_fit(self) -> set[str]:
+        """The attributes that this package has stored in the strategy since the fit began."""
+        return own_attributes(type(self)) - self._from_before
+
+    def _forget_fit(self) -> None:
+        for name in self._of_this_fit():
+            vars(self).pop(name, None)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is in no fit."""
+        state, left_out = super().__getstate__(), set() if self._fit is None else self._of_this_fit()
+        return {name: value for name, value in state.items() if name not in left_out}
 
     def _end_fit(self) -> None:
         if self._fit is not None:
