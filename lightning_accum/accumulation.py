@@ -18,13 +18,14 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
+from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.proven import Proven
 from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import scale_terms
 from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
 from lightning_accum.weighing.verdict import Verdict
-from lightning_accum.weighing.weight import Contribution, Weigher
+from lightning_accum.weighing.weight import Weigher
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.exact import exact_dtype
+from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
-from lightning_accum.weighing.weight import Contribution
 from lightning_accum.window_agreement import function_of_window, read_of_ranks
 from lightning_accum.window_totals import (
     HAS_FUNCTION,

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import FunctionOfMean
-from lightning_accum.weighing.weight import Contribution
 from lightning_accum.window_totals import Read, has_weight
 
 

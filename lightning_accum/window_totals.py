@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_accum.weighing.advice import of_kinds
+from lightning_accum.weighing.contribution import Contribution, Kind, Way, are_mixed
 from lightning_accum.weighing.denominator import Denominator
-from lightning_accum.weighing.weight import Contribution, Kind, Way, are_mixed
 
 
 class ClosedWindow(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.weighing.constant import Excesses
+from lightning_accum.weighing.contribution import COUNTS_NOTHING, Contribution, Kind, Way
 from lightning_accum.weighing.counts import SampleCount, TokenCount
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.measured import OF_GRADIENT, Measured, deviations, has_fixed_counts, has_raised_count, relative
@@ -23,7 +24,7 @@ from lightning_accum.weighing.shares import ShareWeight, candidates, together
 from lightning_accum.weighing.term_nodes import Proportion, scale_terms
 from lightning_accum.weighing.trial import Trial
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, Rows, UnsuitableRowsError, Verdict
-from lightning_accum.weighing.weight import COUNTS_NOTHING, Contribution, Kind, Way, Weigher
+from lightning_accum.weighing.weight import Weigher
 
 Earlier: TypeAlias = "tuple[Callable[[], Any], float | None]"
 """A micro-batch and its weight, None for a sum."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_accum.weighing.weight import COUNTS_NOTHING, Contribution, Kind, Way
+from lightning_accum.weighing.contribution import COUNTS_NOTHING, Contribution, Kind, Way
 
 _MOST_LOOKS, _MOST_OF_COUNTS = 16, 4
 """At windows with doubts in a fit, and at those that a count of at most 1 is the reason of."""

@@ -42,7 +42,7 @@ HOW_TO_SEE_ALL = (
 
 
 class Counts(Protocol):
-    """What one micro-batch brings in: see :class:`lightning_accum.weighing.weight.Contribution`."""
+    """What one micro-batch brings in: see :class:`lightning_accum.weighing.contribution.Contribution`."""
 
     @property
     def weight(self) -> Denominator | None:

@@ -7,81 +7,26 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from numbers import Number
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from lightning_accum.exact import exact
+from lightning_accum.weighing.contribution import Contribution, Kind
 from lightning_accum.weighing.counts import SampleCount, Weight, count_samples
-from lightning_accum.weighing.denominator import CRITERIA, Denominator, PlainMean, Term, UnreadableLossError, is_of_zeros, on_host
-from lightning_accum.weighing.functions import FoundFunction, FunctionOfMean, OfMean, function_of_mean, is_of_whole_losses
+from lightning_accum.weighing.denominator import CRITERIA, Denominator, PlainMean, Term, UnreadableLossError, on_host
+from lightning_accum.weighing.functions import FoundFunction, FunctionOfMean, function_of_mean, is_of_whole_losses
 from lightning_accum.weighing.graph import Reading, read_terms, terms_of
 from lightning_accum.weighing.nodes import kind_of, path_of, sizes_of
 from lightning_accum.weighing.reductions import Rows
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import ShareWeight
+from lightning_accum.weighing.term_facts import are_same, number_for, raised_together, ways_of, zero_where_empty
 from lightning_accum.weighing.term_nodes import Proportion, TermLister, TermNode, TermReader
 from lightning_accum.weighing.terms import HOW_TO_SEE_ALL
-
-
-class Kind(NamedTuple):
-    """What a weight counts.
-
-    Attributes:
-        criterion: that was divided by it, in words.
-        dims: of what the criterion was taken of.
-        is_of_samples: it was the number of samples in the first micro-batch, and may be something else that came to as much.
-    """
-
-    criterion: str
-    dims: int
-    is_of_samples: bool
-
-    def __str__(self) -> str:
-        return "its samples" if self.is_of_samples else f"what its {self.criterion} counts"
-
-
-def are_mixed(kinds: Collection[Kind]) -> bool:
-    """Whether weights of these kinds count different things."""
-    return len(kinds) > 1 and len(set(map(str, kinds))) > 1 and len({kind[:2] for kind in kinds}) > 1
-
-
-Way: TypeAlias = "tuple[str, ...]"
-"""The first operations of a term, or that its count is at most 1."""
-COUNTS_NOTHING: Way = ("a count of at most 1",)
-"""It may have been raised to that where there was nothing to count."""
-
-
-class Contribution(NamedTuple):
-    """What one micro-batch brings into its window.
-
-    Attributes:
-        weight: what its mean loss was divided by; None if the loss is a sum, so that it is added as it is.
-        others: the denominators of other terms of the loss. No terms: their nodes would keep the graph alive.
-        signature: a number that tells which terms these are; 0 without any.
-        factors: a number that is another one where a constant factor of the loss, or its kind, is; 0 where that is not known.
-        kind: what the weight counts; None where it is explicit, and for a sum.
-        of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
-        ways: how each term was read. One that stands for a loss, where a batch has nothing, is read in another way.
-        zeroed: those of terms that weigh nothing as they were multiplied by 0, and not what they are a mean of.
-        is_one_sum: all terms are sums that were divided by as much.
-    """
-
-    weight: Denominator | None
-    others: tuple[Denominator, ...] = ()
-    signature: int = 0
-    factors: Denominator = 0.0
-    kind: Kind | None = None
-    of_mean: OfMean | None = None
-    ways: frozenset[Way] = frozenset()
-    zeroed: frozenset[Way] = frozenset()
-    is_one_sum: bool = False
 
 
 class Weigher:
@@ -151,61 +96,77 @@ class Weigher:
                 return last
         count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
         if self.shares is not None:
-            self.criterion = self.shares.in_words
-            try:
-                measured, factor = self.shares(loss, count_rows)
-            except UnreadableLossError as unreadable:
-                raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
-            return Contribution(measured, factors=factor, ways=frozenset((path_of(node, loss.output_nr),)))
-        is_first = self.criterion is None
+            return self._measured(self.shares, loss, count_rows)
         takes_functions = self._weight != "equal" and self.takes_functions
-        self._found = found = function_of_mean(node, loss.output_nr) if takes_functions else None
-        below = None if found is None else found.mean
+        self._found = function_of_mean(node, loss.output_nr) if takes_functions else None
         if self._weight == "auto":
-            terms: list[Term] = []
-            try:
-                terms = _raised_together(terms_of(loss, count_rows, below))
-                reading = read_terms(terms)
-                if not self.takes_numbers and any(term.number is not None for term in terms):
-                    raise UnreadableLossError("a sum divided by a number, which in parts of the first batch was no count of theirs")
-            except UnreadableLossError as unreadable:
-                _refuse_functions(terms)
-                raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
-            kind = self._kind(reading, terms, count_rows)
-            if found is not None:
-                _refuse_counts_apart(terms, found.function)
-                reading = Reading(found.function.in_words(reading.criterion), reading.weight, penalties=reading.penalties)
-            if is_first:
-                self._describe(reading)
-            guard_against_zero(terms)
-            ways, zeroed = _ways(terms, loss)
-            divisor = None if reading.weight is None else on_host(reading.weight)
-            is_one_sum = all(term.is_divided_sum and _are_same(term.denominator, reading.weight) for term in reading.others)
-            if not reading.others or (is_one_sum and self._reader is None):  # chunks of a sum over one count
-                factors = _number_for(terms, reading.penalties)
-                of_mean = None if found is None else found.of_mean(loss)
-                weight = _zero_where_empty(divisor, loss if of_mean is None else of_mean.mean, terms[0])
-                contribution = Contribution(weight, (), 0, factors, kind, of_mean, ways, zeroed)
-                if terms[0].node is node and kind_of(node) in CRITERIA:
-                    self._plain = (PlainMean(node), contribution)
-                return contribution
-            others = tuple(term.denominator for term in reading.others if term.denominator is not None)
-            if is_one_sum:  # another rank may have it in fewer chunks, or in terms that are no chunks
-                divisor = _zero_where_empty(divisor, loss, terms[0])
-                others = tuple(0.0 if divisor is None else divisor for _ in others)
-            penalties = reading.penalties
-            if self.fixed_counts and not any(isinstance(other, Tensor) for other in others) and others == self.fixed_counts:
-                others, penalties = (), (*penalties, *map(str, others))
-            factors = _number_for(terms, penalties)
-            signature = 0
-            if self._reader is not None and others and reading.weight is not None:
-                self._terms, signature = self._reader.read(terms, reading, factors)
-            return Contribution(divisor, others, signature, factors, kind, None, ways, zeroed, is_one_sum)
-        terms = []
+            return self._read(loss, count_rows)
+        terms: list[Term] = []
         with suppress(UnreadableLossError):
-            terms = terms_of(loss, count_rows, below)
+            terms = terms_of(loss, count_rows, None if self._found is None else self._found.mean)
         if takes_functions:
             _refuse_functions(terms)
+        return self._counted(batch, rows, terms, loss)
+
+    def _measured(self, shares: ShareWeight, loss: Tensor, rows: Rows) -> Contribution:
+        self.criterion = shares.in_words
+        try:
+            measured, factor = shares(loss, rows)
+        except UnreadableLossError as unreadable:
+            raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
+        return Contribution(measured, factors=factor, ways=frozenset((path_of(loss.grad_fn, loss.output_nr),)))
+
+    def _read(self, loss: Tensor, rows: Rows) -> Contribution:
+        """The weight that the graph of a loss shows."""
+        found, terms = self._found, list[Term]()
+        try:
+            terms = raised_together(terms_of(loss, rows, None if found is None else found.mean))
+            reading = read_terms(terms)
+            if not self.takes_numbers and any(term.number is not None for term in terms):
+                raise UnreadableLossError("a sum divided by a number, which in parts of the first batch was no count of theirs")
+        except UnreadableLossError as unreadable:
+            _refuse_functions(terms)
+            raise UnreadableLossError(_how_to_mend(unreadable.found)) from None
+        kind = self._kind(reading, terms, rows)
+        if found is not None:
+            _refuse_counts_apart(terms, found.function)
+            reading = Reading(found.function.in_words(reading.criterion), reading.weight, penalties=reading.penalties)
+        if self.criterion is None:
+            self._describe(reading)
+        guard_against_zero(terms)
+        divisor = None if reading.weight is None else on_host(reading.weight)
+        ways, zeroed = ways_of(terms, loss)
+        read = Contribution(divisor, kind=kind, ways=ways, zeroed=zeroed)
+        is_one_sum = all(term.is_divided_sum and are_same(term.denominator, reading.weight) for term in reading.others)
+        if reading.others and not (is_one_sum and self._reader is None):  # else chunks of a sum over one count
+            return self._with_others(read, terms, reading, loss, is_one_sum)
+        factors = number_for(terms, reading.penalties)
+        of_mean = None if found is None else found.of_mean(loss)
+        weight = zero_where_empty(divisor, loss if of_mean is None else of_mean.mean, terms[0])
+        read = read._replace(weight=weight, factors=factors, of_mean=of_mean)
+        if terms[0].node is loss.grad_fn and kind_of(terms[0].node) in CRITERIA:
+            self._plain = (PlainMean(terms[0].node), read)
+        return read
+
+    def _with_others(
+        self, read: Contribution, terms: Sequence[Term], reading: Reading, loss: Tensor, is_one_sum: bool
+    ) -> Contribution:
+        """What was read of a loss of several terms, with what the others are divided by."""
+        others = tuple(term.denominator for term in reading.others if term.denominator is not None)
+        if is_one_sum:  # another rank may have it in fewer chunks, or in terms that are no chunks
+            weight = zero_where_empty(read.weight, loss, terms[0])
+            read, others = read._replace(weight=weight), tuple(0.0 if weight is None else weight for _ in others)
+        penalties = reading.penalties
+        if self.fixed_counts and not any(isinstance(other, Tensor) for other in others) and others == self.fixed_counts:
+            others, penalties = (), (*penalties, *map(str, others))
+        factors, signature = number_for(terms, penalties), 0
+        if self._reader is not None and others and reading.weight is not None:
+            self._terms, signature = self._reader.read(terms, reading, factors)
+        return read._replace(others=others, signature=signature, factors=factors, is_one_sum=is_one_sum)
+
+    def _counted(self, batch: Any, rows: int | None, terms: Sequence[Term], loss: Tensor) -> Contribution:
+        """The explicit weight, or equal ones."""
+        found = self._found
         if found is not None:
             if self._lister is not None:
                 raise UnreadableLossError(_no_weight_helps(found.function.in_words("a sum of terms, each with its own weight")))
@@ -226,7 +187,7 @@ class Weigher:
                 ' Use weight="auto".'
             )
         weight = _checked(_count(self._weight, batch, rows), self._weight)
-        if is_first:
+        if self.criterion is None:
             self.criterion = f"{getattr(self._weight, '__name__', self._weight)}"
         if self.proportion.looks_left and terms:
             self._compare_with_graph(terms, weight)
@@ -302,70 +263,6 @@ class Weigher:
             self.proportion.look(weight, reading.weight, reading.criterion)
 
 
-def _are_same(one: Denominator | None, other: Denominator | None) -> bool:
-    """Whether two denominators are known on the host to be the same, but for the order in which they were added up."""
-    if one is None or other is None or any(isinstance(d, Tensor) and d.device.type != "cpu" for d in (one, other)):
-        return one is other
-    types = [d.dtype for d in (one, other) if isinstance(d, Tensor) and d.is_floating_point()]
-    rounding = 16 * max((torch.finfo(dtype).eps for dtype in types), default=0.0)
-    first, second = float(one), float(other)
-    return math.isclose(first, second, rel_tol=0.0 if first.is_integer() and second.is_integer() else rounding)
-
-
-def _number_for(terms: Sequence[Term], penalties: Sequence[str]) -> Denominator:
-    """A number from 1 to 2 that is another one where a factor of a term is, or a penalty; in double precision."""
-    number: Denominator = sum(zlib.crc32(penalty.encode()) for penalty in penalties) / 2**32
-    for place, term in enumerate(terms, start=1):
-        if term.factor not in (0.0, 1.0):
-            number = number + (math.log(abs(term.factor)) + (term.factor < 0)) * (0.4 + place / math.pi)
-        for constant in term.constants:
-            if constant.device.type == "cpu":
-                value = abs(constant.item()) or 1e-300
-                number = number + (math.log(value) + (constant.item() < 0)) * (0.4 + place / math.pi)
-            else:
-                constant = exact(constant).reshape(())
-                number = number + ((constant.abs() + 1e-300).log() + (constant < 0)) * (0.4 + place / math.pi)
-    return 1.0 + number % 1.0
-
-
-def _ways(terms: Sequence[Term], loss: Tensor) -> tuple[frozenset[Way], frozenset[Way]]:
-    """How the terms of a loss were read; and those that were multiplied by 0."""
-    ways: tuple[set[Way], set[Way]] = set(), set()
-    for term in terms:
-        node, index = (loss.grad_fn, loss.output_nr) if term.edge is None else term.edge[0].next_functions[term.edge[1]]
-        if term.factor != 0 or not is_of_zeros(term.node):
-            ways[term.factor == 0].add(path_of(node, index))
-        if term.is_divided_sum and _is_at_most_one(term.denominator):
-            ways[0].add(COUNTS_NOTHING)
-    return frozenset(ways[0]), frozenset(ways[1])
-
-
-def _is_at_most_one(count: Denominator | None) -> bool:
-    """And not 0."""
-    known = _known(count)
-    return known is not None and 0 < known <= 1
-
-
-def _known(count: Denominator | None) -> float | None:
-    """A count as the host knows it; None where there is none, or a device has it."""
-    return None if count is None or (isinstance(count, Tensor) and not count.is_cpu) else float(count)
-
-
-def _raised_together(terms: list[Term]) -> list[Term]:
-    """A masked sum of nothing weighs nothing, but what else is divided by its count, which was raised to 1, does."""
-    counts = {
-        term.divisions: term.denominator
-        for term in terms
-        if term.divisions and term.is_divided_sum and _is_at_most_one(term.denominator)
-    }
-    return [
-        term._replace(denominator=counts[term.divisions])
-        if term.is_divided_sum and term.divisions in counts and _known(term.denominator) == 0
-        else term
-        for term in terms
-    ]
-
-
 def _count(weight: Weight, batch: Any, rows: int | None) -> Any:
     """What a weight counts; the samples of a part of a batch are known, where its list of two images could be an input and its
     target too.
@@ -381,7 +278,7 @@ def _refuse_counts_apart(terms: Sequence[Term], function: FunctionOfMean) -> Non
     """
     with suppress(UnreadableLossError):
         reading = read_terms(terms)
-        if all(_are_same(term.denominator, reading.weight) for term in reading.others):
+        if all(are_same(term.denominator, reading.weight) for term in reading.others):
             return
     raise UnreadableLossError(_no_weight_helps(function.in_words("a sum of terms with different denominators")))
 
@@ -399,19 +296,6 @@ def _refuse_functions(terms: Sequence[Term]) -> None:
 
 _OF_COLUMNS = (" of a function of ", " with a reduction over the batch")
 """In what is said of a mean of functions, each of the mean of a column."""
-
-
-def _zero_where_empty(weight: Denominator | None, value: Denominator, term: Term) -> Denominator | None:
-    """A loss of 0 that was divided by a count of at most 1 is that of no label: ``loss.sum() / max(int(mask.sum()), 1)``.
-
-    But for one row, whose own loss may be 0, as that of a margin that is kept.
-    """
-    if weight is None or not term.is_divided_sum or term.rows == 1:
-        return weight
-    if isinstance(weight, Tensor):
-        value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
-        return torch.where((value == 0) & (weight <= 1), torch.zeros_like(weight), weight)
-    return 0.0 if weight <= 1 and bool(value == 0) else weight
 
 
 def _checked(weight: Any, source: Any) -> Denominator:

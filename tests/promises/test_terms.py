@@ -19,11 +19,12 @@ from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
 from lightning_accum.user_warnings import AccumulationWarning
+from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import terms_of
 from lightning_accum.weighing.term_nodes import TermLister, TermNode, scale_terms
 from lightning_accum.weighing.terms import TermsAtOnce
-from lightning_accum.weighing.weight import Contribution, Weigher
+from lightning_accum.weighing.weight import Weigher
 from lightning_accum.window import Window
 
 SCALE = nn.Parameter(torch.tensor(0.3))

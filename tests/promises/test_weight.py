@@ -348,7 +348,7 @@ def test_sum_in_one_micro_batch_and_mean_in_the_other_is_refused() -> None:
 
 
 def test_device_weights_are_checked_when_the_window_ends() -> None:
-    from lightning_accum.weighing.weight import Contribution
+    from lightning_accum.weighing.contribution import Contribution
     from lightning_accum.window import Window
 
     window = Window(torch.device("cpu"))
