@@ -110,7 +110,7 @@ class Totals(NamedTuple):
                 f" sum is {self.weight:g}). A weight is the denominator of a mean loss; see the `weight` argument of"
                 " GradientAccumulation."
             )
-        if are_mixed(kinds):
+        if len(kinds) > 1 and are_mixed(kinds):
             raise ValueError(of_kinds(kinds))
         if self.sums and self.weight:
             raise ValueError(

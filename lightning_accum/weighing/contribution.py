@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
 def are_mixed(kinds: Collection[Kind]) -> bool:
     """Whether weights of these kinds count different things."""
-    return len(kinds) > 1 and len(set(map(str, kinds))) > 1 and len({kind[:2] for kind in kinds}) > 1
+    return len(set(map(str, kinds))) > 1 and len({kind[:2] for kind in kinds}) > 1
 
 
 Way: TypeAlias = "tuple[str, ...]"
