@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accum.dispatch import in_eager_mode, with_tensors
+from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.exact import exact, rounding_of_gradients
 from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.functions import read_function
+from lightning_accum.weighing.trial import TrialMode
 from lightning_accum.wider import widened, widened_batch
 
 TrainingStep = Callable[[Any], Any]
@@ -71,7 +71,7 @@ class _Trial:
         self, module: nn.Module, snapshotter: StateSnapshotter, training_step: TrainingStep, weigh: Callable[[Any], Any] | None
     ) -> None:
         self._module, self._snapshotter, self._training_step, self._weigh = module, snapshotter, training_step, weigh
-        self._alone = _Alone()  # type: ignore[no-untyped-call]
+        self._alone = _Alone(module.parameters())
         self.is_narrow = any(is_narrow(parameter) for parameter in module.parameters())
 
     def compare(self, padded: Any, *trimmed: Any) -> Verdict:
@@ -100,6 +100,8 @@ class _Trial:
         try:
             for batch in batches:
                 snapshot.restore()
+                self._alone.restore()
+                self._alone.restart()
                 for child in self._module.children():
                     child.eval()
                 with self._alone, in_eager_mode():
@@ -111,6 +113,7 @@ class _Trial:
             return Inconclusive(reason if found else f"with it, {reason}", needs_trimming=not found)
         finally:
             snapshot.restore()
+            self._alone.restore()
         return None
 
 
@@ -173,7 +176,7 @@ def _minus(a: Tensor | None, b: Tensor | None) -> Tensor:
     return a.to_dense() - b.to_dense()
 
 
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+class _Alone(TrialMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
     """Stops what would wait for other ranks, and notes whether anything is computed in bfloat16 or float16."""
 
     has_narrow = False
@@ -181,6 +184,6 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __in
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise RuntimeError("it waits for other ranks, which may have no padding to try")
-        result = func(*with_tensors(func, args), **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         self.has_narrow |= isinstance(result, Tensor) and is_narrow(result)
         return result

@@ -80,7 +80,7 @@ class Trial:
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.largest = largest
         self._snapshot: Restores | None = None
-        self._mode = _TrialMode(module.parameters())
+        self._mode = TrialMode(module.parameters())
 
     @property
     def device(self) -> torch.device:
@@ -290,7 +290,7 @@ def _sample(gradient: Tensor, most: int) -> Tensor:
     return flat.cpu().double()
 
 
-class _TrialMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+class TrialMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __init_subclass__
     """Random numbers are the same for every row, and parameters are copied before something is written into them.
 
     Args:

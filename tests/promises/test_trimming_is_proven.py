@@ -48,6 +48,10 @@ def of_tokens(module: Reader, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), (batch["input_ids"] % 3).flatten(), reduction="none").reshape(logits.shape[:2])
 
 
+def mean_of_tokens(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+    return (of_tokens(module, batch) * batch["attention_mask"]).sum() / batch["attention_mask"].sum()
+
+
 def mean_over_padding(module: Reader, batch: dict[str, Tensor]) -> Tensor:
     return (of_tokens(module, batch) * batch["attention_mask"]).mean()
 
@@ -115,6 +119,22 @@ def test_module_equals_itself_unsplit_and_a_warning_says_why(loss: Loss, batches
     with pytest.warns(UserWarning, match="is not trimmed: the loss of this module depends on it"):
         run.fit(split, loader(batches))
     assert relative_error(split.parameters(), whole.parameters()) < 1e-12
+
+
+def test_what_a_step_writes_into_parameters_is_not_written_by_the_trial() -> None:
+    widths = []
+
+    def with_momentum(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+        widths.append(batch["input_ids"].shape[1])
+        module.target.weight.data.mul_(0.5).add_(module.token.weight.data, alpha=0.5)
+        return mean_of_tokens(module, batch)
+
+    module = Reader(with_momentum)
+    module.target.requires_grad_(False)
+    first, momentum = module.token.weight.detach().clone(), module.target.weight.detach().clone()
+    trainer(callbacks=[GradientAccumulation(micro_batch=2, check=False)]).fit(module, loader([padded([1, 2, 2, 6, 5, 1, 2, 3], 9)]))
+    assert widths[-4:] == [6, 3, 2, 1]
+    assert relative_error([module.target.weight], [first + (momentum - first) / 2**4]) < 1e-12  # of four micro-batches
 
 
 def test_trying_does_not_wait_for_a_rank_that_has_nothing_to_try() -> None:
