@@ -4,7 +4,7 @@ For each family: how many trainings were exact, refused, warned of, silently wro
 check, though the training is exact without it). And of the check alone: of the losses that the reader of the graph lets pass, how
 many that deviate it found or mended, and how many that are exact it refused; and what it costs, in seconds and memory.
 
-    python tests/benchmarks/losses.py                      # all, about 3 minutes on a quiet core
+    python tests/benchmarks/losses.py                      # all, about 7 minutes of a core
     python tests/benchmarks/losses.py --every 10           # a tenth of the table
     python tests/benchmarks/losses.py --family torchvision # of one family
 
