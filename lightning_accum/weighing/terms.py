@@ -41,6 +41,20 @@ HOW_TO_SEE_ALL = (
 )
 
 
+def unless_rounded(count: Denominator, weight: Denominator | None) -> Denominator:
+    """A count, or the weight where only the rounding of half precision makes a difference: bfloat16 has 3612 as 3616.
+
+    Example:
+        >>> unless_rounded(3612, torch.tensor(3616.0, dtype=torch.bfloat16)), unless_rounded(3612, torch.tensor(3616.0))
+        (tensor(3616., dtype=torch.bfloat16), 3612)
+    """
+    half = next((d for d in (count, weight) if isinstance(d, Tensor) and d.dtype in (torch.bfloat16, torch.float16)), None)
+    if half is None or weight is None:
+        return count
+    first, second = (torch.as_tensor(d, device=half.device) for d in (count, weight))
+    return torch.where(first.to(half.dtype) == second.to(half.dtype), second, first)
+
+
 class Counts(Protocol):
     """What one micro-batch brings in: see :class:`lightning_accum.weighing.contribution.Contribution`."""
 

@@ -26,7 +26,7 @@ from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_facts import are_same, number_for, raised_together, ways_of, zero_where_empty
 from lightning_accum.weighing.term_nodes import Proportion, TermLister, TermNode, TermReader
-from lightning_accum.weighing.terms import HOW_TO_SEE_ALL
+from lightning_accum.weighing.terms import HOW_TO_SEE_ALL, unless_rounded
 
 
 class Weigher:
@@ -152,7 +152,7 @@ class Weigher:
         self, read: Contribution, terms: Sequence[Term], reading: Reading, loss: Tensor, is_one_sum: bool
     ) -> Contribution:
         """What was read of a loss of several terms, with what the others are divided by."""
-        others = tuple(term.denominator for term in reading.others if term.denominator is not None)
+        others = tuple(unless_rounded(t.denominator, reading.weight) for t in reading.others if t.denominator is not None)
         if is_one_sum:  # another rank may have it in fewer chunks, or in terms that are no chunks
             weight = zero_where_empty(read.weight, loss, terms[0])
             read, others = read._replace(weight=weight), tuple(0.0 if weight is None else weight for _ in others)

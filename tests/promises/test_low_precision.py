@@ -149,3 +149,27 @@ def test_ranks_look_in_another_precision_together(has_break: bool) -> None:
     else:
         fit()
         assert not torch.equal(module.net.weight, before)
+
+
+def _cross_entropy_and_mean(outputs: Tensor, labels: Tensor) -> Tensor:
+    words = (torch.arange(outputs.shape[1]) % 4).repeat(len(outputs), 1)
+    each = outputs[..., None].expand(-1, -1, 4) * torch.tensor([1.0, 0.5, -0.5, 0.25]).to(outputs)
+    return (
+        F.cross_entropy(each.flatten(0, 1), words.masked_fill(labels[:, None] < 0, -100).flatten())
+        + 0.1 * each.logsumexp(-1).square().mean()
+    )
+
+
+@pytest.mark.parametrize("are_ignored", [False, True], ids=["the same count", "counts of their own"])
+def test_counts_that_half_precision_rounds_are_the_same(are_ignored: bool) -> None:
+    """Of cross entropy and of a mean over the same tokens: bfloat16 has 5 * 301 as 1504. A row of ignored labels is no rounding."""
+    torch.manual_seed(0)
+    module = Module(nn.Linear(4, 301), _cross_entropy_and_mean)
+    module.batches = [batch for size in (2, 5, 1, 4) for batch in rows(size, 1)]
+    for batch in module.batches:
+        batch[1][:1] -= 8 * are_ignored
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AccumulationWarning)
+        trainer(callbacks=[GradientAccumulation(4)], precision="bf16-true").fit(module)
+    found = [str(each.message) for each in caught if issubclass(each.category, AccumulationWarning)]
+    assert ["terms of the loss" in message for message in found] == [True] * are_ignored
