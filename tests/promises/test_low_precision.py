@@ -14,7 +14,7 @@ from support import ddp, loader, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import GradientAccumulation
+from lightning_accum import GradientAccumulation, verify
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.weighing.verdict import DoesNotAddUpError
 
@@ -103,17 +103,28 @@ def test_a_break_beside_such_rounding_is_one(precision: str, policy: dict[str, A
     assert module.global_step == 0
 
 
+def _with_a_small_break(outputs: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, labels) + 0.02 * F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
 @WAYS
 def test_a_break_that_is_smaller_than_what_half_precision_rounds_is_one(policy: dict[str, Any]) -> None:
     """In bfloat16 the tolerance is 5 %."""
-
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, labels) + 0.02 * F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
-
     torch.manual_seed(0)
-    module = Module(nn.Linear(4, 4), loss)
+    module = Module(nn.Linear(4, 4), _with_a_small_break)
     with pytest.raises(DoesNotAddUpError):
         trainer(callbacks=[GradientAccumulation(**policy)], precision="bf16-true").fit(module)
+
+
+def test_verify_in_half_precision_says_that_double_precision_shows_more() -> None:
+    torch.manual_seed(0)
+    module = Module(nn.Linear(4, 4), _with_a_small_break)
+    in_half, in_double = (
+        verify(module, loader(module.batches), micro_batch=3, precision=precision) for precision in ("bf16-mixed", "64-true")
+    )
+    assert in_half
+    assert not in_double
+    assert 'precision="64-true" shows smaller differences' in " ".join(str(in_half).split())
 
 
 def test_a_module_that_runs_in_half_precision_only_is_checked_in_it(caplog: Any) -> None:
