@@ -19,6 +19,7 @@ from lightning_accum.whole.call_state import as_with_a_graph
 from lightning_accum.whole.calls import Form
 from lightning_accum.whole.gradient_proof import check_gradients
 from lightning_accum.whole.layers import INSTEAD, Layer, RowWiseError, check_others, is_close
+from lightning_accum.whole.single_precision import prove_in_single_precision
 from lightning_accum.whole.trees import Tree, UnknownObjectError, is_list_of_numbers, leaves, read
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -114,6 +115,7 @@ class RowProof:
             try:
                 with _held(layer.module), torch.no_grad():
                     form = _prove(layer, arguments, fitting, number, self._most)
+                    prove_in_single_precision(layer, arguments, lambda wide: _prove(layer, wide, fitting, number, self._most))
             except UnknownObjectError as error:
                 raise RowWiseError(
                     f"row_wise={layer.name!r}: {layer.name!r} returns {error}. Have it return tensors: of a model of Hugging Face,"

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from lightning_accum import GradientAccumulation, verify
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.weighing.verdict import DoesNotAddUpError
+from lightning_accum.whole.layers import RowWiseError
 
 WAYS = pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}], ids=["windows", "split"])
 Loss = Callable[[Tensor], Tensor]
@@ -184,3 +185,29 @@ def test_counts_that_half_precision_rounds_are_the_same(are_ignored: bool) -> No
         trainer(callbacks=[GradientAccumulation(4)], precision="bf16-true").fit(module)
     found = [str(each.message) for each in caught if issubclass(each.category, AccumulationWarning)]
     assert ["terms of the loss" in message for message in found] == [True] * are_ignored
+
+
+class _Beside(nn.Module):
+    """Adds a part of the mean of all rows to each."""
+
+    def __init__(self, part: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.part = nn.Linear(4, 4), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.layer(x)
+        return outputs + self.part * outputs.mean(0)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("part", [0.0, 0.02])
+def test_rows_that_depend_on_each_other_by_less_than_half_precision_rounds_are_not_run_apart(precision: str, part: float) -> None:
+    module = Module(_Beside(part), F.cross_entropy)
+    fit = partial(trainer(callbacks=[GradientAccumulation(micro_batch=3, row_wise="net")], precision=precision).fit, module)
+    if part:
+        with pytest.raises(RowWiseError, match="gives some rows together other outputs than alone"):
+            fit()
+    else:
+        fit()
+    assert module.global_step == (0 if part else 4)
