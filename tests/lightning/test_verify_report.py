@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -340,7 +341,7 @@ def test_noise_of_a_row_does_not_depend_on_the_number_of_rows(draw: Any) -> None
     assert mode.found
 
 
-@pytest.mark.parametrize("mode", [SameForEveryRow, _Alone])
+@pytest.mark.parametrize("mode", [SameForEveryRow, partial(_Alone, ())])
 def test_a_number_that_a_graph_has_saved_can_be_read_while_a_module_is_watched(mode: Any) -> None:
     """torch hands the bare 12 to `item`, as in what reads the weight of a loss that training_step logs."""
     x = torch.ones(2, requires_grad=True)
