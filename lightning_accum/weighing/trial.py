@@ -28,6 +28,8 @@ PATIENCE = 10.0
 """Seconds that a rank which has failed waits for others that do the same, beside ten times what it took itself."""
 _SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
 """Elements of a gradient that are compared, spread over all of it; and of all gradients about."""
+_MOST_BYTES = 2**32
+"""Of the parameters of a module in a wider type, which are there beside its own while it is looked at in that."""
 
 
 class Restores(Protocol):
@@ -96,9 +98,11 @@ class Trial:
         """In here a trial of the module in a type that is wider than its own. The tolerance is that of single precision.
 
         Raises:
-            CannotCheckError: its own is as wide, or it cannot be run in another. On all ranks.
+            CannotCheckError: its own is as wide, or it cannot be run in another, or is too large for that. On all ranks.
         """
-        if self.backward.is_waited_for_in_forward or not any(is_narrower(parameter.dtype, dtype) for parameter in self._trained):
+        is_narrow = any(is_narrower(parameter.dtype, dtype) for parameter in self._trained)
+        is_large = sum(parameter.numel() for parameter in self._module.parameters()) * dtype.itemsize > _MOST_BYTES
+        if self.backward.is_waited_for_in_forward or not is_narrow or is_large:
             raise CannotCheckError(f"the module does not run in {dtype}")
         with ExitStack() as stack:
             self.together(lambda: stack.enter_context(widened(self._module, dtype)))  # memory may run out

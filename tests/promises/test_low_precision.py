@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation, verify
 from lightning_accum.user_warnings import AccumulationWarning
+from lightning_accum.weighing import trial
 from lightning_accum.weighing.verdict import DoesNotAddUpError
 from lightning_accum.whole.layers import RowWiseError
 
@@ -83,6 +84,17 @@ def test_what_rounding_makes_of_a_loss_that_cancels_is_no_break(precision: str, 
         warnings.simplefilter("error", AccumulationWarning)
         run.fit(module)
     assert run.global_step == (2 if "window" in policy else 4)
+
+
+@PRECISIONS
+def test_a_module_whose_copy_would_be_large_is_looked_at_in_its_own_precision(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_MOST_BYTES", 15)  # less than four numbers in single precision
+    with pytest.raises(DoesNotAddUpError):
+        trainer(callbacks=[GradientAccumulation(2)], precision=precision).fit(
+            Module(below_rounding(precision), of_outputs(lambda o: o.square().mean()))
+        )
 
 
 @PRECISIONS
