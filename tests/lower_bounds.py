@@ -17,7 +17,14 @@ import sys
 
 from environments import ROOT, Environment, parsed, parser, run_tests
 
-TEST_TOOLS = ["pytest>=8.3", "pytest-rerunfailures>=15", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "rich>=13.7", "tensorboard>=2.18"]
+TEST_TOOLS = [
+    "pytest>=8.3",
+    "pytest-rerunfailures>=15",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
+    "rich>=13.7",
+    "tensorboard>=2.18",
+]
 
 
 def lower_bounds(pyproject: str, key: str) -> list[str]:
