@@ -10,8 +10,6 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_accum.main_gradients import is_narrower
-
 
 @contextmanager
 def widened(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
@@ -33,7 +31,7 @@ def widened(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     try:
         for held in holders:
             for name, tensor in held.items():
-                if tensor is None or not _is_narrower(tensor, dtype):
+                if tensor is None or not is_narrow(tensor, dtype):
                     continue
                 if id(tensor) not in wide:
                     copied = tensor.detach().to(dtype)
@@ -49,8 +47,9 @@ def widened(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 def widened_batch(batch: Any, dtype: torch.dtype) -> Any:
     """A batch with its tensors of narrower types in that type."""
-    return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(dtype) if _is_narrower(tensor, dtype) else tensor)
+    return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(dtype) if is_narrow(tensor, dtype) else tensor)
 
 
-def _is_narrower(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.is_floating_point() and is_narrower(tensor.dtype, dtype)
+def is_narrow(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a tensor has a floating-point type of fewer bytes than ``dtype``, float32 or float64; it may be one of eight bits."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize

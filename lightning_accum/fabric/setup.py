@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS
 
+from lightning_accum import wider
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.asked import Asked
 from lightning_accum.exclusions import why_refused
@@ -84,7 +85,7 @@ def loss_without_wrapper(loss_of: Callable[[Any, Any], Tensor], training: Traini
     precision: Any = getattr(getattr(training.fabric, "strategy", None), "precision", None)
 
     def loss(batch: Any) -> Tensor:
-        is_narrow = precision is not None and any(map(trimming.is_narrow, module.parameters()))
+        is_narrow = precision is not None and any(map(wider.is_narrow, module.parameters()))
         with torch.enable_grad(), precision.forward_context() if is_narrow else nullcontext():
             return loss_of(module, precision.convert_input(batch) if is_narrow else batch)
 

@@ -20,10 +20,10 @@ from lightning_accum.engine import Engine
 from lightning_accum.later_batches import check_doubted
 from lightning_accum.loops.results import collecting_logs
 from lightning_accum.splitting.few_rows import FewRows
-from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError
 from lightning_accum.whole.row_wise import RowWise
+from lightning_accum.wider import is_narrow
 
 
 def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callable[[Any], Any]:

@@ -18,7 +18,7 @@ from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
 from lightning_accum.weighing.functions import read_function
 from lightning_accum.weighing.trial import TrialMode
-from lightning_accum.wider import widened, widened_batch
+from lightning_accum.wider import is_narrow, widened, widened_batch
 
 TrainingStep = Callable[[Any], Any]
 
@@ -118,12 +118,6 @@ class _Trial:
 
 
 _OUT_OF_MEMORY = "memory ran out"
-_NARROW = (torch.bfloat16, torch.float16)
-
-
-def is_narrow(tensor: Tensor) -> bool:
-    """Whether a tensor has less than single precision."""
-    return tensor.dtype in _NARROW
 
 
 def _added_up(parts: Sequence[_Found]) -> _Found:
@@ -177,7 +171,7 @@ def _minus(a: Tensor | None, b: Tensor | None) -> Tensor:
 
 
 class _Alone(TrialMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """Stops what would wait for other ranks, and notes whether anything is computed in bfloat16 or float16."""
+    """Stops what would wait for other ranks, and notes whether anything is computed in less than single precision."""
 
     has_narrow = False
 

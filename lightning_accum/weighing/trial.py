@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.exact import rounding
 from lightning_accum.failures import have_all_left
-from lightning_accum.main_gradients import is_narrower
 from lightning_accum.randomness import RandomState, SameForEveryRow, dropout_switched_off
 from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, NoDenominatorError, UnsuitableRowsError
-from lightning_accum.wider import widened, widened_batch
+from lightning_accum.wider import is_narrow, widened, widened_batch
 
 _T = TypeVar("_T")
 
@@ -100,9 +99,9 @@ class Trial:
         Raises:
             CannotCheckError: its own is as wide, or it cannot be run in another, or is too large for that. On all ranks.
         """
-        is_narrow = any(is_narrower(parameter.dtype, dtype) for parameter in self._trained)
+        is_narrower = any(is_narrow(parameter, dtype) for parameter in self._trained)
         is_large = sum(parameter.numel() for parameter in self._module.parameters()) * dtype.itemsize > _MOST_BYTES
-        if self.backward.is_waited_for_in_forward or not is_narrow or is_large:
+        if self.backward.is_waited_for_in_forward or not is_narrower or is_large:
             raise CannotCheckError(f"the module does not run in {dtype}")
         with ExitStack() as stack:
             self.together(lambda: stack.enter_context(widened(self._module, dtype)))  # memory may run out

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accum.splitting.trimming import is_narrow
 from lightning_accum.whole.layers import Layer, RowWiseError
 from lightning_accum.whole.trees import Tree, read
-from lightning_accum.wider import widened, widened_batch
+from lightning_accum.wider import is_narrow, widened, widened_batch
 
 
 def prove_in_single_precision(layer: Layer, arguments: Tree, prove: Callable[[Tree], Any]) -> None:

@@ -129,6 +129,14 @@ def test_a_break_that_is_smaller_than_what_half_precision_rounds_is_one(policy: 
         trainer(callbacks=[GradientAccumulation(**policy)], precision="bf16-true").fit(module)
 
 
+def test_nor_does_a_buffer_of_eight_bits_hide_one() -> None:
+    torch.manual_seed(0)
+    module = Module(nn.Linear(4, 4).bfloat16(), _with_a_small_break)
+    module.register_buffer("scale", torch.ones(1, dtype=torch.float8_e4m3fn))
+    with pytest.raises(DoesNotAddUpError):
+        trainer(callbacks=[GradientAccumulation(2)]).fit(module, loader([[x.bfloat16(), labels] for x, labels in module.batches]))
+
+
 def test_verify_in_half_precision_says_that_double_precision_shows_more() -> None:
     torch.manual_seed(0)
     module = Module(nn.Linear(4, 4), _with_a_small_break)
