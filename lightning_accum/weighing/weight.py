@@ -56,7 +56,7 @@ class Weigher:
         self.proportion = Proportion(getattr(weight, "__name__", str(weight)), warn)
         self._kinds: dict[tuple[str, int], Kind] = {}
         self._plain: tuple[PlainMean, Contribution] | None = None
-        """Reads a loss that is a mean criterion itself; and what one like it brought in, of which the weight is not constant."""
+        """Reads a loss that is a mean criterion itself; and what the first one brought in, of which the weight is not constant."""
         self.criterion: str | None = None
         """What the weight was found to be, in words; None before the first micro-batch."""
         self.takes_functions = True
@@ -88,12 +88,11 @@ class Weigher:
         if node is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
             return Contribution(0.0 if loss.requires_grad else 1.0)
         if self._plain is not None and self.shares is None:
-            plain, last = self._plain
+            plain, first = self._plain
             if (count := plain.read(node)) is not None:
-                if isinstance(count, Tensor) or count != last.weight:
-                    last = Contribution(count, factors=last.factors, kind=last.kind, ways=last.ways)
-                    self._plain = (plain, last)
-                return last
+                if not isinstance(count, Tensor) and count == first.weight:
+                    return first
+                return Contribution(count, factors=first.factors, kind=first.kind, ways=first.ways)
         count_rows = cache(lambda: count_samples(batch) if rows is None else rows)
         if self.shares is not None:
             return self._measured(self.shares, loss, count_rows)
