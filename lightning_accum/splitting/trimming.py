@@ -96,12 +96,11 @@ class _Trial:
         return Inconclusive(f"{seen}, which may be rounding in lower precision")
 
     def _run(self, batches: Sequence[Any], found: list[_Found]) -> Inconclusive | None:
-        snapshot = self._snapshotter.take()
+        snapshot = self._snapshotter.take(watches_parameters=False)
         try:
             for batch in batches:
                 snapshot.restore()
                 self._alone.restore()
-                self._alone.restart()
                 for child in self._module.children():
                     child.eval()
                 with self._alone, in_eager_mode():
@@ -112,8 +111,8 @@ class _Trial:
             reason = f"training_step raises {type(error).__name__}: {error}"
             return Inconclusive(reason if found else f"with it, {reason}", needs_trimming=not found)
         finally:
-            snapshot.restore()
             self._alone.restore()
+            snapshot.restore()
         return None
 
 

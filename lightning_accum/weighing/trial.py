@@ -199,7 +199,6 @@ class Trial:
         assert self._snapshot is not None
         self._snapshot.restore()
         self._mode.restore()
-        self._mode.restart()
 
     def step(self, batch: Any) -> Tensor:
         """The loss of a batch.
@@ -315,7 +314,8 @@ class TrialMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __i
         self.has_waited = False
 
     def restore(self) -> None:
-        """Put back what was written into."""
+        """Put back what was written into, and draw the same random numbers again."""
+        self.restart()
         with torch.no_grad():
             for parameter, value in self._written:
                 parameter.data.copy_(value)

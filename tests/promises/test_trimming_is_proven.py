@@ -121,12 +121,18 @@ def test_module_equals_itself_unsplit_and_a_warning_says_why(loss: Loss, batches
     assert relative_error(split.parameters(), whole.parameters()) < 1e-12
 
 
-def test_what_a_step_writes_into_parameters_is_not_written_by_the_trial() -> None:
+@pytest.mark.parametrize("is_counted", [True, False], ids=["no_grad", "data"])
+def test_what_a_step_writes_into_parameters_is_not_written_by_the_trial(is_counted: bool) -> None:
+    """torch counts the changes of a parameter, and not those through its ``.data``."""
     widths = []
+
+    @torch.no_grad()
+    def update(target: Tensor, source: Tensor) -> None:
+        target.mul_(0.5).add_(source, alpha=0.5)
 
     def with_momentum(module: Reader, batch: dict[str, Tensor]) -> Tensor:
         widths.append(batch["input_ids"].shape[1])
-        module.target.weight.data.mul_(0.5).add_(module.token.weight.data, alpha=0.5)
+        update(module.target.weight if is_counted else module.target.weight.data, module.token.weight)
         return mean_of_tokens(module, batch)
 
     module = Reader(with_momentum)
