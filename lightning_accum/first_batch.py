@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -23,7 +23,7 @@ from lightning_accum.weighing.check import Check, Earlier
 from lightning_accum.weighing.in_types import look_in_types
 from lightning_accum.weighing.proven import Proven
 from lightning_accum.weighing.trial import Trial
-from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, DoesNotAddUpError, Rows, Verdict
+from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, DoesNotAddUpError, Rows, UnsuitableRowsError, Verdict
 
 MOST_BATCHES = 8
 """Loader batches that are looked at until there were enough rows."""
@@ -66,6 +66,10 @@ class Checked:
         """Of the numbers of all ranks. Called on all of them."""
         return self.accumulation.ranks.largest(number)[0]
 
+    def on_any(self, claim: bool) -> bool:
+        """Whether it is so on any rank. Called on all of them."""
+        return self.largest(float(claim)) > 0
+
 
 def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     """Check a loader batch. Called on all ranks at each loader batch, until enough rows were looked at on all.
@@ -93,51 +97,21 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     accumulation.checks_left -= 1
     accumulation.is_just_checked = accumulation.ranks.world_size > 1
     try:
-        rows = _agree_on_rows(checked, batches)
-        trial = checked.trial()
-        ways = rows.ways(checked, trial)
+        _Looks(checked, _agree_on_rows(checked, batches)).take()
     except CannotCheckError as reason:
         accumulation.verdict = Verdict(None, seen=str(reason)).after(before)
-        return
-    is_begun = before is not None and before.deviation is not None
-    if accumulation.row_wise is not None and not is_begun and _is_settled_by_other_ranks(checked, trial, rows):
-        return
-    with ExitStack() as stack:
-        look = partial(_look, checked, before if is_begun else None)
-        verdict, check = look_in_types(trial, partial(look, ways), stack)
-        if rows.number > rows.most and not rows.are_single and checked.largest(float(not verdict.adds_up)):
-            # of batches that go together as they are, such as those of several tasks, each alone may add up
-            stack.close()
-            joined, ways = verdict, rows.ways(checked, trial, alone=True)
-            verdict, check = look_in_types(trial, partial(look, ways), stack)
-            if checked.largest(float(not verdict.adds_up)) == 0:
-                accumulation.warn_once(advice.of_joined(joined))
-        if rows.are_single and checked.largest(float(not verdict.adds_up)):
-            if before is None or before.seen != advice.OF_ONE_ROW:
-                accumulation.warn_once(advice.of_one_row(verdict, accumulation.policy.weight))
-            accumulation.verdict = Verdict(None, seen=advice.OF_ONE_ROW)
-            return
-        looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)
-        verdict = replace(verdict, looked_at=looked_at if verdict.deviation is not None else 0, loss=check.loss).after(before)
-        accumulation.verdict = _conclude(checked, check, verdict, ways)
-    if accumulation.verdict.deviation is not None and accumulation.verdict.adds_up and not _is_apart(checked):
-        accumulation.proven = accumulation.proven or Proven(())
-        accumulation.proven.add(check.ways, check.kinds, rows.found.kept)
-    accumulation.kept.append(rows.found.kept if rows.found.of_batch < MOST_ROWS else None)
-    if not accumulation.checks_left or not checked.largest(float(accumulation.verdict.may_try_again)):
-        _end(checked)
-    is_cut = accumulation.splitting is not None or checked.is_window_long
-    if is_cut and not is_begun and checked.largest(float(accumulation.verdict.deviation is None)) == 0:
-        with suppress(CannotCheckError):
-            if changed := trial.changed_buffers(ways[0].whole):
-                accumulation.warn_once(advice.of_buffers(changed))
 
 
-def _is_apart(checked: Checked) -> bool:
-    """Rows of several loader batches do not go together, their weights are not read, or the engine has the gradients."""
-    policy = checked.accumulation.policy
-    is_joined = checked.accumulation.row_wise is None and policy.split is None and policy.weight == "auto"
-    return checked.sync.is_waited_for_in_forward or not is_joined
+def _end(checked: Checked) -> None:
+    """Enough was looked at. What is known now, and was not when training began, is said."""
+    accumulation = checked.accumulation
+    if accumulation.checks_left < MOST_BATCHES - 1 and accumulation.verdict is not None:
+        checked.inform(f"GradientAccumulation: {accumulation.verdict}.")
+    accumulation.checks_left = 0
+    accumulation.kept.clear()
+
+
+# --- which rows ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -162,19 +136,9 @@ class _RowsOfRanks:
     are_single: bool
     attempt: int
 
-    def ways(self, checked: Checked, trial: Trial, alone: bool = False) -> list[Rows]:
-        """The ways to look at them, or at those of the loader batch alone. Called on all ranks.
-
-        Raises:
-            CannotCheckError: there is none. On all ranks.
-        """
-        found, number = (self.found.alone(), self.most) if alone else (self.found, self.number)
-        # some need a backward after each forward
-        losses_of = None if checked.sync.is_waited_for_in_forward else trial.losses_of
-        ways = found.ways(number, self.size, self.attempt, losses_of)
-        if not (ways := ways[: int(-checked.largest(-len(ways)))]):
-            raise CannotCheckError("split= cuts the batches of the ranks into different numbers of parts")
-        return ways
+    def alone(self) -> _RowsOfRanks:
+        """Those of the loader batch alone."""
+        return replace(self, found=self.found.alone(), number=self.most)
 
 
 def _agree_on_rows(checked: Checked, batches: Sequence[Any]) -> _RowsOfRanks:
@@ -188,8 +152,7 @@ def _agree_on_rows(checked: Checked, batches: Sequence[Any]) -> _RowsOfRanks:
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
     if size is None and (plan := accumulation.plan) is not None and plan.is_read:
         size = plan.pieces[0].count  # of the longest rows
-    found: FewRows | SplitRows | None = None
-    reason = CannotCheckError("a rank has no batch of enough rows")
+    found, reason = None, CannotCheckError("a rank has no batch of enough rows")
     try:
         found = _rows_of(checked, batches, size)
     except CannotCheckError as error:
@@ -201,15 +164,15 @@ def _agree_on_rows(checked: Checked, batches: Sequence[Any]) -> _RowsOfRanks:
     if found is None or -fewest < (1 if sync.can_forget_forward else 2):
         raise reason
     sync.reshard()
-    size = at_once if policy.micro_batch is None else -smallest
+    is_whole = policy.micro_batch is None
     return _RowsOfRanks(
         found,
         -fewest,
         most,
         number,
-        size,
-        size == 1 and policy.micro_batch is None,
-        0 if number < MOST_ROWS else MOST_BATCHES - 1 - accumulation.checks_left,
+        size=at_once if is_whole else -smallest,
+        are_single=is_whole and at_once == 1,
+        attempt=0 if number < MOST_ROWS else MOST_BATCHES - 1 - accumulation.checks_left,
     )
 
 
@@ -233,25 +196,167 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewR
     return found
 
 
-def _is_settled_by_other_ranks(checked: Checked, trial: Trial, rows: _RowsOfRanks) -> bool:
-    """Whether the loss takes the rows of all ranks together, or that cannot be told: no parts are compared. Called on all ranks."""
-    accumulation = checked.accumulation
-    if accumulation.ranks.world_size == 1:
-        return False
-    assert isinstance(rows.found, FewRows)
-    try:
-        is_joint = trial.takes_rows_of_other_ranks(rows.found.two(rows.number), accumulation.ranks.rank)
-    except CannotCheckError as problem:
-        accumulation.verdict = Verdict.unknown(problem)
-        if not checked.largest(float(accumulation.verdict.may_try_again)):
+# --- what is looked at --------------------------------------------------------------------------------------------------
+
+
+class _Found(NamedTuple):
+    """What ``check`` found in some ``ways`` on this rank, and whether it ``adds_up`` on all."""
+
+    verdict: Verdict
+    adds_up: bool
+    check: Check
+    ways: list[Rows]
+
+
+class _Looks:
+    """The looks at one loader batch, each taken by all ranks together. Each leaves the module as it was (``Trial.held``)."""
+
+    def __init__(self, checked: Checked, rows: _RowsOfRanks) -> None:
+        self._checked, self._accumulation = checked, checked.accumulation
+        self._rows = rows
+        self._trial = checked.trial()
+        verdict = self._accumulation.verdict
+        self._before = None if verdict is None or verdict.deviation is None else verdict
+        """What was found in the loader batches before."""
+
+    def take(self) -> None:
+        """Take them, in this order.
+
+        Raises:
+            CannotCheckError: there is nothing to look at. On all ranks.
+        """
+        accumulation, rows = self._accumulation, self._rows
+        if accumulation.row_wise is not None and self._before is None:
+            self._look_at_other_ranks()
+            if accumulation.has_joint_loss:
+                return  # parts of a batch say nothing
+        found = self._look_at(rows)
+        if not found.adds_up and rows.are_single:
+            self._warn_of_single_rows(found.verdict)
+            return
+        if not found.adds_up and rows.number > rows.most:
+            # of batches that go together as they are, such as those of several tasks, each alone may add up
+            joined, found = found, self._look_at(rows.alone())
+            if found.adds_up:
+                accumulation.warn_once(advice.of_joined(joined.verdict))
+        accumulation.verdict = self._conclude(found)
+        self._keep_for_later(found.check, accumulation.verdict)
+        is_cut = accumulation.splitting is not None or self._checked.is_window_long
+        if is_cut and self._before is None and accumulation.verdict.deviation is not None:
+            self._warn_of_buffers(found.ways[0])
+
+    def _look_at_other_ranks(self) -> None:
+        """Find out whether the loss takes the rows of all ranks together."""
+        accumulation, rows = self._accumulation, self._rows.found
+        if accumulation.ranks.world_size == 1:
+            return
+        assert isinstance(rows, FewRows)
+        try:
+            is_joint = self._trial.takes_rows_of_other_ranks(rows.two(self._rows.number), accumulation.ranks.rank)
+        except CannotCheckError as problem:
+            if not self._checked.on_any(isinstance(problem, UnsuitableRowsError)):  # other rows may show it
+                accumulation.checks_left = 0
+            raise
+        if is_joint:
+            accumulation.verdict = Verdict(None, seen="the loss takes the rows of all ranks together")
+            accumulation.has_joint_loss, accumulation.checks_left = True, 0
+            if accumulation.boundary.size != 1:
+                raise JointLossError(advice.OF_SEVERAL_BATCHES)
+
+    def _look_at(self, rows: _RowsOfRanks) -> _Found:
+        """Compare rows with their parts."""
+        checked = self._checked
+        # some need a backward after each forward
+        losses_of = None if checked.sync.is_waited_for_in_forward else self._trial.losses_of
+        ways = rows.found.ways(rows.number, rows.size, rows.attempt, losses_of)
+        if not (ways := ways[: int(-checked.largest(-len(ways)))]):
+            raise CannotCheckError("split= cuts the batches of the ranks into different numbers of parts")
+
+        def look(trial: Trial) -> tuple[Verdict, Check]:
+            check = check_of(checked, trial, self._before)
+            return check(ways, may_leave_functions=self._before is None, earlier=self._window_so_far()), check
+
+        verdict, check = look_in_types(self._trial, look)
+        return _Found(verdict, not checked.on_any(not verdict.adds_up), check, ways)
+
+    def _window_so_far(self) -> list[Earlier] | None:
+        """Its micro-batches, from its first; None where they were not all kept, on all ranks."""
+        accumulation = self._accumulation
+        weights = [weight for _, weight, *_ in accumulation.window.weighed()]
+        is_kept = len(weights) == len(accumulation.kept) == accumulation.position and accumulation.splitting is None
+        if self._checked.on_any(accumulation.position > 0 and (not is_kept or None in accumulation.kept)):
+            return None
+        batches = accumulation.kept if accumulation.position else []
+        return [(partial(deepcopy, batch), weight) for batch, weight in zip(batches, weights, strict=False)]
+
+    def _warn_of_single_rows(self, verdict: Verdict) -> None:
+        """Two single rows together do not add up, but training_step may be written for one."""
+        accumulation = self._accumulation
+        if accumulation.verdict is None or accumulation.verdict.seen != advice.OF_ONE_ROW:
+            accumulation.warn_once(advice.of_one_row(verdict, accumulation.policy.weight))
+        accumulation.verdict = Verdict(None, seen=advice.OF_ONE_ROW)
+
+    def _conclude(self, found: _Found) -> Verdict:
+        """Have windows weigh as the parts were found to add up. Returns the verdict of all ranks.
+
+        Raises:
+            DoesNotAddUpError: they do not add up, on any rank.
+        """
+        checked, accumulation, check = self._checked, self._accumulation, found.check
+        weigher, window = accumulation.weigher, accumulation.window
+        if check.shares is not weigher.shares:
+            window.forget_readings()
+        weigher.takes_functions, weigher.shares, window.constant = check.takes_functions, check.shares, check.constant
+        weigher.fixed_counts = check.fixed_counts if found.adds_up else ()
+        looked_at = MOST_ROWS if accumulation.policy.split is not None else min(self._rows.fewest, MOST_ROWS)
+        looked_at = 0 if found.verdict.deviation is None else looked_at
+        verdict = replace(found.verdict, looked_at=looked_at, loss=check.loss).after(self._before)
+        weigher.takes_numbers = not checked.on_any(verdict.deviation is None and verdict.is_unread)
+        if not found.adds_up:
+            self._refuse(found, verdict)
+        elif checked.on_any(verdict.deviation is None):
+            return verdict if verdict.deviation is None else Verdict(None, seen="another rank could not be")
+        elif not check.proportion.looks_left:
+            weigher.proportion.looks_left = 0
+        deviation, tolerance = checked.largest(verdict.deviation or 0.0), checked.largest(verdict.tolerance)
+        if not found.adds_up:
+            tolerance = -checked.largest(-verdict.tolerance)
+        return replace(verdict, deviation=deviation, tolerance=tolerance)
+
+    def _refuse(self, found: _Found, verdict: Verdict) -> None:
+        """Raise what does not add up, with the weight that mends it. Terms that share one weight are a warning."""
+        checked, accumulation = self._checked, self._accumulation
+        policy, mend = accumulation.policy, found.check.weight_that_adds_up(found.ways)
+        if accumulation.row_wise is None and not checked.on_any(not (verdict.adds_up or verdict.has_terms)):
             accumulation.checks_left = 0
-        return True
-    if is_joint:
-        accumulation.verdict = Verdict(None, seen="the loss takes the rows of all ranks together")
-        accumulation.has_joint_loss, accumulation.checks_left = True, 0
-        if accumulation.boundary.size != 1:
-            raise JointLossError(advice.OF_SEVERAL_BATCHES)
-    return is_joint
+            accumulation.warn_once(advice.of_terms(verdict, mend))
+            return
+        weight = accumulation.weigher.criterion or policy.weight
+        message = advice.of_losses(verdict, weight, mend, policy.row_wise, accumulation.is_step)
+        ranks, deviation = accumulation.ranks, 0.0 if verdict.adds_up else verdict.deviation or 0.0
+        if ranks.world_size > 1:  # that of the rank whose parts are farthest from their whole
+            rank = int(-checked.largest(-ranks.rank if deviation == checked.largest(deviation) else -math.inf))
+            message = str(ranks.share(message, rank))
+        raise DoesNotAddUpError(message)
+
+    def _keep_for_later(self, check: Check, verdict: Verdict) -> None:
+        """Keep what batches to come are joined and compared with, and end the check where enough was looked at."""
+        checked, accumulation, rows = self._checked, self._accumulation, self._rows.found
+        policy = accumulation.policy
+        # rows of several batches go together, their weights are read, and the engine leaves the gradients where they are
+        is_comparable = accumulation.row_wise is None and policy.split is None and policy.weight == "auto"
+        if verdict.deviation is not None and verdict.adds_up and is_comparable and not checked.sync.is_waited_for_in_forward:
+            accumulation.proven = accumulation.proven or Proven(())
+            accumulation.proven.add(check.ways, check.kinds, rows.kept)
+        accumulation.kept.append(rows.kept if rows.of_batch < MOST_ROWS else None)
+        if not accumulation.checks_left or not checked.on_any(verdict.may_try_again):
+            _end(checked)
+
+    def _warn_of_buffers(self, rows: Rows) -> None:
+        """Buffers that change with each micro-batch, such as running statistics, change the loss of those that follow."""
+        with suppress(CannotCheckError):
+            if changed := self._trial.changed_buffers(rows.whole):
+                self._accumulation.warn_once(advice.of_buffers(changed))
 
 
 def check_of(checked: Checked, trial: Trial, before: Verdict | None) -> Check:
@@ -265,72 +370,3 @@ def check_of(checked: Checked, trial: Trial, before: Verdict | None) -> Check:
         check.constant = accumulation.window.constant
     check.shares, check.is_begun = accumulation.weigher.shares, accumulation.proven is not None
     return check
-
-
-def _look(checked: Checked, before: Verdict | None, ways: list[Rows], trial: Trial) -> tuple[Verdict, Check]:
-    """What is found in rows, and what compared them. Called on all ranks."""
-    check = check_of(checked, trial, before)
-    return check(ways, may_leave_functions=before is None, earlier=_window_so_far(checked)), check
-
-
-def _conclude(checked: Checked, check: Check, verdict: Verdict, ways: Sequence[Rows]) -> Verdict:
-    """Have windows weigh as the parts were found to add up. Called on all ranks.
-
-    Returns:
-        The verdict, which is one for all ranks.
-
-    Raises:
-        DoesNotAddUpError: they do not add up, on any rank.
-    """
-    accumulation, weigher = checked.accumulation, checked.accumulation.weigher
-    do_add_up = checked.largest(float(not verdict.adds_up)) == 0
-    if check.shares is not weigher.shares:
-        accumulation.window.forget_readings()
-    weigher.takes_functions, weigher.shares = check.takes_functions, check.shares
-    weigher.fixed_counts = check.fixed_counts if do_add_up else ()
-    weigher.takes_numbers = checked.largest(float(verdict.deviation is None and verdict.is_unread)) == 0
-    accumulation.window.constant = check.constant
-    if do_add_up:
-        is_unchecked = checked.largest(float(verdict.deviation is None))
-        worst, tolerance = checked.largest(verdict.deviation or 0.0), checked.largest(verdict.tolerance)
-        if is_unchecked:
-            return verdict if verdict.deviation is None else Verdict(None, seen="another rank could not be")
-        if not check.proportion.looks_left:
-            weigher.proportion.looks_left = 0
-        return replace(verdict, deviation=worst, tolerance=tolerance)
-    policy, mend = accumulation.policy, check.weight_that_adds_up(ways)
-    if accumulation.row_wise is not None or checked.largest(float(not (verdict.adds_up or verdict.has_terms))):
-        weight = weigher.criterion or policy.weight
-        message = advice.of_losses(verdict, weight, mend, policy.row_wise, accumulation.is_step)
-        raise DoesNotAddUpError(_of_worst_rank(checked, message, verdict))
-    accumulation.checks_left = 0
-    accumulation.warn_once(advice.of_terms(verdict, mend))
-    worst, tolerance = checked.largest(verdict.deviation or 0.0), -checked.largest(-verdict.tolerance)
-    return replace(verdict, deviation=worst, tolerance=tolerance)
-
-
-def _of_worst_rank(checked: Checked, message: str, verdict: Verdict) -> str:
-    """What the rank says whose parts are farthest from their whole. Called on all ranks."""
-    ranks, deviation = checked.accumulation.ranks, 0.0 if verdict.adds_up else verdict.deviation or 0.0
-    rank = int(-checked.largest(-ranks.rank if deviation == checked.largest(deviation) else -math.inf))
-    return message if ranks.world_size == 1 else str(ranks.share(message, rank))
-
-
-def _window_so_far(checked: Checked) -> list[Earlier] | None:
-    """Its micro-batches, from its first; None where they were not all kept, on all ranks."""
-    accumulation = checked.accumulation
-    weights = [weight for _, weight, *_ in accumulation.window.weighed()]
-    is_kept = len(weights) == len(accumulation.kept) == accumulation.position and accumulation.splitting is None
-    if checked.largest(float(accumulation.position and (not is_kept or None in accumulation.kept))):
-        return None
-    batches = accumulation.kept if accumulation.position else []
-    return [(partial(deepcopy, batch), weight) for batch, weight in zip(batches, weights, strict=False)]
-
-
-def _end(checked: Checked) -> None:
-    """Enough was looked at. What is known now, and was not when training began, is said."""
-    accumulation = checked.accumulation
-    if accumulation.checks_left < MOST_BATCHES - 1 and accumulation.verdict is not None:
-        checked.inform(f"GradientAccumulation: {accumulation.verdict}.")
-    accumulation.checks_left = 0
-    accumulation.kept.clear()

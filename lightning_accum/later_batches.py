@@ -5,7 +5,6 @@ They are looked at when their window has ended, before its step, together with r
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -38,12 +37,12 @@ def check_doubted(checked: Checked) -> None:
     for place in range(int(checked.largest(len(doubted)))):  # as many on every rank
         batch, is_of_count = doubted[place] if place < len(doubted) else (None, True)
         later = _Later(checked, proven, batch)
-        is_of_count = checked.largest(float(not is_of_count)) == 0
+        is_of_count = not checked.on_any(not is_of_count)
         if is_of_count and (later.has_its_count() if proven.do_counts_matter else has_looked_at_count):
             continue
         has_looked_at_count |= is_of_count
         later.look(is_mixed)
-    if proven.do_counts_matter and checked.largest(left_out):
+    if proven.do_counts_matter and checked.on_any(left_out > 0):
         accumulation.warn_once(advice.OF_MANY_COUNTS)
         proven.trust_counts()
 
@@ -112,7 +111,7 @@ class _Later:
         check = check_of(checked, self._trial, checked.accumulation.verdict)
         check.asks_for_counts = True
         verdict = check([rows], may_leave_functions=False)
-        return checked.largest(float(verdict.deviation is None)) == 0 and self._do_add_up(verdict)
+        return not checked.on_any(verdict.deviation is None) and self._do_add_up(verdict)
 
     def _do_add_up_where_counted(self, rows: FewRows) -> bool:
         """Whether they add up but for parts that have nothing to count, and count 1."""
@@ -121,8 +120,7 @@ class _Later:
 
     def _look_at(self, rows: FewRows, asks_for_counts: bool = True) -> tuple[Verdict, Check]:
         """What is found in them, the worst of all ranks."""
-        with ExitStack() as stack:
-            return look_in_types(self._trial, partial(self._look_in, rows, asks_for_counts), stack)
+        return look_in_types(self._trial, partial(self._look_in, rows, asks_for_counts))
 
     def _look_in(self, rows: FewRows, asks_for_counts: bool, trial: Trial) -> tuple[Verdict, Check]:
         checked, accumulation = self._checked, self._checked.accumulation
@@ -132,7 +130,7 @@ class _Later:
         number, at_once = accumulation.ranks.largest(rows.number, -rows.at_once)
         ways = rows.ways(int(number), int(-at_once), 0, losses_of)
         verdict = check(ways[: int(-checked.largest(-len(ways)))], may_leave_functions=False)
-        if checked.largest(float(verdict.deviation is None)):
+        if checked.on_any(verdict.deviation is None):
             return Verdict(None), check
         return verdict, check
 
@@ -148,7 +146,7 @@ class _Later:
         return self._checked.largest(relative([one], other)) > self._trial.tolerance
 
     def _do_add_up(self, verdict: Verdict) -> bool:
-        return self._checked.largest(float(not verdict.adds_up)) == 0
+        return not self._checked.on_any(not verdict.adds_up)
 
     def _warn(self, verdict: Verdict) -> bool:
         """Warn, if it does not add up on any rank. Returns whether."""
@@ -161,5 +159,5 @@ class _Later:
         """Tasks whose rows cannot be joined: a window has no full batch that says which count is meant."""
         known, now = self._proven.kinds, check.kinds if self._batch is not None else self._proven.kinds
         is_other = bool(known and now) and all(kind.is_of_samples for kind in known) != all(kind.is_of_samples for kind in now)
-        if self._checked.largest(float(is_other)):
+        if self._checked.on_any(is_other):
             raise ValueError(advice.of_kinds([*known, *now]))

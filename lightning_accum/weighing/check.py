@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -191,7 +192,7 @@ class Check:
             "weight=TokenCount()": TokenCount(),
             "weight=TokenCount(shift=False)": TokenCount(shift=False),
         }
-        with self._trial.held():
+        with suppress(CannotCheckError), self._trial.held():
             for words, weight in candidates.items():
                 self.constant = None
                 found = self._found(batches, weight, is_one_of_several=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from lightning_accum.weighing.verdict import CannotCheckError, Verdict
 _T = TypeVar("_T")
 
 
-def look_in_types(trial: Trial, look: Callable[[Trial], tuple[Verdict, _T]], stack: ExitStack) -> tuple[Verdict, _T]:
+def look_in_types(trial: Trial, look: Callable[[Trial], tuple[Verdict, _T]]) -> tuple[Verdict, _T]:
     """Look at rows in single precision where a module has less, and at what does not add up in double precision too.
 
     In half precision a loss may be off by several percent, which is what some losses do not add up by. And in single precision too
@@ -23,18 +23,16 @@ def look_in_types(trial: Trial, look: Callable[[Trial], tuple[Verdict, _T]], sta
 
     Args:
         trial: runs the module in its own precision.
-        look: says what was found, and more of it.
-        stack: until it is closed the module has the precision that this was found in, for a second look.
+        look: says what was found by a trial, and more of it.
     """
     found: tuple[Verdict, _T] | None = None
     with suppress(CannotCheckError):
-        found = look(stack.enter_context(trial.widened(torch.float32)))
+        found = look(trial.widened(torch.float32))
     if found is None or trial.largest(float(found[0].deviation is None)):
-        stack.close()
         found = look(trial)
     if trial.largest(float(not found[0].adds_up)):
-        with suppress(CannotCheckError), trial.widened(exact_dtype(trial.device)) as exactly:
-            verdict, more = look(exactly)
+        with suppress(CannotCheckError):
+            verdict, more = look(trial.widened(exact_dtype(trial.device)))
             if trial.largest(float(verdict.deviation is None or not verdict.adds_up)) == 0:
                 return verdict, more
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
@@ -64,6 +64,7 @@ class Trial:
         take_snapshot: keeps what it changes; see :class:`lightning_accum.splitting.snapshot.StateSnapshotter`.
         backward: of the engine that runs the module.
         largest: of the numbers of all ranks.
+        dtype: that the module is tried in, if not in its own.
     """
 
     def __init__(
@@ -73,15 +74,18 @@ class Trial:
         take_snapshot: Callable[[], Restores],
         backward: Backward,
         largest: Callable[[float], float],
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._module = module
         self._training_step = training_step
         self._take_snapshot = take_snapshot
         self.backward = backward
-        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.largest = largest
+        self._dtype = dtype
+        self._trained: list[nn.Parameter] = []
+        self._has_gradients = True
         self._snapshot: Restores | None = None
-        self._mode = TrialMode(module.parameters())
+        self._mode = TrialMode((), torch.finfo(torch.float64 if dtype is None else torch.float32).eps)
 
     @property
     def device(self) -> torch.device:
@@ -92,26 +96,17 @@ class Trial:
         """How the random generators are now."""
         return RandomState(self.device)
 
-    @contextmanager
-    def widened(self, dtype: torch.dtype) -> Iterator[Trial]:
-        """In here a trial of the module in a type that is wider than its own. The tolerance is that of single precision.
+    def widened(self, dtype: torch.dtype) -> Trial:
+        """A trial of the module in a type that is wider than its own. The tolerance is that of single precision.
 
         Raises:
             CannotCheckError: its own is as wide, or it cannot be run in another, or is too large for that. On all ranks.
         """
-        is_narrower = any(is_narrow(parameter, dtype) for parameter in self._trained)
+        is_narrower = any(is_narrow(p, dtype) for p in self._module.parameters() if p.requires_grad)
         is_large = sum(parameter.numel() for parameter in self._module.parameters()) * dtype.itemsize > _MOST_BYTES
         if self.backward.is_waited_for_in_forward or not is_narrower or is_large:
             raise CannotCheckError(f"the module does not run in {dtype}")
-        with ExitStack() as stack:
-            self.together(lambda: stack.enter_context(widened(self._module, dtype)))  # memory may run out
-
-            def training_step(batch: Any) -> Any:
-                return self._training_step(widened_batch(batch, dtype))
-
-            trial = Trial(self._module, training_step, self._take_snapshot, self.backward, self.largest)
-            trial._mode.eps = torch.finfo(torch.float32).eps
-            yield trial
+        return Trial(self._module, self._training_step, self._take_snapshot, self.backward, self.largest, dtype)
 
     @property
     def eps(self) -> float:
@@ -207,7 +202,7 @@ class Trial:
             UnsuitableRowsError: it has none.
         """
         with self._mode:
-            output = self._training_step(batch)
+            output = self._training_step(batch if self._dtype is None else widened_batch(batch, self._dtype))
         loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             raise UnsuitableRowsError("training_step returns None for some of the first rows")
@@ -223,7 +218,7 @@ class Trial:
             share: what its backward begins with, times
             scale: that gradients are divided by afterwards, as at the end of a window: a hook that clips them shows by it.
         """
-        if not self._trained:
+        if not (self._trained and self._has_gradients):
             return {}
         try:
             with self._mode:
@@ -231,7 +226,7 @@ class Trial:
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
                 raise
-            self._trained = []  # reentrant checkpointing has no way to it; losses and weights are compared all the same
+            self._has_gradients = False  # reentrant checkpointing has no way to it; losses and weights are compared all the same
             return {}
         most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
         return {index: _sample(gradient, most) / scale for index, gradient in enumerate(gradients) if gradient is not None}
@@ -267,6 +262,12 @@ class Trial:
     def held(self) -> Iterator[None]:
         """In here the module is as it is tried; after it as it was."""
         with ExitStack() as stack:
+            if (dtype := self._dtype) is not None:
+                self.together(lambda: stack.enter_context(widened(self._module, dtype)))  # memory may run out
+            self._mode.watch(self._module.parameters())
+            self._trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+            stack.callback(self._mode.watch, ())  # what is in another type is not kept
+            stack.callback(self._trained.clear)
             stack.enter_context(dropout_switched_off(self._module))
             outer = self._take_snapshot()
             stack.callback(outer.restore)
@@ -299,19 +300,23 @@ class TrialMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __i
         parameters: of the module. A momentum encoder writes into its own, also through ``.data``, which counts no changes.
 
     Attributes:
-        eps: of the coarsest type that anything was computed in.
+        eps: of the coarsest type that anything was computed in, and of one to begin with.
         has_waited: something was sent to other ranks.
     """
 
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], eps: float = torch.finfo(torch.float64).eps) -> None:
         super().__init__()
+        self.eps = eps
+        self.has_waited = False
+        self.watch(parameters)
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy these from now on, and no others."""
         self._parameters: dict[int, list[Tensor]] = {}
+        self._written: list[tuple[Tensor, Tensor]] = []
         for parameter in parameters:
             if parameter.device.type != "meta":
                 self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
-        self._written: list[tuple[Tensor, Tensor]] = []
-        self.eps = torch.finfo(torch.float64).eps
-        self.has_waited = False
 
     def restore(self) -> None:
         """Put back what was written into, and draw the same random numbers again."""
