@@ -38,6 +38,7 @@ class AccumulatingFitLoop(_FitLoop):
 
     @override
     def setup_data(self) -> None:
+        """Have all ranks end an epoch together, and draw the batches of a window before it runs where weights are counted ahead."""
         before, strategy = self._data_fetcher, cast("Engine", self.trainer.strategy)
         strategy.watch.has_data = True
         super().setup_data()

@@ -34,6 +34,7 @@ class WindowRows(_LoggerConnector):
     @property
     @override
     def should_update_logs(self) -> bool:
+        """Whether a row is due: the windows of a loader batch may pass a multiple of ``log_every_n_steps`` without ending on it."""
         if self.since is None:
             return super().should_update_logs
         steps = self.trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -43,6 +44,7 @@ class WindowRows(_LoggerConnector):
 
     @override
     def update_train_step_metrics(self) -> None:
+        """Log what the module logs, at the step of the last window that ended in the loader batch."""
         if not (self.since is not None and self.trainer.fit_loop._should_accumulate()):
             super().update_train_step_metrics()
         elif self.should_update_logs:  # the last of the windows that ended in the loader batch is the step before

@@ -27,6 +27,7 @@ class WindowManualOptimization(_ManualOptimization):
 
     @override
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        """Run ``training_step`` on a loader batch, which calls the optimizers by itself."""
         batch = next(iter(kwargs.values()), None)
         with self.strategy.around_loader_batch(kwargs), self.strategy.running_row_wise(batch):
             return self._run(kwargs, batch)

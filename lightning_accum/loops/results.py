@@ -38,6 +38,7 @@ class BatchResults(_ResultCollection):
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Take in a logged value; that of a shadow batch has no weight."""
         accumulation = None if self.strategy is None else self.strategy.accumulation
         if accumulation is not None and accumulation.is_shadow_batch and isinstance(value, Tensor):
             # it takes part in the other ranks' reduction, and adds nothing: the same batch was counted before

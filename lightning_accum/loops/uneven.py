@@ -233,6 +233,7 @@ class DeferredSigterm(_SignalConnector):
 
     @override
     def register_signal_handlers(self) -> None:
+        """Have Lightning handle SIGTERM from here on."""
         self.before_training.close()
         super().register_signal_handlers()
 

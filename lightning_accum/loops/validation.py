@@ -27,6 +27,7 @@ class ValidatingEpochLoop(_TrainingEpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Start the clock of ``validate_every``; validate first where a checkpoint was taken before a validation had ended."""
         super().on_run_start(data_fetcher)
         every = cast("AccumulatingTrainer", self.trainer).validates_every
         if self.validation is None and every is not None and self.trainer.enable_validation:

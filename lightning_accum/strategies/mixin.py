@@ -111,6 +111,7 @@ class AccumulationMixin(Engine):
     @property
     @override
     def launcher(self) -> Any:
+        """Lightning's, whose ranks all raise what the first of them failed with."""
         return naming_launcher(self)
 
     @override

@@ -77,6 +77,7 @@ class NamedMeshStrategy(ModelParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Replicas are the ranks that have rows of their own, in the order of the dimensions of the mesh."""
         if not self._sizes:
             return super().distributed_sampler_kwargs
         coordinate = self.device_mesh.get_coordinate()

@@ -77,6 +77,7 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load from the path of rank 0; what is under a URL is copied to a local folder first. Called on all ranks."""
         checkpoint_path = self.broadcast(checkpoint_path)
         if (path := local_path(checkpoint_path)) is not None:
             return super().load_checkpoint(path, *args, **kwargs)
