@@ -145,7 +145,7 @@ class Watch:
     def zero_grad(self, optimizer: Optimizer) -> Iterator[None]:
         """The gradients of an earlier window are cleared in here."""
         is_lightnings = "optimizer_zero_grad" not in self._own_hooks()
-        with_gradient = (parameter for parameter in _parameters_of(optimizer) if parameter.grad is not None)
+        with_gradient = (parameter for parameter in parameters_of(optimizer) if parameter.grad is not None)
         parameter = next(with_gradient, None) if is_lightnings else None
         gradient = None if parameter is None else parameter.grad
         before = None if gradient is None else gradient._version
@@ -182,7 +182,7 @@ class Watch:
         self._depth, self._steps, self._is_stepping = 0, 0, True
         self._has_stepped = not self._forget_optimizer  # no hook can be registered
         if not self._is_read:
-            self._versions = [(parameter, parameter._version) for parameter in _parameters_of(optimizer)]
+            self._versions = [(parameter, parameter._version) for parameter in parameters_of(optimizer)]
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -248,5 +248,6 @@ class Watch:
             )
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """All of its groups, trained or not."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from itertools import chain
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,6 +20,7 @@ from lightning_accum import families
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.engine import Engine
 from lightning_accum.loops import trainer_state
+from lightning_accum.loops.watch import parameters_of
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.noise.measurement import (
     GradientWatch,
@@ -188,7 +188,7 @@ class GradientNoiseScale(Callback):
         del micro_batches[accumulation.window.micro_batches - 1 :]
         if not micro_batches:
             watch.has_parts = False
-            watch.watch(_parameters_of(self._optimizers))  # some may have been frozen so far
+            watch.watch(chain.from_iterable(map(parameters_of, self._optimizers)))  # some may have been frozen so far
         samples, weight_scale = count_samples(micro_batch.batch), accumulation.window.weight_scale
         assert weight_scale is not None
         watch.norms, self._current = {}, (weight, math.nan if samples is None else samples, weight_scale)
@@ -237,7 +237,7 @@ class GradientNoiseScale(Callback):
         window, ranks, closed = accumulation.window, accumulation.ranks, accumulation.closed
         assert closed is not None
         scale = strategy.loss_scale()
-        whole, shards = squared_norm_of_gradients(_parameters_of([optimizer]), window.device, window.dtype)
+        whole, shards = squared_norm_of_gradients(parameters_of(optimizer), window.device, window.dtype)
         own = totals(self._micro_batches, scale, accumulation.sums is None, window.device, window.dtype)
         if watch.has_parts and self._micro_batches:
             own[0] = math.nan
@@ -310,7 +310,3 @@ _ONE_MICRO_BATCH = (
     "A window of one micro-batch has nothing to be compared with: take several loader batches together,"
     " GradientAccumulation(4), or split each, GradientAccumulation(micro_batch=...)."
 )
-
-
-def _parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]

@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.splitting.joining import JoiningError
 from lightning_accum.verification.run import verify
-from lightning_accum.verification.step import quiet
+from lightning_accum.verification.step import quiet, trainer_of_one_step
 
 
 class UsageError(ValueError):
@@ -63,7 +62,7 @@ def _check(arguments: argparse.Namespace, policy: dict[str, Any], trainer: dict[
     try:
         GradientAccumulation(arguments.window or 1, micro_batch=arguments.micro_batch, **policy)
         with quiet():
-            pl.Trainer(**trainer, devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+            trainer_of_one_step([], devices=1, **trainer)
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
 

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_accum.engine import Engine
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.data import Comparison
 from lightning_accum.verification.examination import Diagnosis
@@ -24,7 +23,7 @@ from lightning_accum.verification.measure import (
     is_same_step,
     weights_that_fit,
 )
-from lightning_accum.verification.ranks import steps_over_ranks
+from lightning_accum.verification.ranks import is_of_this_package, steps_over_ranks
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import StepRunner
 from lightning_accum.verification.watch import Step
@@ -71,11 +70,7 @@ class OverRanks:
     @property
     def loss(self) -> float:
         """Of the window over all ranks; NaN where the strategy does not know it."""
-        return self.worst.loss if self._is_of_this_package else math.nan
-
-    @property
-    def _is_of_this_package(self) -> bool:
-        return isinstance(self.strategy, Engine) or str(self.strategy).startswith("accum")
+        return self.worst.loss if is_of_this_package(self.strategy) else math.nan
 
     @property
     def strategy_in_words(self) -> str:
@@ -248,7 +243,7 @@ class OverRanks:
                     "Reduce in the type of the gradients: leave out the hook that compresses them, or reduce_dtype.",
                 )
         mend = "Look for hooks on gradients, and communication hooks, that go by the rank."
-        if not self._is_of_this_package:
+        if not is_of_this_package(self.strategy):
             mend = (
                 f"{self.strategy_in_words} may take the mean of the means of micro-batches, whatever their sizes, as Lightning's"
                 f' strategies do: strategy="accum_ddp" takes the step of the full batch. Otherwise: {mend[0].lower()}{mend[1:]}'

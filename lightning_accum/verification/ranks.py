@@ -34,6 +34,11 @@ from lightning_accum.verification.step import (
 from lightning_accum.verification.watch import Step, StepRecorder, StepTakenError
 
 
+def is_of_this_package(strategy: str | Strategy) -> bool:
+    """Whether it weighs micro-batches, and takes this package's callback."""
+    return isinstance(strategy, Engine) or str(strategy).startswith("accum")
+
+
 def steps_over_ranks(runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | Strategy, change: Change) -> list[Step]:
     """The step of a window over ranks, as each rank saw it, of whose loader batches these are the ``shares``.
 
@@ -73,7 +78,7 @@ def _train(
         arguments["precision"] = "32-true"
         batches = [apply_to_collection(batch, Tensor, lambda t: t.double() if t.is_floating_point() else t) for batch in batches]
     callbacks: list[Any] = []
-    if isinstance(strategy, Engine) or (isinstance(strategy, str) and strategy.startswith("accum")):
+    if is_of_this_package(strategy):
         callbacks.append(runner.callback(window))
     else:
         arguments["accumulate_grad_batches"] = window
