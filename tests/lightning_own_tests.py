@@ -5,10 +5,11 @@
     python tests/lightning_own_tests.py pytorch-lightning loops/test_loops.py trainer/optimization
 
 The tests of the directories or files (of ``tests/tests_pytorch`` of the checkout) run in an environment with Lightning of the
-checkout's version, with every ``SingleDeviceStrategy`` that a Trainer chooses by itself being ``AccumulationStrategy``, with
-``log=False``; a file in which one fails runs again as it is. The tests that fail only with the strategy are printed, with the last
-line of their error, and the exit code is 1 where one of them is not in :data:`EXPECTED`. ``--environment DIR`` keeps the
-environment; with ``--second`` all is that of ``pytorch_lightning``.
+checkout's version, with every ``SingleDeviceStrategy`` that a Trainer chooses by itself being ``AccumulationStrategy``, and every
+``DDPStrategy``, ``FSDPStrategy`` and ``ModelParallelStrategy`` that it chooses or a test makes being this package's, with
+``log=False`` (but in processes that are spawned); a file in which one fails runs again as it is. The tests that fail only with the
+strategies are printed, with the last line of their error, and the exit code is 1 where one of them is not in :data:`EXPECTED`.
+``--environment DIR`` keeps the environment; with ``--second`` all is that of ``pytorch_lightning``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from environments import ROOT, Environment
 from second_package import copied
 
-DIRECTORIES = ("loops", "callbacks", "checkpointing", "core", "models", "profilers", "trainer", "tuner")
+DIRECTORIES = (
+    *("loops", "callbacks", "checkpointing", "core", "models", "profilers", "trainer", "tuner", "strategies", "loggers"),
+    *("deprecated_api", "serve", "overrides", "plugins", "utilities", "accelerators"),
+)
+STANDALONE = (
+    "overrides/test_distributed.py::test_params_synced_during_nonfit",
+    "trainer/test_dataloaders.py::test_distributed_sampler_without_global_seed",
+    "trainer/connectors/test_accelerator_connector.py::test_strategy_choice_ddp_on_cpu",
+    "strategies/launchers/test_multiprocessing.py::test_multiprocessing_launcher_start_method",
+    "strategies/launchers/test_multiprocessing.py::test_multiprocessing_launcher_restore_globals",
+    "strategies/test_ddp_integration.py::test_find_unused_parameters_ddp_spawn_raises",
+    "strategies/test_ddp_integration.py::test_find_unused_parameters_ddp_exception",
+    "tuner/test_lr_finder.py::test_lr_finder_with_ddp",
+)
+"""Tests of which each needs a pytest of its own, since it is started again as another rank, and which need no GPU."""
 LEFT_OUT = ("checkpointing/test_legacy_checkpoints.py",)
 """These download checkpoints of old versions."""
 REQUIREMENTS = (
@@ -38,6 +53,8 @@ REQUIREMENTS = (
 )  # fmt: skip
 SECONDS = 120
 """That a single test may take."""
+_OTHER_NAME = "looks for the name of the strategy's class, which is another"
+_MOCKS_MODULE = "has a Mock for a module, which does not know its Trainer"
 _WRAPS_ITSELF = "puts the strategy's own method in the place of the one that it extends, which calls itself then"
 EXPECTED = {
     "test_automatic_loop.test_skip_training_step_not_allowed[2]": "mocks a second rank, which cannot be waited for",
@@ -51,17 +68,34 @@ EXPECTED = {
     "test_stochastic_weight_avg.test_swa_callback": _WRAPS_ITSELF,
     "test_stochastic_weight_avg.test_swa_resume_training": _WRAPS_ITSELF,
     "test_restore.test_callbacks_state_fit_ckpt_path": "in a fit there is a callback more: that of a strategy alone",
-    "test_profiler.test_pytorch_profiler_trainer_fit": "looks for the name of the strategy's class, which is another",
+    "test_profiler.test_pytorch_profiler_trainer_fit": _OTHER_NAME,
+    "test_multiprocessing.test_collect_rank_zero_results": _MOCKS_MODULE,
+    "test_multiprocessing.test_transfer_weights": _MOCKS_MODULE,
+    "test_multiprocessing.test_non_strict_loading": _MOCKS_MODULE,
+    "test_ddp.test_ddp_configure_ddp": "connects a module that has no Trainer yet",
+    "test_configure_launcher_create_processes_externally": "a strategy has the launcher before the Trainer makes it",
+    "test_fsdp.test_device_mesh_type_annotation": "looks for an argument that the strategy passes on as one of its kwargs",
+    "test_save_checkpoint_path_exists": "a checkpoint replaces what was there as a whole, and a folder that is none is refused",
+    "test_model_parallel.test_torch_greater_equal_2_4": _OTHER_NAME,
+    "test_model_parallel.test_save_checkpoint_storage_options": _OTHER_NAME,
+    "test_distributed_sampler_without_global_seed": "the loss is one of random numbers, and not a mean over the batch",
+    "test_interactive_incompatible_backend_error": "this package's own strategy for notebooks is advised",
 }
 """Tests that fail only with this package, and why they should, by a part of their names."""
 
 
 def pytest_configure() -> None:
-    """As a plugin of pytest (``-p lightning_own_tests``): put the strategy in the place of Lightning's."""
+    """As a plugin of pytest (``-p lightning_own_tests``): put the strategies in the place of Lightning's."""
+    from lightning.pytorch import strategies
     from lightning.pytorch.trainer.connectors import accelerator_connector
 
     from lightning_accum import AccumulationStrategy, GradientAccumulation
-    from lightning_accum.strategies import mixin
+    from lightning_accum.strategies import (
+        DDPAccumulationStrategy,
+        FSDPAccumulationStrategy,
+        ModelParallelAccumulationStrategy,
+        mixin,
+    )
 
     class Silent(GradientAccumulation):
         """What a strategy alone stands for, without its metrics."""
@@ -74,21 +108,30 @@ def pytest_configure() -> None:
 
     setattr(accelerator_connector, "SingleDeviceStrategy", strategy)  # noqa: B010
     setattr(mixin, "GradientAccumulation", Silent)  # noqa: B010
+    for ours in (DDPAccumulationStrategy, FSDPAccumulationStrategy, ModelParallelAccumulationStrategy):
+        name = ours.__name__.replace("Accumulation", "")
+        theirs = getattr(strategies, name)
+        setattr(strategies, name, ours)
+        for entry in strategies.StrategyRegistry.values():
+            if entry["strategy"] is theirs:
+                entry["strategy"] = ours
 
 
 def run(environment: Environment, tests: Path, ours: Path, what: str, is_ours: bool) -> dict[str, str]:
     """Run some tests. Returns what came of each: ``"passed"``, ``"skipped"``, or the last line of its error."""
     with tempfile.TemporaryDirectory() as directory:
-        results = Path(directory) / "results.xml"
+        results = Path(directory) / "results$LOCAL_RANK.xml"  # which pytest replaces where a test is started again as another rank
         plugin = ["-p", Path(__file__).stem] if is_ours else []
         command = [
             *(str(environment.python), "-m", "pytest", *plugin, "-q", "-p", "no:cacheprovider", "--no-header", "--tb=short"),
-            *(f"--timeout={SECONDS}", f"--junitxml={results}", f"--basetemp={directory}/tmp"),
+            *("-W", "ignore::FutureWarning"),  # of a torch newer than the tests, which make it an error
+            *(f"--timeout={SECONDS}", f"--junitxml={results}"),
             *(f"--ignore={name}" for name in LEFT_OUT),
             what,
         ]
         paths = [str(ours), str(tests), str(ROOT)]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        variables |= {"PYTEST_DEBUG_TEMPROOT": directory, "PL_RUN_STANDALONE_TESTS": str(int("::" in what))}
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         subprocess.run(command, cwd=tests / "tests_pytorch", env=variables, check=False, **silent)
         if not results.exists():
@@ -105,11 +148,14 @@ def outcomes(junit: str) -> Iterator[tuple[str, str]]:
                 outcome = "skipped"
             elif child.tag in ("failure", "error"):
                 outcome = (child.get("message") or child.text or child.tag).strip().partition("\n")[0]
-        yield f"{case.get('classname')}.{case.get('name')}", outcome
+        name = str(case.get("name")).replace("AccumulationStrategy", "Strategy")  # where a class is a parameter
+        yield f"{case.get('classname')}.{name}", outcome
 
 
 def files_of(tests: Path, what: str) -> list[str]:
-    """The test files below a directory, each of which runs in a process of its own."""
+    """The test files below a directory, or the one test, each of which runs in a process of its own."""
+    if "::" in what:
+        return [what]
     tests = tests / "tests_pytorch"
     found = [tests / what] if (tests / what).is_file() else sorted((tests / what).rglob("test_*.py"))
     return [name for path in found if (name := path.relative_to(tests).as_posix()) not in LEFT_OUT]
@@ -119,7 +165,8 @@ def main() -> int:
     """Read the command line, run, and print what differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="of Lightning, at a tag")
-    parser.add_argument("what", nargs="*", default=list(DIRECTORIES), help="directories or files of its tests/tests_pytorch")
+    what = "directories, files and standalone tests of its tests/tests_pytorch"
+    parser.add_argument("what", nargs="*", default=[*DIRECTORIES, *STANDALONE], help=what)
     parser.add_argument("--environment", type=Path, metavar="DIR", help="make it there and keep it, or use the one that is there")
     parser.add_argument("--python", default=sys.executable, help="make the environment with this Python")
     parser.add_argument("--second", action="store_true", help="run them on pytorch_lightning, Lightning's other package")
