@@ -117,10 +117,10 @@ class Snapshot:
         for tensors, versions, owner in self.watched:
             for tensor, now, before in zip(tensors, _versions(tensors), versions, strict=True):
                 if now != before and not self._is_copied(tensor):
-                    raise RuntimeError(
-                        f'training_step changed {self._name(tensor, owner)} in place; micro_batch="auto" cannot take that back when'
-                        " memory runs out; use a fixed micro_batch."
-                    )
+                    mend = ", which cannot be undone where a batch is tried out or runs again. Make it a buffer of the module."
+                    if owner is None:
+                        mend = '; micro_batch="auto" cannot take that back when memory runs out; use a fixed micro_batch.'
+                    raise RuntimeError(f"training_step changed {self._name(tensor, owner)} in place{mend}")
         for restore, target, saved in self.kept:
             restore(target, saved)
         self._random_state.restore()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation
+from lightning_accum.splitting import snapshot
 
 Loss = Callable[["Reader", dict[str, Tensor]], Tensor]
 
@@ -141,6 +143,24 @@ def test_what_a_step_writes_into_parameters_is_not_written_by_the_trial(is_count
     trainer(callbacks=[GradientAccumulation(micro_batch=2, check=False)]).fit(module, loader([padded([1, 2, 2, 6, 5, 1, 2, 3], 9)]))
     assert widths[-4:] == [6, 3, 2, 1]
     assert relative_error([module.target.weight], [first + (momentum - first) / 2**4]) < 1e-12  # of four micro-batches
+
+
+@pytest.mark.parametrize("is_buffer", [True, False], ids=["buffer", "attribute"])
+def test_a_large_tensor_that_a_step_changes_has_to_be_a_buffer(is_buffer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_bank(module: Reader, batch: dict[str, Tensor]) -> Tensor:
+        module.bank += len(batch["input_ids"])
+        return mean_of_tokens(module, batch)
+
+    monkeypatch.setattr(snapshot, "_MOST_ELEMENTS", 10)
+    module, bank = Reader(with_bank), torch.zeros(11)
+    if is_buffer:
+        module.register_buffer("bank", bank)
+    else:
+        module.bank = bank
+    with nullcontext() if is_buffer else pytest.raises(RuntimeError, match="'bank' in place, .* Make it a buffer of the module"):
+        trainer(callbacks=[GradientAccumulation(micro_batch=2)]).fit(module, loader([padded([1, 2, 2, 6, 5, 1, 2, 3], 9)]))
+    assert module.global_step == int(is_buffer)
+    assert not is_buffer or module.bank.tolist() == [8.0] * 11
 
 
 def test_trying_does_not_wait_for_a_rank_that_has_nothing_to_try() -> None:

@@ -454,7 +454,7 @@ def test_a_tensor_in_a_list_changed_in_place_is_named():
     module = nn.Sequential(Holder(history=[torch.zeros(1)]))
     snapshot = take(module)
     module[0].history[0].add_(1)
-    with pytest.raises(RuntimeError, match=r"a tensor in '0\.history'"):
+    with pytest.raises(RuntimeError, match=r"a tensor in '0\.history' in place, which cannot be undone"):
         snapshot.restore()
 
 
