@@ -136,9 +136,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             self.strategy.accumulation.is_shadow_batch = False
         if self.strategy.manual is not None:
             self.strategy.manual.windows.leave_loader_batch()
-        rows = cast("WindowRows", self.trainer._logger_connector)
-        if rows.pending:
-            rows.flush()
+        if self._rows.pending:
+            self._rows.flush()
         if self._is_inside_since is not None:
             call_checkpoints(self.trainer, self._is_inside_since, self.batch, self.batch_idx)
         if self.validation is not None:
@@ -157,7 +156,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return super()._should_accumulate()
         if self.begun == seen:  # asked five times a loader batch
             return seen < boundary.ends_at
-        return not (boundary.is_reached(seen, self.window_size) or self._is_cut_by_the_end(boundary))
+        is_cut = self._is_cut_by_the_end(boundary) and not self._counts_tokens_of_parts()
+        return not (is_cut or boundary.is_reached(seen, self.window_size))
 
     @property
     def _boundary(self) -> Boundary | None:
@@ -165,6 +165,11 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         if self.strategy.accumulation is not None:
             return self.strategy.accumulation.boundary
         return None if self.strategy.manual is None else self.strategy.manual.windows.boundary
+
+    @property
+    def _rows(self) -> WindowRows:
+        """What goes to the loggers."""
+        return cast("WindowRows", self.trainer._logger_connector)
 
     def window_size(self) -> float:
         """Loader batches in a window that begins now; inf for tokens, which are counted after a micro-batch."""
@@ -181,10 +186,10 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             raise seams.SeamError(f"{runs}.run was called twice for a loader batch, or not by _TrainingEpochLoop.advance.")
         self.begun = seen
         if self._is_inside_since is not None:
-            self._is_inside_since = cast("WindowRows", self.trainer._logger_connector).since = None
+            self._is_inside_since = self._rows.since = None
         if not boundary.is_under_way:
             boundary.begin(self.window_size())
-        if seen < boundary.ends_at and self._is_cut_by_the_end(boundary):
+        if seen < boundary.ends_at and self._is_cut_by_the_end(boundary) and not self._counts_tokens_of_parts():
             boundary.cut_short(seen)
         return seen >= boundary.ends_at
 
@@ -194,15 +199,12 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         return accumulation is not None and self.strategy.session.ends_by_tokens and accumulation.splitting is not None
 
     def _is_cut_by_the_end(self, boundary: Boundary) -> bool:
-        """The window ends with this loader batch, as it is the last of its epoch."""
-        if not self._num_ready_batches_reached() or self._counts_tokens_of_parts():
+        """The data end with this loader batch, and so does the window."""
+        if not self._num_ready_batches_reached():
             return False
-        return boundary.is_cut_by_the_end(self._is_last_epoch())
-
-    def _is_last_epoch(self) -> bool:
         fit_loop = self.trainer.fit_loop
         epochs_done = fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # the tracker of epochs has it
-        return fit_loop.max_epochs not in (None, -1) and bool(epochs_done + 1 >= fit_loop.max_epochs)
+        return boundary.is_cut_by_the_end(fit_loop.max_epochs not in (None, -1) and bool(epochs_done + 1 >= fit_loop.max_epochs))
 
     @override
     def run(self, data_fetcher: _DataFetcher) -> None:
@@ -210,7 +212,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         with self.strategy.watch.epoch(self.trainer.current_epoch):
             super().run(data_fetcher)
         if self.strategy.policy.tail != "carry":
-            self.finish_window(is_end_of_training=False)
+            self.finish_window()
             self.validate_if_due()
         self.batch = None
 
@@ -244,10 +246,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             accumulation.discard(seen)
             self.strategy.drop_gradients()
             return
-        boundary, is_full = accumulation.boundary, accumulation.is_full()  # on all ranks
-        is_cut = self._num_ready_batches_reached() and boundary.is_cut_by_the_end(self._is_last_epoch())
-        if is_full or (self._counts_tokens_of_parts() and is_cut):
-            boundary.cut_short(seen)
+        if accumulation.is_full() or self._is_cut_by_the_end(accumulation.boundary):  # the first is asked on all ranks
+            accumulation.boundary.cut_short(seen)
             self._step_without_batch()
 
     def end_window_inside_batch(self) -> None:
@@ -256,20 +256,13 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         assert accumulation is not None
         if not accumulation.is_full() or self.global_step == self.max_steps:
             return
-        steps = self.global_step
         if self._is_inside_since is None:
-            self._is_inside_since = steps
-        self._step_without_batch(is_inside_batch=True)
-        call_step_counters(self.trainer, self.strategy, steps, self.batch, self.batch_idx)
-        rows = cast("WindowRows", self.trainer._logger_connector)
-        rows.flush()
-        if self.global_step > steps:
-            rows.end_window_inside_batch()
-        self._update_learning_rates("step", update_plateau_schedulers=False)
-        self._update_learning_rates("step", update_plateau_schedulers=True)
+            self._is_inside_since = self.global_step
+        if self._end_window_without_batch(is_inside_batch=True):
+            self._rows.end_window_inside_batch()
         self.strategy.session.zero_grad(self.optimization, is_after_forward=False)
 
-    def finish_window(self, is_end_of_training: bool) -> None:
+    def finish_window(self) -> None:
         """An unfinished window meets the end of its epoch, or of the training."""
         accumulation = self.strategy.accumulation
         seen = self.batch_progress.total.ready
@@ -284,13 +277,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             return
         accumulation.boundary.cut_short(seen)
         steps = self.global_step
-        self._step_without_batch()
-        call_step_counters(self.trainer, self.strategy, steps, self.batch, self.batch_idx)
-        cast("WindowRows", self.trainer._logger_connector).flush()
-        self._batches_that_stepped += self.global_step > steps  # as Lightning does after a loader batch
-        if self.trainer.lightning_module.automatic_optimization:
-            super().update_lr_schedulers("step", update_plateau_schedulers=False)
-            super().update_lr_schedulers("step", update_plateau_schedulers=True)
+        has_stepped = self._end_window_without_batch()
+        self._batches_that_stepped += has_stepped
         call_checkpoints(self.trainer, steps, self.batch, self.batch_idx)
 
     def _drop_manual_window(self, windows: ManualWindows, seen: int) -> None:
@@ -360,6 +348,20 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         accumulation.end_loader_batch(seen)
         if strategy.session.ends_by_tokens:
             self.end_full_window()
+
+    def _end_window_without_batch(self, is_inside_batch: bool = False) -> bool:
+        """Do what Lightning does at the end of a loader batch that ends a window.
+
+        Returns:
+            Whether the optimizer has stepped.
+        """
+        steps = self.global_step
+        self._step_without_batch(is_inside_batch)
+        call_step_counters(self.trainer, self.strategy, steps, self.batch, self.batch_idx)
+        self._rows.flush()
+        self._update_learning_rates("step", update_plateau_schedulers=False)
+        self._update_learning_rates("step", update_plateau_schedulers=True)
+        return self.global_step > steps
 
     def _step_without_batch(self, is_inside_batch: bool = False) -> None:
         seen = self.batch_progress.total.ready

@@ -93,7 +93,7 @@ class AccumulatingFitLoop(_FitLoop):
     @override
     def on_run_end(self) -> None:
         epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
-        epoch_loop.finish_window(is_end_of_training=True)
+        epoch_loop.finish_window()
         epoch_loop.validate_if_due()
         epoch_loop.strategy.watch.end()
         super().on_run_end()
