@@ -228,7 +228,7 @@ class Engine(Strategy):
         loss = closure()
         if self.accumulation.is_closed_empty:  # nothing had any weight: optimizer and hooks see no step
             return loss
-        return super().optimizer_step(optimizer, already_run(closure, loss), model, **kwargs)
+        return super().optimizer_step(optimizer, already_run(closure, loss, optimizer), model, **kwargs)
 
     def _raising_where_empty(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that Lightning calls inside of the optimizer's step, and that ends this step if the window has no weight."""

@@ -15,7 +15,7 @@ class GradientReads(TorchFunctionMode):
     """In here hooks that get or set the gradient of a tensor are noticed.
 
     Args:
-        hooks: their code, and whose they are.
+        hooks: their code, their name and whose they are.
         warn: takes a warning to be seen once.
 
     Example:
@@ -23,7 +23,7 @@ class GradientReads(TorchFunctionMode):
         >>> weight = torch.ones(2, requires_grad=True)
         >>> def hook(is_due):
         ...     return weight.grad if is_due else None
-        >>> with GradientReads({hook.__code__: "Net"}, print):
+        >>> with GradientReads({hook.__code__: "on_after_backward of Net"}, print):
         ...     hook(is_due=False)
         ...     hook(is_due=True)  # doctest: +ELLIPSIS
         on_after_backward of Net looks at gradients. ...
@@ -42,10 +42,11 @@ class GradientReads(TorchFunctionMode):
     def _look_who_asks(self) -> None:
         frame = sys._getframe(1)
         while frame is not None and frame.f_code not in self._left:
-            frame = frame.f_back  # type: ignore[assignment]
+            # what runs in the middle of a backward is no part of the hook that called it
+            frame = None if frame.f_code.co_name == "_engine_run_backward" else frame.f_back  # type: ignore[assignment]
         if frame is not None:
             self._warn(
-                f"on_after_backward of {self._left.pop(frame.f_code)} looks at gradients. It runs after every micro-batch, on what"
+                f"{self._left.pop(frame.f_code)} looks at gradients. It runs after every micro-batch, on what"
                 " the window has accumulated so far, before that is normalised: what it changes or measures is not what it would"
                 " in the full batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
             )

@@ -276,14 +276,18 @@ def warn_of_hooks_of_parameters(module: pl.LightningModule, warn: Callable[[str]
 
 
 def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> GradientReads | None:
-    """Notices an ``on_after_backward`` that looks at gradients, which are not those of a window yet; None where nobody has one."""
+    """Notices an ``on_after_backward``, or the module's ``backward``, that looks at gradients, which are not those of a window yet.
+
+    None where nobody has one.
+    """
     hooks: dict[CodeType, str] = {}
-    for owner in (*callbacks_of(trainer), trainer.lightning_module):
-        hook: Any = getattr(owner, "on_after_backward", None)
+    owners = [(owner, "on_after_backward") for owner in (*callbacks_of(trainer), trainer.lightning_module)]
+    for owner, name in (*owners, (trainer.lightning_module, "backward")):
+        hook: Any = getattr(owner, name, None)
         hook = inspect.unwrap(getattr(hook, "func", hook)) if callable(hook) else None
         code = getattr(hook, "__code__", None)
         if code is not None and not hook.__module__.startswith(_LIBRARIES):
-            hooks[code] = type(owner).__name__
+            hooks[code] = f"{name} of {type(owner).__name__}"
     return GradientReads(hooks, warn) if hooks else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,31 @@ class ParameterChanges:
         self.is_due, self.is_under_way = self._windows_left > 0, True
         self._before = [_Sample(name, tensor, _elements(tensor)) for name, tensor in _compared(module)]
 
+    @contextmanager
+    def leaving_gradients(self) -> Iterator[None]:
+        """A ``training_step`` in here leaves the gradients of the window as they are.
+
+        In the full batch they are cleared after it. In a later micro-batch what it adds would stay, and what it clears is lost.
+
+        Raises:
+            RuntimeError: it has changed some, or put others in their place.
+        """
+        before = [
+            (sample.name, sample.tensor, gradient, _version(gradient))
+            for sample in self._before
+            for gradient in (sample.tensor.grad,)
+        ]
+        yield
+        for name, tensor, gradient, version in before:
+            if tensor.grad is not gradient or _version(gradient) != version:
+                raise RuntimeError(
+                    f"training_step changes the gradient of '{name}', to which the micro-batches of a window add. A step of the"
+                    " full batch is not changed by that, since Lightning clears the gradients after training_step; here what it"
+                    " adds would stay, and what it clears is lost. Leave zero_grad to Lightning; and where the step needs gradients"
+                    " of its own, as adversarial examples do, take torch.autograd.grad(...) instead of backward(), or have the"
+                    ' batch run whole: micro_batch="offload", and a window of 1.'
+                )
+
     def end(self, micro_batches: int) -> None:
         """A window of so many micro-batches, which was compared, has run its last backward."""
         self.is_under_way = False
@@ -91,6 +117,10 @@ class ParameterChanges:
     def stop(self) -> None:
         """Compare nothing more: there was a warning."""
         self._warn, self._before, self.is_due, self.is_under_way = None, [], False, False
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
 
 
 def _message(changed: dict[str, float], once_a_window: str) -> str:

@@ -384,13 +384,21 @@ def named_parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> d
     return {**named, **{f"optimizer.{index}": parameter for index, parameter in enumerate(left)}}
 
 
-def already_run(closure: Callable[[], Any], result: Any) -> Callable[[], Any]:
-    """A closure that ends a window, and has: its first call returns the ``result`` of that, others run it again, as LBFGS does."""
-    is_first = True
+def already_run(closure: Callable[[], Any], result: Any, optimizer: Optimizer) -> Callable[[], Any]:
+    """A closure that ends a window, and has: its first call returns the ``result`` of that, others run it again, as LBFGS does.
+
+    The first does too where the optimizer has changed its parameters before, as one that looks ahead.
+    """
+    is_first, before = True, _versions(optimizer)
 
     def run() -> Any:
         nonlocal is_first
         was_first, is_first = is_first, False
-        return result if was_first else closure()
+        return result if was_first and _versions(optimizer) == before else closure()
 
     return run
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    """The changes that the first parameter of each group has seen."""
+    return [parameter._version for group in optimizer.param_groups for parameter in group["params"][:1]]

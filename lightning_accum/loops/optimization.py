@@ -100,7 +100,7 @@ class WindowOptimization(_AutomaticOptimization):
             choose_row_wise(self.trainer, strategy, strategy.row_wise, kwargs)
         if accumulation.checks_left and not self._skip_backward:
             check_first_batch(self.trainer, strategy, kwargs)
-        return WindowClosure(self, batch, others, self.epoch_loop.begun, ends_window)
+        return WindowClosure(self, accumulation, batch, others, self.epoch_loop.begun, ends_window)
 
     def _difference_by_padding(self, kwargs: OrderedDict[str, Any], padded: Any, *trimmed: Any) -> Verdict:
         trainer, accumulation = self.trainer, self.strategy.accumulation
@@ -156,7 +156,7 @@ class WindowOptimization(_AutomaticOptimization):
         else:
             window_loss = closure()  # as `Engine.optimizer_step`, and then Lightning, which has hooks to call
             if not accumulation.is_closed_empty:
-                optimizer._optimizer.step(already_run(closure, window_loss))
+                optimizer._optimizer.step(already_run(closure, window_loss, optimizer._optimizer))
         progress.increment_completed()
         closed, ranks = accumulation.closed, accumulation.ranks
         is_empty = closed is not None and closed.is_empty
@@ -183,7 +183,15 @@ class WindowOptimization(_AutomaticOptimization):
 class WindowClosure(Closure):
     """Runs a loader batch, up to the end of its window where it is the last; and how its micro-batches are run."""
 
-    def __init__(self, optimization: WindowOptimization, batch: Any, others: Sequence[Any], seen: int, ends_window: bool) -> None:
+    def __init__(
+        self,
+        optimization: WindowOptimization,
+        accumulation: Accumulation,
+        batch: Any,
+        others: Sequence[Any],
+        seen: int,
+        ends_window: bool,
+    ) -> None:
         AbstractClosure.__init__(self)  # what runs here is no function that Closure would call
         self.seen = seen
         self.ends_window = ends_window
@@ -196,6 +204,7 @@ class WindowClosure(Closure):
         self._outcome: Outcome | None = None
         self._module = module = optimization.trainer.lightning_module
         self._training_step = module.training_step if strategy.hooks.is_step_bare else strategy.training_step
+        self._changes = accumulation.changes
         self._has_hooks = strategy.hooks.has_backward
         if not self._has_hooks:
             self.backward = backward  # type: ignore[method-assign, assignment]
@@ -220,8 +229,9 @@ class WindowClosure(Closure):
         assert accumulation is not None
         if self._runs > 1 and accumulation.boundary.size != 1:
             raise RuntimeError(
-                "The optimizer calls its closure more than once in a step, as LBFGS does. A window of several loader batches"
-                " cannot be run again: their data is gone. Use a window of 1, or another optimizer."
+                "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. A"
+                " window of several loader batches cannot be run again: their data is gone. Use a window of 1, or another"
+                " optimizer."
             )
         attributes = vars(self._module)  # as `current_hook` does: a context would take longer than the rest
         before = attributes["_current_fx_name"]
@@ -238,7 +248,9 @@ class WindowClosure(Closure):
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """``training_step``: the loss of a micro-batch, and what else it returned."""
         step = self._training_step_with_hooks if self._has_hooks else self._training_step
-        output: Any = step(batch, *self._others)
+        changes = self._changes
+        with changes.leaving_gradients() if changes.is_under_way else _NOTHING_AROUND:
+            output: Any = step(batch, *self._others)
         if isinstance(output, Tensor):
             return output, _NOTHING
         result = _result_of(output)

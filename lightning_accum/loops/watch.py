@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -164,9 +164,11 @@ class Watch:
             return
         self.forget_optimizer()
         self._optimizer, self._accumulation = optimizer, accumulation
-        register = getattr(optimizer, "register_step_post_hook", None)
-        if register is not None:
-            handles = [register(self._after_optimizer), optimizer.register_step_pre_hook(self._before_optimizer)]
+        with suppress(AttributeError):  # some that wrap another optimizer leave out Optimizer.__init__
+            handles = [
+                optimizer.register_step_post_hook(self._after_optimizer),
+                optimizer.register_step_pre_hook(self._before_optimizer),
+            ]
             self._forget_optimizer = [handle.remove for handle in handles]
 
     def forget_optimizer(self) -> None:

@@ -101,9 +101,9 @@ def of_buffers(changed: Mapping[str, float]) -> str:
     names, size = " and ".join(map(repr, changed)), max(changed.values())
     return (
         f"training_step changes the buffer{'s' * (len(changed) > 1)} {names}, and its loss depends on that (the loss of the same"
-        f" rows is {size:.1g} of its size off afterwards): micro-batches of a window see others than its full batch would."
-        " Change it once a window: in the module's optimizer_step, after super().optimizer_step(...); or have training_step see the"
-        ' full batch: micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
+        f" rows, or its gradient, is {size:.1g} of its size off afterwards): micro-batches of a window see others than its full"
+        " batch would. Change it once a window: in the module's optimizer_step, after super().optimizer_step(...); or have"
+        ' training_step see the full batch: micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -136,36 +137,35 @@ class Trial:
         """The buffers that a step changes and its loss depends on. Called on all ranks.
 
         Returns:
-            How far the loss of the same rows is from what it was, as part of its size, where only that buffer has changed.
+            How far the loss of the same rows, or its gradient, is from what it was, as part of its size, where only that buffer has
+            changed.
 
         Raises:
             CannotCheckError: the batch has no loss, or another one each time. On all ranks.
         """
 
-        def loss(changed: Mapping[str, Tensor]) -> float:
+        def result(changed: Mapping[str, Tensor]) -> tuple[float, dict[int, Tensor]]:
             self.restore()
             buffers = dict(self._module.named_buffers())
             for name, value in changed.items():
                 buffers[name].data.copy_(value)
             loss = self.step(batch())
-            self.gradients(loss, 0.0)  # sharded modules have a backward for each forward
-            return float(loss.detach())
+            return float(loss.detach()), self.gradients(loss, 1.0)
 
         found: dict[str, float] = {}
         with self.held():
-            before = self.together(partial(loss, {}))
+            before = self.together(partial(result, {}))
             after = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
             self.restore()
             restored = {name: buffer for name, buffer in self._module.named_buffers() if name in after}
             changed = [name for name, old in restored.items() if old.shape == after[name].shape and not old.equal(after[name])]
             number = min(int(self.largest(len(changed))), MOST_ROWS)
-            again = self.together(partial(loss, {})) if number else before
-            if self.largest(abs(again - before)) > 0:
+            again = self.together(partial(result, {})) if number else before
+            if self.largest(abs(again[0] - before[0])) > 0:
                 raise CannotCheckError("training_step gives the same rows another loss each time")
             for index in range(number):  # as many steps on every rank
                 names = changed[index : index + 1]
-                now = self.together(partial(loss, {name: after[name] for name in names}))
-                difference = abs(now - before) / (max(abs(now), abs(before)) or 1.0)
+                difference = _difference(self.together(partial(result, {name: after[name] for name in names})), before)
                 if names and difference > self.tolerance:
                     found[names[0]] = difference
         return found
@@ -271,12 +271,37 @@ class Trial:
             stack.enter_context(dropout_switched_off(self._module))
             outer = self._take_snapshot()
             stack.callback(outer.restore)
+            if not self.backward.is_waited_for_in_forward:  # else the engine looks after them
+                stack.enter_context(_without_gradients(self._module))
             stack.callback(self._mode.restore)
             freeze_batch_norm(self._module)
             self._snapshot = self._take_snapshot()
             stack.enter_context(in_eager_mode())
             yield
         self._snapshot = None
+
+
+@contextmanager
+def _without_gradients(module: nn.Module) -> Iterator[None]:
+    """In here no parameter has a gradient yet: a step that makes or clears some does it to others than those of a window."""
+    kept = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+def _difference(now: tuple[float, dict[int, Tensor]], before: tuple[float, dict[int, Tensor]]) -> float:
+    """How far a loss or its gradient, whichever is farther, is from what it was, as part of its size."""
+    (loss, gradients), (old_loss, old_gradients) = now, before
+    both = gradients.keys() & old_gradients.keys()
+    apart = sum(float((gradients[index] - old_gradients[index]).square().sum()) for index in both)
+    size = sum(float(old_gradients[index].square().sum()) for index in both)
+    of_loss = abs(loss - old_loss) / (max(abs(loss), abs(old_loss)) or 1.0)
+    return max(of_loss, math.sqrt(apart / (size or 1.0)))
 
 
 def _sample(gradient: Tensor, most: int) -> Tensor:

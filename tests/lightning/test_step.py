@@ -8,7 +8,21 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support import NONE_LOSS, Language, Scalar, ddp, fp16_on_cpu, loader, pad, relative_error, sentences, train_by_hand, trainer, x
+from support import (
+    NONE_LOSS,
+    Language,
+    Scalar,
+    ddp,
+    error_of_updates,
+    fp16_on_cpu,
+    loader,
+    pad,
+    relative_error,
+    sentences,
+    train_by_hand,
+    trainer,
+    x,
+)
 
 from lightning_accum import GradientAccumulation
 
@@ -174,6 +188,62 @@ def test_lbfgs_over_ranks_runs_its_closure_again() -> None:
     module = WithLBFGS(by_rank=[[x(1, 3, 3)], [x(5)]])
     trainer(ddp(), devices=2).fit(module)
     assert module.w.item() == pytest.approx(3.0, rel=1e-9)
+
+
+class LooksAhead(torch.optim.SGD):
+    """Nesterov's method as it was first written: the gradient is that at the place to which momentum leads."""
+
+    def step(self, closure=None):
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        with torch.no_grad():
+            for parameter in parameters:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                parameter.add_(momentum, alpha=0.9)
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for parameter in parameters:
+                self.state[parameter]["momentum"].mul_(0.9).sub_(parameter.grad, alpha=0.1)
+                parameter.sub_(parameter.grad, alpha=0.1)
+        return loss
+
+
+class WrapsAnother(torch.optim.Optimizer):
+    """As Lookahead is often written: ``Optimizer.__init__`` is not called."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class WithLooksAhead(Language):
+    def configure_optimizers(self):
+        return LooksAhead(self.parameters(), lr=0.1)
+
+
+class WithWrapsAnother(Language):
+    def configure_optimizers(self):
+        return WrapsAnother(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("policy", [{"window": 4}, {"micro_batch": 2}])
+@pytest.mark.parametrize("kind", [WithLooksAhead, WithWrapsAnother])
+def test_optimizers_that_move_before_their_closure_or_wrap_another(kind: type[Language], policy: dict[str, int]) -> None:
+    is_refused = kind is WithLooksAhead and "window" in policy
+    windows, whole, start = kind("sgd"), kind("sgd"), kind("sgd")
+    run = trainer(callbacks=[GradientAccumulation(**policy)], max_epochs=2)
+    if is_refused:
+        with pytest.raises(RuntimeError, match="calls its closure .* after it has changed parameters"):
+            run.fit(windows, loader(MICRO))
+        return
+    run.fit(windows, loader(FULL if "micro_batch" in policy else MICRO))
+    trainer("auto", max_epochs=2).fit(whole, loader(FULL))
+    assert error_of_updates(windows, whole, start) <= 1e-12
 
 
 def test_optimizer_that_calls_its_closure_twice_is_stopped() -> None:

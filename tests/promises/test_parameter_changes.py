@@ -71,6 +71,15 @@ class Spectral(Net):
         self.online[0] = spectral_norm(self.online[0])
 
 
+class Converged(Spectral):
+    """Another power iteration changes its loss by less than rounding, and its gradient by more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for _ in range(60):
+            _ = self.online[0].weight
+
+
 class Following(pl.Callback):
     def on_train_batch_end(self, run: Any, module: Any, *args: Any) -> None:
         module.follow()
@@ -242,7 +251,12 @@ def buffers_found(module: pl.LightningModule, **policy: Any) -> list[str]:
     return [message for message in messages if "training_step changes the buffer" in message]
 
 
-BUFFERS = [(Codebook, "codes"), (Queue, "queue"), (Spectral, "online.0.parametrizations.weight.0._v")]
+BUFFERS = [
+    (Codebook, "codes"),
+    (Queue, "queue"),
+    (Spectral, "online.0.parametrizations.weight.0._v"),
+    (Converged, "online.0.parametrizations.weight.0._v"),
+]
 
 
 @pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}, {"window": 2, "micro_batch": 3}])
@@ -335,6 +349,25 @@ class ClampsOnce(Net):
         Clamps.on_after_backward(self)
 
 
+class ClampsInBackward(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        Clamps.on_after_backward(self)
+
+
+class Doubles(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.online[0].weight.register_post_accumulate_grad_hook(self.look)
+
+    @staticmethod
+    def look(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(2 * loss, *args, **kwargs)
+
+
 @pytest.mark.parametrize(
     ("module", "callbacks", "policy", "names"),
     [
@@ -346,6 +379,7 @@ class ClampsOnce(Net):
         (Times, [], {"window": 3}, ""),
         (MayLog, [], {"window": 3}, ""),
         (ClampsOnce, [], {"window": 3}, ""),
+        (Doubles, [], {"window": 3}, ""),
     ],
 )
 def test_a_hook_that_looks_at_gradients_of_micro_batches_is_named(
@@ -354,8 +388,14 @@ def test_a_hook_that_looks_at_gradients_of_micro_batches_is_named(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(callbacks=[GradientAccumulation(**policy), *(kind() for kind in callbacks)]).fit(module(), loader(batches()))
-    messages = [str(w.message) for w in caught if issubclass(w.category, AccumulationWarning)]
+    messages = [str(w.message) for w in caught if issubclass(w.category, AccumulationWarning) and " looks at" in str(w.message)]
     assert [message.partition(" looks at")[0] for message in messages] == [f"on_after_backward of {name}" for name in names.split()]
+
+
+@pytest.mark.parametrize("policy", [{"window": 3}, {"micro_batch": 2}])
+def test_a_backward_of_the_module_that_looks_at_gradients_of_micro_batches_is_named(policy: dict[str, Any]) -> None:
+    with pytest.warns(AccumulationWarning, match="^backward of ClampsInBackward looks at gradients"):
+        trainer(callbacks=[GradientAccumulation(**policy)]).fit(ClampsInBackward(), loader(batches()))
 
 
 class ClampsEach(Net):
@@ -391,3 +431,58 @@ def test_gradients_that_are_clamped_before_the_optimizer_step_are_those_of_the_f
     trainer(callbacks=[GradientAccumulation(3)]).fit(module, loader(batches()))
     trainer("auto").fit(whole, loader([torch.cat(batches()[first : first + 3]) for first in range(0, 12, 3)]))
     assert relative_error(module.parameters(), whole.parameters()) < 1e-12
+
+
+# --- gradients that training_step changes --------------------------------------------------------------------------------
+
+
+class Adversarial(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = batch.clone().requires_grad_()
+        super().training_step(batch, batch_idx).backward()
+        batch = (batch + 0.1 * batch.grad.sign()).detach()
+        self.zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+class LeavesGradients(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        super().training_step(batch.flip(0), batch_idx).backward()
+        return super().training_step(batch, batch_idx)
+
+
+class ClearsGradients(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.optimizers().zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("module", [Adversarial, LeavesGradients, ClearsGradients])
+@pytest.mark.parametrize("policy", [{"window": 3}, {"micro_batch": 2}, {"window": 3, "accumulate_dtype": torch.float64}])
+def test_a_training_step_that_changes_the_gradients_of_its_window_is_an_error(module: type[Net], policy: dict[str, Any]) -> None:
+    start, trained = module(), module()
+    with pytest.raises(RuntimeError, match=r"training_step changes the gradient of 'online\.0\.weight'"):
+        trainer(callbacks=[GradientAccumulation(**policy)]).fit(trained, loader(batches()))
+    assert relative_error(trained.parameters(), start.parameters()) == 0
+
+
+class AdversarialByItself(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = batch.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(super().training_step(batch, batch_idx), batch)
+        return super().training_step((batch + 0.1 * gradient.sign()).detach(), batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("module", "policy"),
+    [
+        (AdversarialByItself, {"micro_batch": 2}),
+        (Adversarial, {"micro_batch": "offload"}),
+        (ClearsGradients, {"window": 1}),
+    ],
+)
+def test_what_is_advised_for_gradients_in_training_step_is_exact(module: type[Net], policy: dict[str, Any]) -> None:
+    trained, whole = module(), module()
+    trainer(callbacks=[GradientAccumulation(**policy)]).fit(trained, loader(batches()))
+    trainer("auto").fit(whole, loader(batches()))
+    assert relative_error(trained.parameters(), whole.parameters()) < 1e-12
