@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
@@ -86,6 +87,8 @@ class Accumulation(Windows):
         """The gradients are those of an earlier window: they are cleared before the first backward of the next."""
         self.is_shadow_batch = False
         """The loader batch that was drawn last is one that this rank runs for the sake of the others. Set by what draws it."""
+        self._again: tuple[Contribution, torch.dtype, Weighed] | None = None
+        """What the last micro-batch of this window brought into it, where one that is weighed as it was brings in the same."""
         self._has_run_without_loss = False
         """In this window training_step has returned None."""
         self.is_step = False
@@ -212,6 +215,12 @@ class Accumulation(Windows):
                     self._agree_that_it_is_read(error)
                 raise
             contribution = Contribution(None)  # nothing depends on its weight
+        again = self._again
+        if again is not None and contribution is again[0] and loss.dtype is again[1]:
+            self.window.add_again(loss, contribution)
+            if micro_batch.is_boundary:
+                self.reduce()
+            return again[2]
         if self.is_just_checked:
             self._agree_that_it_is_read()
         proven = self.proven
@@ -240,7 +249,14 @@ class Accumulation(Windows):
         elif self.sums is not None:
             self.sums.weigh(grad_output)
             grad_output = None
-        return Weighed(weight, contribution.of_mean, grad_output, is_weightless)
+        weighed = Weighed(weight, contribution.of_mean, grad_output, is_weightless)
+        if self._may_be_the_same and (proven is None or contribution.ways <= proven.ways):
+            self._again = (contribution, loss.dtype, weighed)
+        return weighed
+
+    @property
+    def _may_be_the_same(self) -> bool:
+        return self.sums is None and self.observer is None and not (self.checks_left or self._weighs_terms)
 
     def _agree_that_it_is_read(self, error: UnreadableLossError | None = None) -> None:
         """Raise on all ranks what one cannot read of the first micro-batch after a check: else they would wait for it."""
@@ -391,6 +407,7 @@ class Accumulation(Windows):
         if self.sums is not None:
             self.sums.clear()
         self.is_zero_grad_due = True
+        self._again = None
         self.is_step = self.closed is not None and (not self.closed.is_empty or self._is_without_loss(self.closed))
         self._has_run_without_loss = False
 

@@ -134,6 +134,11 @@ class Window:
             self._grad_output = (key, torch.full(shape, key[0], dtype=loss.dtype, device=loss.device))
         return self._grad_output[1]
 
+    def add_again(self, loss: Tensor, contribution: Contribution) -> None:
+        """Take in a micro-batch that is weighed as the one before it, the loss of which is no function of a mean."""
+        self._losses.append(loss.item() if self._is_on_host else loss.detach())
+        self._contributions.append(contribution)
+
     def _take_in(self, mean: Denominator, contribution: Contribution) -> None:
         function = None if contribution.of_mean is None else contribution.of_mean.function
         if function is not self._function and function != self._function and has_weight(contribution):

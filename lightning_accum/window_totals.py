@@ -89,7 +89,7 @@ class Totals(NamedTuple):
 
     def window(self, loss: float, weight: float, left_out: int, slope: float, **doubts: bool) -> ClosedWindow:
         """What the window was, if it had weight; the ``doubts`` are fields of it."""
-        flags = self.has_flag(FLAG), self.has_flag(IS_LAST)
+        flags = (self.has_flag(FLAG), self.has_flag(IS_LAST)) if self.flags else (False, False)
         return ClosedWindow(loss, weight, int(self.micro_batches), left_out, slope, *flags, **doubts)
 
     def check(self, kinds: Collection[Kind]) -> None:
@@ -194,23 +194,35 @@ def read_of(contributions: Sequence[Contribution]) -> Read:
 
 def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribution], flags: Sequence[float]) -> list[float]:
     """The numbers of micro-batches, in Python's."""
-    weight = loss = negative = terms = spread = sums = 0.0
+    weight = loss = negative = terms = spread = sums = d = d_squared = 0.0
+    n: float | None = None
+    last = None
     for value, contribution in zip(losses, contributions, strict=True):
-        n, l = contribution.weight, float(value)  # noqa: E741
-        factors = float(contribution.factors)
+        l = float(value)  # noqa: E741
+        if contribution is not last:  # they are the same, mostly
+            last = contribution
+            n = None if contribution.weight is None else float(contribution.weight)
+            d, d_squared = _of_terms(contribution, n)
         if n is None:
-            loss, sums, terms, spread = loss + l, sums + 1, terms + factors, spread + factors**2
-            continue
-        n = math.inf if n == 0 and math.isinf(l) and contribution.kind is not None else float(n)
-        weight, negative = weight + n, negative + (n < 0)
-        if n != 0:
-            loss += l * n
-        if contribution.others or factors:
-            d = n * factors
-            if contribution.others:
-                d += sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
-            terms, spread = terms + d, spread + (d * d / n if n != 0 else math.inf if d else 0.0)
+            loss, sums, terms, spread = loss + l, sums + 1, terms + d, spread + d_squared
+        elif n == 0:
+            weight += math.inf if math.isinf(l) and contribution.kind is not None else 0.0
+            terms, spread = terms + d, spread + d_squared
+        else:
+            weight, loss, negative = weight + n, loss + l * n, negative + (n < 0)
+            terms, spread = terms + d, spread + d_squared
     return [weight, loss, negative, terms, spread, float(len(losses)), sums, *flags]
+
+
+def _of_terms(contribution: Contribution, n: float | None) -> tuple[float, float]:
+    """What a micro-batch of weight ``n`` adds to :attr:`Totals.terms` and :attr:`Totals.spread`."""
+    factors = float(contribution.factors)
+    if n is None:
+        return factors, factors**2
+    if not (contribution.others or factors):
+        return 0.0, 0.0
+    d = n * factors + sum(factor * float(other) for factor, other in _factors_and_denominators(contribution))
+    return d, d * d / n if n != 0 else math.inf if d else 0.0
 
 
 def sum_on_device(

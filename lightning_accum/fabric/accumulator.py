@@ -180,16 +180,15 @@ class Accumulator:
         return self._pass
 
     def _run(self, loader: Iterable[Any], skip: int, is_last: bool) -> Generator[Any, None, None]:
-        running = self._running
+        running, passes = self._running, self._passes
         try:
             with self._words.in_errors():
-                for micro_batch, ends_window in self._passes.micro_batches(loader, skip, is_last):
+                for micro_batch, ends_window in passes.micro_batches(loader, skip, is_last):
                     running.begin(micro_batch, ends_window)
                     yield micro_batch.batch
                     running.end()
                     if micro_batch.ends_loader_batch:
-                        self._passes.end_loader_batch()
-                    running.forget()
+                        passes.end_loader_batch()
         finally:
             running.leave()
             if running.is_first_without_backward:
@@ -221,7 +220,9 @@ class Accumulator:
             self._may_be_divided = False
             warn_of_factors(loss, self._accumulation.boundary.size)
         try:
-            self._session.end_micro_batch(self._session.add(self._training, loss, micro_batch))
+            weighed = self._session.add(self._training, loss, micro_batch)
+            if self._session.guard is not None:
+                self._session.end_micro_batch(weighed)
         except BaseException as error:
             self._running.fail()
             self._words.correct(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -13,20 +13,10 @@ from torch.utils.data import IterableDataset
 from lightning_accum.failures import raise_failure_of_loader
 from lightning_accum.ranks import Ranks, RankStatus
 
-
-class LoaderBatch(NamedTuple):
-    """What a loader gave.
-
-    Attributes:
-        batch: it.
-        is_last: nothing follows on any rank.
-        is_shadow_batch: this rank has run out of data, and others have not: it is the last batch again, and weighs nothing.
-    """
-
-    batch: Any
-    is_last: bool
-    is_shadow_batch: bool = False
-
+LoaderBatch: TypeAlias = "tuple[Any, bool, bool]"
+"""What a loader gave; whether nothing follows on any rank; and whether this rank has run out of data, and others have not: it is
+the last batch again then, and weighs nothing.
+"""
 
 _END: Any = object()
 
@@ -42,8 +32,8 @@ def loader_batches(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]
 
     Example:
         >>> import torch
-        >>> [(drawn.batch, drawn.is_last) for drawn in loader_batches(iter("ab"), Ranks(torch.device("cpu")))]
-        [('a', False), ('b', True)]
+        >>> list(loader_batches(iter("ab"), Ranks(torch.device("cpu"))))
+        [('a', False, False), ('b', True, False)]
     """
     length = length_of(loader)
     if ranks.world_size == 1:
@@ -67,7 +57,7 @@ def length_of(loader: Iterable[Any]) -> float:
 def _of_one_rank(loader: Iterable[Any], length: float) -> Iterator[LoaderBatch]:
     if length != math.inf:
         for number, batch in enumerate(loader, 1):
-            yield LoaderBatch(batch, number >= length)
+            yield batch, number >= length, False
         return
     batches = iter(loader)
     batch = next(batches, _END)
@@ -75,7 +65,7 @@ def _of_one_rank(loader: Iterable[Any], length: float) -> Iterator[LoaderBatch]:
         versions = _versions(batch)
         following = next(batches, _END)
         _refuse_overwritten(batch, versions)
-        yield LoaderBatch(batch, following is _END)
+        yield batch, following is _END, False
         batch = following
 
 
@@ -102,7 +92,7 @@ def _of_known_lengths(loader: Iterable[Any], longest: int) -> Iterator[LoaderBat
     for number in range(1, longest + 1):
         batch = next(batches, None)  # one that is None takes part in what the others do, too
         last = last if batch is None else batch
-        yield LoaderBatch(last, number == longest, is_shadow_batch=batch is None and last is not None)
+        yield last, number == longest, batch is None and last is not None
 
 
 def _by_agreement(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]:
@@ -140,4 +130,4 @@ def _by_agreement(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]:
             shared = ranks.share(own, status.batch_from - 1)
             last = shared if own is None and last is None else last
         last = last if own is None else own
-        yield LoaderBatch(last, not status.has_more, is_shadow_batch=own is None and last is not None)
+        yield last, not status.has_more, own is None and last is not None

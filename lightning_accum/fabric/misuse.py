@@ -21,14 +21,13 @@ class UntouchedGradients:
     def __init__(self, trained: Callable[[], Sequence[nn.Parameter]]) -> None:
         self._trained = trained
         self._parameters = trained()
-        self._kept: list[Tensor | None] = []
-        self._versions: list[int | None] = []
+        self._kept: list[tuple[nn.Parameter, Tensor | None, int]] = []
+        """Of each parameter its gradient, and how often that has been changed."""
         self._is_between_windows = self._has_warned = False
 
     def keep(self) -> None:
         """A backward is over."""
-        self._kept = kept = [parameter.grad for parameter in self._parameters]
-        self._versions = [None if gradient is None else gradient._version for gradient in kept]
+        self._kept = [(own, found := own.grad, 0 if found is None else found._version) for own in self._parameters]
         self._is_between_windows = False
 
     def keep_cleared(self) -> None:
@@ -39,7 +38,7 @@ class UntouchedGradients:
 
     def forget(self) -> None:
         """The window was dropped."""
-        self._kept, self._versions = [], []
+        self._kept = []
 
     def refuse_changes(self) -> None:
         """Look at them again.
@@ -47,7 +46,7 @@ class UntouchedGradients:
         Raises:
             RuntimeError: one was cleared or changed inside of a window.
         """
-        for parameter, gradient, version in zip(self._parameters, self._kept, self._versions, strict=False):
+        for parameter, gradient, version in self._kept:
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
                 break
         else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.fabric import setup
-from lightning_accum.fabric.data import LoaderBatch, length_of, loader_batches
+from lightning_accum.fabric.data import length_of, loader_batches
 from lightning_accum.fabric.training import Training
 from lightning_accum.fabric.words import Words
 from lightning_accum.first_batch import Checked, check_first_batch
@@ -70,23 +70,23 @@ class Passes:
         accumulation, training = self._accumulation, self._training
         boundary, is_whole, overlaps = accumulation.boundary, accumulation.splitting is None, self._overlaps
         self._begin(loader, skip)
-        drawn = LoaderBatch(None, is_last=False)
-        for number, drawn in enumerate(loader_batches(loader, training.ranks), 1):
+        ends_data = False
+        for number, (batch, ends_data, is_shadow_batch) in enumerate(loader_batches(loader, training.ranks), 1):
             if number <= skip:
                 continue
             training.seen += 1
             self.number = number
-            accumulation.is_shadow_batch = drawn.is_shadow_batch
+            accumulation.is_shadow_batch = is_shadow_batch
             if not boundary.is_under_way:
                 boundary.begin(self._size_or_inf())
-            ends_window = training.seen >= boundary.ends_at or (drawn.is_last and boundary.is_cut_by_the_end(is_last))
+            ends_window = training.seen >= boundary.ends_at or (ends_data and boundary.is_cut_by_the_end(is_last))
             if accumulation.checks_left or not is_whole:
-                self._begin_loader_batch(drawn.batch)
+                self._begin_loader_batch(batch)
             if is_whole:
-                yield MicroBatch(drawn.batch, None, 0, 1, ends_window and overlaps, drawn.is_shadow_batch), ends_window
+                yield MicroBatch(batch, None, 0, 1, ends_window and overlaps, is_shadow_batch), ends_window
             else:
-                yield from self._parts(drawn.batch, ends_window)
-        self._end(drawn.is_last, is_last)
+                yield from self._parts(batch, ends_window)
+        self._end(ends_data, is_last)
 
     @property
     def _overlaps(self) -> bool:

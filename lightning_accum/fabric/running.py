@@ -30,11 +30,14 @@ class Running:
         self._is_backward_done = self._is_step_done = self._has_failed = False
         self._context: AbstractContextManager[Any] | None = None
         self._snapshot: Snapshot | None = None
+        self._is_plain = row_wise is None and training.session.runs_in_nothing
 
     def begin(self, micro_batch: MicroBatch, ends_window: bool) -> None:
         """Its forward is next."""
         self.micro_batch, self.ends_window = micro_batch, ends_window
         self._is_backward_done = self._is_step_done = False
+        if self._is_plain:
+            return
         session = self._training.session
         context = session.begin_micro_batch(micro_batch)
         if micro_batch.is_shadow_batch:
@@ -104,7 +107,7 @@ class Running:
         return self.micro_batch
 
     def end(self) -> None:
-        """The loop asks for the next one.
+        """The loop asks for the next one: there is none until then.
 
         Raises:
             RuntimeError: its backward was not called, or its step where its window ends.
@@ -116,6 +119,7 @@ class Running:
             )
         if self.ends_window:
             self.refuse_if_step_is_missing()
+        self.micro_batch = None
 
     @property
     def has_ended_loader_batch(self) -> bool:

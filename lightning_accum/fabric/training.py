@@ -112,12 +112,13 @@ class Training:
         """Loader batches that the loop has drawn so far, over all passes."""
         self._is_stepping = self._has_stepped = False
         self._step_outside = step_outside
-        self._is_watched = hasattr(self.raw_optimizer, "register_step_post_hook")
-        if self._is_watched:
+        self._may_be_left_out = self.scaler is not None and hasattr(self.raw_optimizer, "register_step_post_hook")
+        if hasattr(self.raw_optimizer, "register_step_pre_hook"):
             for handle in _hooks.get(self.raw_optimizer, ()):  # of an Accumulator that this one takes the place of
                 handle.remove()
-            before, after = self.raw_optimizer.register_step_pre_hook, self.raw_optimizer.register_step_post_hook
-            _hooks[self.raw_optimizer] = [before(self._before_step), after(self._after_step)]
+            hooks = _hooks[self.raw_optimizer] = [self.raw_optimizer.register_step_pre_hook(self._before_step)]
+            if self._may_be_left_out:
+                hooks.append(self.raw_optimizer.register_step_post_hook(self._after_step))
 
     def _ranks(self) -> Ranks:
         """Those that train, and whose gradients are averaged."""
@@ -225,8 +226,9 @@ class Training:
 
     def zero_grad(self) -> None:
         """Clear the gradients, as ``optimizer.zero_grad()`` does, which takes as long as a small micro-batch."""
-        for parameter in self._stepped():
-            parameter.grad = None
+        for group in self.raw_optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def clip(self, norm: float | None, value: float | None) -> Tensor | None:
         """Clip the gradients. Returns their norm, where they are clipped by that."""
@@ -255,7 +257,7 @@ class Training:
 
     def step(self) -> bool:
         """Step the optimizer. Returns whether it did: a GradScaler may have left it out."""
-        self._is_stepping, self._has_stepped = True, not self._is_watched
+        self._is_stepping, self._has_stepped = True, not self._may_be_left_out
         try:
             self.optimizer.step()
         finally:

@@ -124,7 +124,8 @@ class PlainMean:
         below = node.next_functions[0][0]
         is_plain = below is not None and kind_of(below) != "Mean"  # else `criterion_of` knows more
         self._kind, self._below = type(node), type(below) if is_plain else None
-        self._last = _type_below(below) if is_plain else None
+        last = below.next_functions if is_plain else ()
+        self._last = type(last[0][0] if last else None)
         self._denominator = CRITERIA[kind_of(node)][1]
 
     def read(self, node: Node) -> Denominator | None:
@@ -132,14 +133,13 @@ class PlainMean:
         if type(node) is not self._kind or node._saved_reduction != MEAN_REDUCTION:
             return None
         below = node.next_functions[0][0]
-        if type(below) is not self._below or _type_below(below) is not self._last:
+        if type(below) is not self._below:
             return None
-        return on_host(self._denominator(node))
-
-
-def _type_below(node: Node) -> type:
-    below = node.next_functions
-    return type(below[0][0] if below else None)
+        last = below.next_functions
+        if type(last[0][0] if last else None) is not self._last:
+            return None
+        count = self._denominator(node)
+        return count.item() if isinstance(count, Tensor) and count.is_cpu else count
 
 
 class Operation(NamedTuple):

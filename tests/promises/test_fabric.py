@@ -929,3 +929,41 @@ def test_ranks_check_their_first_batches_together(strategy: str) -> None:
         return loop(fabric, "adamw", batches, window=2, loss_of=loss_of)
 
     assert_same(on_two(train, strategy), by_hand("adamw", in_batches(rows, 16)))
+
+
+# --- micro-batches that bring in the same as the one before them -----------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    """One in double precision, one in half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.exact, self.rounded = nn.Linear(3, 2).double(), nn.Linear(3, 2).bfloat16()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exact(inputs) if inputs.dtype == torch.float64 else self.rounded(inputs)
+
+
+@pytest.mark.parametrize("begins_in_half", [False, True])
+def test_windows_of_equal_micro_batches_between_windows_of_larger_ones(begins_in_half: bool) -> None:
+    sizes = [[257, 257, 257], [1024, 1024, 1024], [257, 257, 257], [257, 1024, 1024], [4096, 4096, 4096], [257, 257, 257]]
+    generator = torch.Generator().manual_seed(1)
+    windows = [[torch.randn(rows, 3, generator=generator, dtype=torch.float64) for rows in window] for window in sizes]
+    if begins_in_half:  # what scales a loss there, 514 / 512, is rounded
+        windows = [[window[0].bfloat16(), *window[1:]] for window in windows]
+    model, reference = TwoHeads(), TwoHeads()
+    accumulator = Accumulator(None, model, torch.optim.SGD(model.parameters(), lr=0.1), window=3, log=False)
+    for batch in accumulator([batch for window in windows for batch in window]):
+        accumulator.backward(F.mse_loss(model(batch), torch.ones_like(batch[:, :2])))
+        accumulator.step()
+    assert accumulator.optimizer_steps == len(windows)
+    stepping = torch.optim.SGD(reference.exact.parameters(), lr=0.1)
+    for window in windows:
+        stepping.zero_grad()
+        batch = torch.cat([batch for batch in window if batch.dtype == torch.float64])
+        ((reference(batch) - 1).square().sum() / (2 * sum(map(len, window)))).backward()
+        stepping.step()
+    for own, expected in zip(model.exact.parameters(), reference.exact.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-14, atol=1e-14)

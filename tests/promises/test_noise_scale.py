@@ -18,6 +18,7 @@ from sharded import ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
 from support import NONE_LOSS, Language, ddp, end_profile, fp16_on_cpu, loader, pad, sentences, trainer
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessRaisedException
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -651,3 +652,29 @@ def test_gradients_that_no_rank_has_are_refused_before_training(strategy: Any, s
     module = Untrained([batches_of_text(2, 2)] * 2)
     with pytest.raises(ProcessRaisedException, match=f"(?s)MisconfigurationException.*{says}"):
         trainer(strategy(), devices=2, callbacks=[GradientNoiseScale()]).fit(module)
+
+
+class MeanSquares(pl.LightningModule):
+    """By a criterion of torch, or by hand."""
+
+    def __init__(self, loss_of: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 2).double()
+        self._loss_of, self._batches = loss_of, batches
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self._loss_of(self.net(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(list(self._batches), batch_size=None)
+
+
+def test_micro_batches_that_bring_in_the_same_as_the_one_before_are_measured_too() -> None:
+    batches = [torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    losses: list[Callable[[Tensor], Tensor]] = [lambda o: F.mse_loss(o, torch.zeros_like(o)), lambda o: o.square().mean()]
+    of_torch, by_hand = (fit(MeanSquares(loss_of, batches), GradientAccumulation(3)) for loss_of in losses)
+    assert_agrees(of_torch, (by_hand.variance, by_hand.gradient), 2)
