@@ -122,7 +122,7 @@ def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = Fal
         entries = [entry for entry in value if entry is not None] if len(types) == 1 else []
         part.is_of_records = bool(entries) and (_are_records(entries) or (not path and _are_labelled(entries)))
         are_alike = part.is_of_records or types <= _PLAIN or (bool(entries and path) and not isinstance(entries[0], Mapping))
-        if are_alike and not hasattr(value, "_fields") and not hasattr(value, "n_fields"):  # the entries of named tuples are fields
+        if are_alike and not _has_fields(value):
             part.is_list, part.size = True, len(value)
     elif _is_record(value):
         part.parts = _parse_all(_attributes(value), path, are_attributes=True)
@@ -153,6 +153,11 @@ def _parse_all(entries: Iterable[tuple[Any, Any]], path: str, are_attributes: bo
     return parts
 
 
+def _has_fields(value: Any) -> bool:
+    """Whether the entries of a tuple have names, as in a named tuple or what ``torch.max`` returns: they are no rows."""
+    return hasattr(value, "_fields") or hasattr(value, "n_fields")
+
+
 def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
@@ -177,12 +182,11 @@ def _is_number(value: Any) -> bool:
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     """The attributes of a dataclass object, and those of a mapping that are not its entries by another name."""
-    found = dict(getattr(value, "__dict__", {}))
     if not isinstance(value, Mapping):
         return list(attributes_of(value).items())
     if not isinstance(value, (dict, UserDict)):  # nothing is known of where such a mapping keeps its entries
         return []
-    storage = "data" if isinstance(value, UserDict) else None
+    found, storage = getattr(value, "__dict__", {}), "data" if isinstance(value, UserDict) else None
     return [(name, attribute) for name, attribute in found.items() if name not in value and name != storage]
 
 
@@ -258,7 +262,7 @@ def _walk(part: BatchNode, known: Mapping[str, str]) -> Iterator[BatchNode]:
 
 def _is_uncollated(root: BatchNode, samples: Collection[int]) -> bool:
     """Whether a list has as many entries as the loader puts samples into a batch, and no tensor in it has as many rows."""
-    if root.is_list or hasattr(root.value, "_fields") or len(root.value) not in samples or not root.leaves:
+    if root.is_list or _has_fields(root.value) or len(root.value) not in samples or not root.leaves:
         return False
     return len(set(map(type, root.value))) == 1 and all(leaf.size not in samples for leaf in root.leaves)
 
@@ -269,11 +273,9 @@ def _may_be_samples(value: Any, least: int) -> bool:
     They are at least so many and look like images of one, three or four channels; or they are more of one shape than a batch has
     tensors as a rule.
     """
-    if not isinstance(value, (list, tuple)) or len(value) < least or hasattr(value, "_fields") or hasattr(value, "n_fields"):
+    if not isinstance(value, (list, tuple)) or len(value) < least or _has_fields(value):
         return False
     first = value[0]
-    if len(value) < 5 and not (isinstance(first, Tensor) and first.dim() == 3):
-        return False
     if not all(isinstance(entry, Tensor) and not entry.is_nested and entry.dtype == first.dtype for entry in value):
         return False
     if len(value) > 4 and first.dim() and all(entry.shape == first.shape for entry in value):
@@ -283,7 +285,7 @@ def _may_be_samples(value: Any, least: int) -> bool:
 
 def may_be_list_of_samples(value: Sequence[Any]) -> bool:
     """Whether a list may have one entry a sample, by its entries alone: records, labelled tuples, tensors that are no one batch."""
-    if hasattr(value, "_fields") or hasattr(value, "n_fields"):
+    if _has_fields(value):
         return False
     entries = [entry for entry in value if entry is not None]
     if len({type(entry) for entry in entries}) != 1 or type(entries[0]) in _PLAIN:
@@ -301,7 +303,7 @@ def first_tensor_or_list(batch: Any) -> Tensor | Sequence[Any] | None:
     """The first tensor with a dimension 0, or the first list that may have one entry a sample, whichever comes first."""
     if isinstance(batch, Tensor):
         return batch if batch.dim() else None
-    children: Iterable[Any] = ()
+    children: Iterable[Any]
     if type(batch) in _PLAIN or isinstance(batch, Iterator) or is_array_like(batch):  # a step may draw its batches by itself
         return None
     if isinstance(batch, Mapping) or callable(getattr(batch, "values", None)):

@@ -417,6 +417,29 @@ def test_the_size_that_most_tensors_have_wins() -> None:
     assert Layout.read({"x": rows(8), "y": rows(8), "a": rows(5), "b": rows(4), "empty": rows(0, 4)}).size == 8
 
 
+def test_a_list_of_many_tensors_is_no_list_of_samples_where_the_loader_says_that_their_rows_are() -> None:
+    tensors = [rows(8, 2) for _ in range(5)]
+    layout = Layout.read(tensors, samples=(8,))
+    assert layout.size == 8
+    assert same(layout.take(slice(0, 3)), [tensor[:3] for tensor in tensors])
+    with pytest.raises(UnsplittableBatchError, match="either could be the samples"):
+        Layout.read(tensors)
+
+
+def test_an_empty_tensor_beside_rows_is_no_second_size() -> None:
+    x, empty = rows(8, 2), rows(0, 4)
+    layout = Layout.read({"x": x, "boxes": empty})
+    assert layout.size == 8
+    assert same(layout.take(slice(0, 3)), {"x": x[:3], "boxes": empty})
+
+
+def test_the_fields_of_a_tuple_of_torch_are_no_rows_of_a_batch_of_two() -> None:
+    largest = torch.max(rows(5), 0)
+    layout = Layout.read({"x": rows(2, 3), "y": rows(2), "largest": largest})
+    assert layout.size == 2
+    assert same(tuple(layout.take([1])["largest"]), tuple(largest))
+
+
 def test_a_batch_without_rows_has_size_zero() -> None:
     assert Layout.read({"x": rows(0, 4), "y": rows(0)}).size == 0
 
