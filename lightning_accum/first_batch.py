@@ -353,10 +353,12 @@ class _Looks:
             _end(checked)
 
     def _warn_of_buffers(self, rows: Rows) -> None:
-        """Buffers that change with each micro-batch, such as running statistics, change the loss of those that follow."""
+        """Buffers and attributes that change with each micro-batch, such as running statistics, change the loss of the next."""
         with suppress(CannotCheckError):
             if changed := self._trial.changed_buffers(rows.whole):
                 self._accumulation.warn_once(advice.of_buffers(changed))
+            if difference := self._trial.change_by_attributes(rows.whole):
+                self._accumulation.warn_once(advice.of_attributes(difference))
 
 
 def check_of(checked: Checked, trial: Trial, before: Verdict | None) -> Check:

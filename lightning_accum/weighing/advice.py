@@ -107,6 +107,16 @@ def of_buffers(changed: Mapping[str, float]) -> str:
     )
 
 
+def of_attributes(difference: float) -> str:
+    """The warning of what a step keeps in attributes for the next; and by how much its loss or gradient changes with that."""
+    return (
+        "training_step keeps something in an attribute (a statistic, a counter, an output) that its loss depends on: that of the"
+        f" same rows, or its gradient, is {difference:.1g} of its size off the second time. Micro-batches of a window see another"
+        " than their full batch would. Change it once a window: in the module's optimizer_step, after super().optimizer_step(...);"
+        ' or have training_step see the full batch: micro_batch="offload", or micro_batch= with row_wise=, and a window of 1.'
+    )
+
+
 def _sizes(verdict: Verdict) -> str:
     if len(verdict.rows) > 3:
         return "single rows"

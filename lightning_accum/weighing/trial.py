@@ -170,6 +170,41 @@ class Trial:
                     found[names[0]] = difference
         return found
 
+    def change_by_attributes(self, batch: Callable[[], Any]) -> float:
+        """How far the loss of the same rows, or its gradient, is from what it was, where attributes are as a step has left them.
+
+        Called on all ranks. 0 where that is rounding, as part of its size otherwise.
+
+        Raises:
+            CannotCheckError: the batch has no loss, or another one each time. On all ranks.
+        """
+
+        def result(begin: Callable[[], None]) -> tuple[float, dict[int, Tensor]]:
+            begin()
+            loss = self.step(batch())
+            return float(loss.detach()), self.gradients(loss, 1.0)
+
+        with self.held():
+            random_state = self.random_state()
+            buffers = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
+
+            def restore_all_but_attributes() -> None:
+                random_state.restore()
+                self._mode.restore()
+                self._mode.restart()
+                for name, buffer in self._module.named_buffers():
+                    if name in buffers and buffer.shape == buffers[name].shape:
+                        buffer.data.copy_(buffers[name])
+
+            before = self.together(partial(result, self.restore))
+            difference = self.largest(_difference(self.together(partial(result, restore_all_but_attributes)), before))
+            if difference <= self.tolerance:
+                return 0.0
+            again = self.together(partial(result, self.restore))
+            if self.largest(_difference(again, before)) > self.tolerance:
+                raise CannotCheckError("training_step gives the same rows another loss each time")
+        return difference
+
     def takes_rows_of_other_ranks(self, pair: tuple[Callable[[], Any], Callable[[], Any]], rank: int) -> bool:
         """Whether the loss of a rank is another where other ranks have other rows: it gathers them. Called on all ranks.
 

@@ -301,6 +301,56 @@ def test_what_is_advised_for_buffers_is_exact(reference: type[Net], module: type
     assert relative_error(*floats) <= 1e-12
 
 
+class OfStatistic(Net):
+    """Its loss is divided by a moving average of itself, in an attribute."""
+
+    average: Any = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.average = 0.9 * self.average + 0.1 * self.of(loss)
+        return loss / self.average
+
+    def of(self, loss: Tensor) -> Any:
+        return loss.item()
+
+
+class OfTensor(OfStatistic):
+    def of(self, loss: Tensor) -> Any:
+        return loss.detach()
+
+
+class Anneals(Net):
+    steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        return super().training_step(batch, batch_idx) * min(1.0, self.steps / 100)
+
+
+class Counts(Net):
+    """Keeps what no loss depends on."""
+
+    steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.last = super().training_step(batch, batch_idx)
+        return self.last
+
+
+@pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}])
+@pytest.mark.parametrize(("module", "is_named"), [(OfStatistic, True), (OfTensor, True), (Anneals, True), (Counts, False)])
+def test_attributes_that_a_step_changes_and_its_loss_depends_on_are_warned_of(
+    module: type[Net], is_named: bool, policy: dict[str, Any]
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data = [torch.cat(batches()[i : i + 3]) for i in range(0, 12, 3)]
+        trainer(callbacks=[GradientAccumulation(**policy)]).fit(module(), loader(data))
+    assert any("training_step keeps something in an attribute" in str(warning.message) for warning in caught) == is_named
+
+
 def test_ranks_look_at_buffers_together() -> None:
     run = trainer(ddp(), devices=2, callbacks=[GradientAccumulation(window=2)])
     with warnings.catch_warnings():
