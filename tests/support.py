@@ -286,3 +286,16 @@ def train_by_hand(
                 nn.utils.clip_grad_value_(module.parameters(), clip["value"])
             optimizer.step()
     return module
+
+
+class WrapsAnother(torch.optim.Optimizer):
+    """As Lookahead is often written: ``Optimizer.__init__`` is not called."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)

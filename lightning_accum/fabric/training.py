@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -112,13 +113,14 @@ class Training:
         """Loader batches that the loop has drawn so far, over all passes."""
         self._is_stepping = self._has_stepped = False
         self._step_outside = step_outside
-        self._may_be_left_out = self.scaler is not None and hasattr(self.raw_optimizer, "register_step_post_hook")
-        if hasattr(self.raw_optimizer, "register_step_pre_hook"):
-            for handle in _hooks.get(self.raw_optimizer, ()):  # of an Accumulator that this one takes the place of
-                handle.remove()
+        self._may_be_left_out = False
+        for handle in _hooks.pop(self.raw_optimizer, ()):  # of an Accumulator that this one takes the place of
+            handle.remove()
+        with suppress(AttributeError):  # some that wrap another optimizer leave out Optimizer.__init__
             hooks = _hooks[self.raw_optimizer] = [self.raw_optimizer.register_step_pre_hook(self._before_step)]
-            if self._may_be_left_out:
+            if self.scaler is not None:
                 hooks.append(self.raw_optimizer.register_step_post_hook(self._after_step))
+                self._may_be_left_out = True
 
     def _ranks(self) -> Ranks:
         """Those that train, and whose gradients are averaged."""

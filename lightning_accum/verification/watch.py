@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -120,7 +120,10 @@ class StepRecorder(pl.Callback):
         ]
         seed_everything(self._seed)
         for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(self._after_step)
+            try:
+                optimizer.register_step_post_hook(self._after_step)
+            except AttributeError:  # some that wrap another leave out Optimizer.__init__
+                optimizer.step = self._noting(optimizer, optimizer.step)  # type: ignore[method-assign]
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -131,6 +134,14 @@ class StepRecorder(pl.Callback):
         named = named_parameters_of(pl_module, trainer.optimizers)
         self._trained = [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
         self.step.before, self.step.buffers_before = _copies(self._trained), _copies(pl_module.named_buffers())
+
+    def _noting(self, optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            self._after_step(optimizer, args, kwargs)
+            return result
+
+        return run
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.step.after = _copies(self._trained)

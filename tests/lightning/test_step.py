@@ -12,6 +12,7 @@ from support import (
     NONE_LOSS,
     Language,
     Scalar,
+    WrapsAnother,
     ddp,
     error_of_updates,
     fp16_on_cpu,
@@ -206,19 +207,6 @@ class LooksAhead(torch.optim.SGD):
                 self.state[parameter]["momentum"].mul_(0.9).sub_(parameter.grad, alpha=0.1)
                 parameter.sub_(parameter.grad, alpha=0.1)
         return loss
-
-
-class WrapsAnother(torch.optim.Optimizer):
-    """As Lookahead is often written: ``Optimizer.__init__`` is not called."""
-
-    def __init__(self, inner) -> None:
-        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, inner.defaults
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
 
 
 class WithLooksAhead(Language):

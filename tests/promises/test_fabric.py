@@ -18,7 +18,7 @@ from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
 from sharded import fully_shard, needs_sharding_on_cpu, whole_parameters
-from support import OPTIMIZERS, TinyGPT, language_loss, pad, relative_error, sentences
+from support import OPTIMIZERS, TinyGPT, WrapsAnother, language_loss, pad, relative_error, sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -929,6 +929,21 @@ def test_ranks_check_their_first_batches_together(strategy: str) -> None:
         return loop(fabric, "adamw", batches, window=2, loss_of=loss_of)
 
     assert_same(on_two(train, strategy), by_hand("adamw", in_batches(rows, 16)))
+
+
+def test_optimizer_that_wraps_another_without_being_one_itself() -> None:
+    model, reference = gpt(), gpt()
+    wraps, stepping = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference))
+    batches = in_batches(sentences(16), 4)
+    accumulator = Accumulator(None, model, WrapsAnother(wraps), window=1, micro_batch=2, log=False)
+    for batch in accumulator(batches):
+        accumulator.backward(loss_of(model, batch))
+        accumulator.step()
+    for batch in batches:
+        stepping.zero_grad()
+        loss_of(reference, batch).backward()
+        stepping.step()
+    assert relative_error(model.parameters(), reference.parameters()) <= 1e-12
 
 
 # --- micro-batches that bring in the same as the one before them -----------------------------------------------------------

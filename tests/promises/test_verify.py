@@ -17,7 +17,7 @@ import torchmetrics
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, DemoModel
 from lightning.pytorch.demos.transformer import LightningTransformer
-from support import OPTIMIZERS, Hide, Language, Scalar, loader, pad, sentences, trainer, x
+from support import OPTIMIZERS, Hide, Language, Scalar, WrapsAnother, loader, pad, sentences, trainer, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -222,6 +222,16 @@ def test_vision_transformer_of_hugging_face_is_equal(precision: str) -> None:
 
 
 # --- what is measured ----------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_that_wraps_another_without_being_one_itself() -> None:
+    class Wraps(Language):
+        def configure_optimizers(self) -> Any:
+            return WrapsAnother(torch.optim.SGD(self.parameters(), lr=0.1))
+
+    report = verify(Wraps(), loader([pad(sentences(8)[:3]), pad(sentences(8)[3:])]), window=2)
+    assert report.is_equal
+    assert "all parameters" in str(report)
 
 
 def test_differences_are_those_of_the_known_answer() -> None:
