@@ -180,15 +180,13 @@ class Accumulator:
         return self._pass
 
     def _run(self, loader: Iterable[Any], skip: int, is_last: bool) -> Generator[Any, None, None]:
-        running, passes = self._running, self._passes
+        running = self._running
         try:
             with self._words.in_errors():
-                for micro_batch, ends_window in passes.micro_batches(loader, skip, is_last):
+                for micro_batch, ends_window in self._passes.micro_batches(loader, skip, is_last):
                     running.begin(micro_batch, ends_window)
                     yield micro_batch.batch
                     running.end()
-                    if micro_batch.ends_loader_batch:
-                        passes.end_loader_batch()
         finally:
             running.leave()
             if running.is_first_without_backward:

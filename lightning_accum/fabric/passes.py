@@ -86,6 +86,7 @@ class Passes:
                 yield MicroBatch(batch, None, 0, 1, ends_window and overlaps, is_shadow_batch), ends_window
             else:
                 yield from self._parts(batch, ends_window)
+            self.end_loader_batch()
         self._end(ends_data, is_last)
 
     @property
