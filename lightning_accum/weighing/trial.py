@@ -51,6 +51,9 @@ class Backward(Protocol):
     def forget_forward(self) -> None:
         """There is no backward for what ran forward."""
 
+    def reshard(self) -> None:
+        """Have the module's parameters be those of the optimizer."""
+
 
 class Trial:
     """Runs ``training_step`` on some rows, and leaves everything as it was.
@@ -299,6 +302,7 @@ class Trial:
         with ExitStack() as stack:
             if (dtype := self._dtype) is not None:
                 self.together(lambda: stack.enter_context(widened(self._module, dtype)))  # memory may run out
+            self.backward.reshard()  # what runs forward alone leaves others, whose memory the engine frees
             self._mode.watch(self._module.parameters())
             self._trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
             stack.callback(self._mode.watch, ())  # what is in another type is not kept
