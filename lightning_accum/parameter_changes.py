@@ -79,13 +79,14 @@ class ParameterChanges:
             RuntimeError: it has changed some, or put others in their place.
         """
         before = [
-            (sample.name, sample.tensor, gradient, _version(gradient))
+            (sample.name, sample.tensor, gradient, _version(gradient), _elements_of(gradient))
             for sample in self._before
             for gradient in (sample.tensor.grad,)
         ]
         yield
-        for name, tensor, gradient, version in before:
-            if tensor.grad is not gradient or _version(gradient) != version:
+        for name, tensor, gradient, version, elements in before:
+            is_as_it_was = tensor.grad is gradient and _version(gradient) == version
+            if not is_as_it_was and not torch.equal(_elements_of(tensor.grad), elements):  # DDP moves some into other buckets
                 raise RuntimeError(
                     f"training_step changes the gradient of '{name}', to which the micro-batches of a window add. A step of the"
                     " full batch is not changed by that, since Lightning clears the gradients after training_step; here what it"
@@ -117,6 +118,11 @@ class ParameterChanges:
     def stop(self) -> None:
         """Compare nothing more: there was a warning."""
         self._warn, self._before, self.is_due, self.is_under_way = None, [], False, False
+
+
+def _elements_of(gradient: Tensor | None) -> Tensor:
+    is_read = gradient is not None and gradient.layout == torch.strided
+    return _elements(gradient) if is_read else torch.empty(0)  # type: ignore[arg-type]
 
 
 def _version(gradient: Tensor | None) -> int:
