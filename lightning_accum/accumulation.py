@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum.checkpointing.resume import PartialWindow
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.policy import Policy
@@ -20,7 +21,7 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.weighing.contribution import Contribution
-from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
+from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.proven import Proven
 from lightning_accum.weighing.shares import ShareWeight
 from lightning_accum.weighing.term_nodes import scale_terms

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.sync import GradientSync
@@ -23,14 +24,10 @@ from lightning_accum.weighing.check import Check, Earlier
 from lightning_accum.weighing.in_types import look_in_types
 from lightning_accum.weighing.proven import Proven
 from lightning_accum.weighing.trial import Trial
-from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, DoesNotAddUpError, Rows, UnsuitableRowsError, Verdict
+from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, Rows, UnsuitableRowsError, Verdict
 
 MOST_BATCHES = 8
 """Loader batches that are looked at until there were enough rows."""
-
-
-class JointLossError(ValueError):
-    """A window of several loader batches has a loss that takes the rows of all ranks together."""
 
 
 @dataclass(frozen=True)

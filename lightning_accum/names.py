@@ -2,6 +2,14 @@
 
 from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.errors import (
+    AccumulationError,
+    DoesNotAddUpError,
+    RowWiseError,
+    SeamError,
+    UnreadableLossError,
+    UnsplittableBatchError,
+)
 from lightning_accum.noise.callback import GradientNoiseScale
 from lightning_accum.samplers import SameOrderSampler
 from lightning_accum.splitting.micro_batch import Tokens
@@ -16,17 +24,23 @@ from lightning_accum.verification import verify
 from lightning_accum.weighing.counts import SampleCount, TokenCount
 
 __all__ = [
+    "AccumulationError",
     "AccumulationStrategy",
     "AccumulationWarning",
     "BalancedBatchSampler",
     "DDPAccumulationStrategy",
+    "DoesNotAddUpError",
     "FSDPAccumulationStrategy",
     "GradientAccumulation",
     "GradientNoiseScale",
     "ModelParallelAccumulationStrategy",
+    "RowWiseError",
     "SameOrderSampler",
     "SampleCount",
+    "SeamError",
     "TokenCount",
     "Tokens",
+    "UnreadableLossError",
+    "UnsplittableBatchError",
     "verify",
 ]

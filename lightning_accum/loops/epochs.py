@@ -69,7 +69,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
     def advance(self, data_fetcher: _DataFetcher) -> None:
         trainer, strategy, progress = self.trainer, self.strategy, self.batch_progress
         if not strategy.watch.is_in_epoch:
-            raise seams.SeamError("_TrainingEpochLoop.advance was called, but not by _TrainingEpochLoop.run.")
+            raise seams.broken("_TrainingEpochLoop.advance was called, but not by _TrainingEpochLoop.run.")
         self._advanced = progress.total.ready + 1
         if strategy.manual is not None:
             strategy.manual.windows.begin_loader_batch()
@@ -183,7 +183,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         """
         seen = self.batch_progress.total.ready
         if seen == self.begun or seen != self._advanced:
-            raise seams.SeamError(f"{runs}.run was called twice for a loader batch, or not by _TrainingEpochLoop.advance.")
+            raise seams.broken(f"{runs}.run was called twice for a loader batch, or not by _TrainingEpochLoop.advance.")
         self.begun = seen
         if self._is_inside_since is not None:
             self._is_inside_since = self._rows.since = None
@@ -315,7 +315,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             progress.increment_started()  # which it forgets for None, and then resumes one batch too early
         elif not is_forgotten and self._boundary is not None:
             runs = "_AutomaticOptimization" if self.strategy.manual is None else "_ManualOptimization"
-            raise seams.SeamError(f"A loader batch was trained on without a call of {runs}.run.")
+            raise seams.broken(f"A loader batch was trained on without a call of {runs}.run.")
         if self.strategy.accumulation is not None:
             self._visit_skipped_batch(self.strategy.accumulation)
         elif self.strategy.manual is not None:

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_accum import first_batch
 from lightning_accum.engine import Engine
+from lightning_accum.errors import JointLossError
 from lightning_accum.later_batches import check_doubted
 from lightning_accum.loops.results import collecting_logs
 from lightning_accum.splitting.few_rows import FewRows
@@ -63,7 +64,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     )
     try:
         first_batch.check_first_batch(checked, list(kwargs.values())[:1])
-    except first_batch.JointLossError as error:
+    except JointLossError as error:
         raise MisconfigurationException(str(error)) from None
     accumulation.look_at_doubted = partial(check_doubted, checked)
 

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_accum import seams
 from lightning_accum.engine import Engine
 from lightning_accum.loops.epochs import AccumulatingEpochLoop
 from lightning_accum.loops.fit import AccumulatingFitLoop
@@ -25,7 +26,6 @@ from lightning_accum.loops.results import BatchResults
 from lightning_accum.loops.specialised import specialised
 from lightning_accum.loops.trainer import AccumulatingTrainer
 from lightning_accum.loops.uneven import DeferredSigterm, NonPaddingSampling
-from lightning_accum.seams import SeamError
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def installed(trainer: pl.Trainer) -> Iterator[None]:
         cast("AccumulatingTrainer", trainer).show_window_metrics()  # those of another run take their place
         is_over = trainer.state.status == TrainerStatus.RUNNING
         if is_over and strategy.watch.is_unfinished:
-            raise SeamError("Training is over, and _FitLoop.on_run_end was not called: an unfinished window took no step.")
+            raise seams.broken("Training is over, and _FitLoop.on_run_end was not called: an unfinished window took no step.")
         is_unanswered = cast("DeferredSigterm", signals).is_waiting and not signals.received_sigterm
     if is_unanswered and is_over:
         raise SIGTERMException

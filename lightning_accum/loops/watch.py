@@ -72,9 +72,9 @@ class Watch:
         }
         for seam, has_been in called.items():
             if not has_been:
-                raise seams.SeamError(f"{seam} was not called before the first loader batch.")
+                raise seams.broken(f"{seam} was not called before the first loader batch.")
         if number == self._epoch:
-            raise seams.SeamError(f"_TrainingEpochLoop.run was called twice for epoch {number}.")
+            raise seams.broken(f"_TrainingEpochLoop.run was called twice for epoch {number}.")
         self._epoch, self.is_unfinished, self.is_in_epoch = number, True, True
         try:
             yield
@@ -136,7 +136,7 @@ class Watch:
         found = [float(number) for number in arrived]
         is_right = len(found) == 1 and abs(found[0] - expected) <= _TOLERANCE * abs(expected)
         if not is_right and math.isfinite(expected) and (not found or math.isfinite(found[0])):
-            raise seams.SeamError(
+            raise seams.broken(
                 f"The loss of a micro-batch got the gradients {found} in backward, and not [{expected}] (Strategy.training_step,"
                 " Strategy.backward, Precision.pre_backward, Precision.backward, LightningModule.backward)."
             )
@@ -151,7 +151,7 @@ class Watch:
         before = None if gradient is None else gradient._version
         yield
         if gradient is not None and parameter is not None and parameter.grad is gradient and gradient._version == before:
-            raise seams.SeamError(
+            raise seams.broken(
                 "zero_grad left a gradient of an earlier window (_AutomaticOptimization._optimizer_zero_grad,"
                 " LightningModule.optimizer_zero_grad)."
             )
@@ -196,7 +196,7 @@ class Watch:
         has_ended = self._is_stepping and (accumulation.closed is not None or accumulation.is_passthrough())
         if (self._steps > 1 or not has_ended) and "optimizer_step" not in self._own_hooks():
             seen = "for the second time in a window" if has_ended else "no window has ended"
-            raise seams.SeamError(f"The optimizer steps, {seen} ({_OF_A_STEP}).")
+            raise seams.broken(f"The optimizer steps, {seen} ({_OF_A_STEP}).")
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -212,7 +212,7 @@ class Watch:
         has_changed = not versions or any(parameter._version != version for parameter, version in versions)
         may_be_skipped = is_empty or self.may_skip_steps or self._has_stepped or bool(self._steps) or has_changed
         if closed is not None and not may_be_skipped and "optimizer_step" not in self._own_hooks():
-            raise seams.SeamError(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
+            raise seams.broken(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
         self._is_stepping, self._steps = False, 0
         return self._has_stepped
 
@@ -231,7 +231,7 @@ class Watch:
     def _expect_schedulers(self) -> None:
         """The next step is about to begin, or training ends."""
         if False in self._left:
-            raise seams.SeamError("Schedulers were not asked after a step: _TrainingEpochLoop.update_lr_schedulers was not called.")
+            raise seams.broken("Schedulers were not asked after a step: _TrainingEpochLoop.update_lr_schedulers was not called.")
 
     @contextmanager
     def ticks(self, due: list[Any]) -> Iterator[None]:
@@ -244,7 +244,7 @@ class Watch:
         yield
         ticked = [scheduler.last_epoch - count for scheduler, count in zip(counted, before, strict=True)]
         if ticked != [sum(s is other for other in counted) for s in counted] and "lr_scheduler_step" not in self._own_hooks():
-            raise seams.SeamError(
+            raise seams.broken(
                 f"Schedulers stepped {ticked} times where one step was due (_TrainingEpochLoop._update_learning_rates,"
                 " LightningModule.lr_scheduler_step)."
             )

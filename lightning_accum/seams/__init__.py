@@ -13,6 +13,7 @@ from itertools import groupby
 
 import lightning.pytorch as pl
 
+from lightning_accum.errors import SeamError
 from lightning_accum.seams import lightning, torch
 from lightning_accum.seams.lightning import LIGHTNING
 from lightning_accum.seams.seam import Seam
@@ -27,7 +28,7 @@ __all__ = [
     "SEAMS",
     "TORCH",
     "Seam",
-    "SeamError",
+    "broken",
     "changed",
     "check_nothing_is_missing",
     "in_words",
@@ -51,17 +52,15 @@ def check_nothing_is_missing(table: Iterable[Seam] = ALWAYS) -> None:
     """
     if gone := [seam for seam in table if seam.found() is None and not seam.is_optional]:
         missing = [f"{seam} ({seam.replaced_by or 'relied on'}: {seam.why})" for seam in gone]
-        raise SeamError(f"{_library(gone[0])} does not have {', '.join(missing)}.")
+        raise broken(f"{_library(gone[0])} does not have {', '.join(missing)}.")
 
 
-class SeamError(RuntimeError):
-    """Another library does not do what the versions did that were read."""
-
-    def __init__(self, seen: str) -> None:
-        super().__init__(
-            f"{seen} So windows would not be exact, and training stops. {in_words(changed(ALWAYS))} {lightning.READ} and"
-            f" {torch.READ} were read: install one of these, and report it to {issue_tracker()}."
-        )
+def broken(seen: str) -> SeamError:
+    """The error, with what differs from what was read, and where to report it."""
+    return SeamError(
+        f"{seen} So windows would not be exact, and training stops. {in_words(changed(ALWAYS))} {lightning.READ} and"
+        f" {torch.READ} were read: install one of these, and report it to {issue_tracker()}."
+    )
 
 
 def issue_tracker() -> str:

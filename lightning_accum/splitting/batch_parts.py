@@ -19,19 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_accum.errors import UnsplittableBatchError
+
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, range, slice})
-
-
-class UnsplittableBatchError(ValueError):
-    """A batch does not show how it is made of rows."""
-
-    @classmethod
-    def because(cls, found: str) -> UnsplittableBatchError:
-        """The error, with the way out."""
-        return cls(
-            f"The batch cannot be split into micro-batches: {found}. Say how to split it: GradientAccumulation(split=...) takes a"
-            " function split(batch, size) that returns the micro-batches as a list."
-        )
 
 
 @dataclass(slots=True, eq=False)

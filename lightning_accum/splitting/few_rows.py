@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.splitting.batch_parts import UnsplittableBatchError
+from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.splitting.joining import JoiningError, join
 from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.splitting.packed import layout_of_samples, may_be_one_sample

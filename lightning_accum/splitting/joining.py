@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_accum.splitting.batch_parts import BatchNode, UnsplittableBatchError, read_parts
+from lightning_accum.errors import UnsplittableBatchError
+from lightning_accum.splitting.batch_parts import BatchNode, read_parts
 from lightning_accum.splitting.micro_batch import Layout, RowSelector
 from lightning_accum.splitting.padding import IGNORE_INDEX
 

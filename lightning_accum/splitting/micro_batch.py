@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.splitting.batch_parts import BatchNode, UnsplittableBatchError, is_array_like, read_parts
+from lightning_accum.errors import UnsplittableBatchError
+from lightning_accum.splitting.batch_parts import BatchNode, is_array_like, read_parts
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accum.splitting.batch_parts import UnsplittableBatchError
+from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.splitting.micro_batch import Layout
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import sub
 from typing import Literal, TypeAlias
 
-from lightning_accum.splitting.batch_parts import UnsplittableBatchError
+from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.splitting.memory import MicroBatchSizes
 from lightning_accum.splitting.micro_batch import Layout, RowSelector, Tokens
 from lightning_accum.splitting.padding import Spans

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from lightning_accum.errors import ArgumentError
+
 IGNORE_INDEX = -100
 """What labels that do not count are set to, as in :func:`torch.nn.functional.cross_entropy`."""
 
 _MASKS = ("attention_mask", "decoder_attention_mask")  # 1 is a token, 0 is padding
 _INVERTED_MASKS = ("key_padding_mask",)  # of torch.nn.Transformer: True is padding
-
-
-class LengthsNotFoundError(ValueError):
-    """The key of the lengths of rows is not in the batch, or is that of something else."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[in
         nothing shows the lengths, or no row has padding.
 
     Raises:
-        LengthsNotFoundError: there is no ``key``, or it is neither a mask nor lengths.
+        ArgumentError: there is no ``key``, or it is neither a mask nor lengths.
 
     Example:
         >>> read_spans({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])})
@@ -93,7 +91,7 @@ def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[in
     if key is not None:
         found = {path: tensor for path, tensor in tensors.items() if path == key or f"_{_name(path)}".endswith(f"_{key}")}
         if not found:
-            raise LengthsNotFoundError(f"the batch has no tensor {key!r} to read lengths from: it has {', '.join(tensors)}")
+            raise ArgumentError(f"the batch has no tensor {key!r} to read lengths from: it has {', '.join(tensors)}")
         spans = _join((path, _explicit(path, tensor, tensors)) for path, tensor in found.items())
     else:
         masks = _join((path, _is_token(path, mask)) for path, mask in tensors.items() if mask.dim() == 2 and _is_mask(path))
@@ -146,8 +144,8 @@ def _explicit(path: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tenso
         if sizes:
             columns = longest if longest in sizes else sizes[0]  # as a rule the longest row has no padding
             return torch.arange(columns, device=tensor.device) < tensor[:, None]
-        raise LengthsNotFoundError(f"the lengths in {path!r} are up to {longest}, but no tensor of the batch has so many columns")
-    raise LengthsNotFoundError(
+        raise ArgumentError(f"the lengths in {path!r} are up to {longest}, but no tensor of the batch has so many columns")
+    raise ArgumentError(
         f"{path!r} has the shape {tuple(tensor.shape)} and type {tensor.dtype}: expected a mask of shape (rows, columns) or whole"
         " numbers of shape (rows,)"
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_accum.splitting.batch_parts import UnsplittableBatchError
+from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.splitting.memory import MicroBatchSizes
 from lightning_accum.splitting.micro_batch import Layout, Pattern, Tokens
 from lightning_accum.splitting.packed import PackedBatches

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accum.dispatch import in_eager_mode
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact, rounding_of_gradients
 from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.splitting.snapshot import StateSnapshotter
-from lightning_accum.weighing.denominator import Denominator, UnreadableLossError
+from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import read_function
 from lightning_accum.weighing.trial import TrialMode
 from lightning_accum.wider import is_narrow, widened, widened_batch

@@ -143,7 +143,7 @@ class AccumulationMixin(Engine):
         if trainer.state.fn == TrainerFn.FITTING:
             for hook, made in {"connect": self._fit, "setup_environment": self.ranks}.items():
                 if made is None:
-                    raise seams.SeamError(f"Strategy.{hook} was not called before Strategy.setup.")
+                    raise seams.broken(f"Strategy.{hook} was not called before Strategy.setup.")
             self.watch.is_set_up = True
             callback = _callback_of(trainer)
             self.policy = Policy() if callback is None else callback.policy

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.verification.report import Break
-from lightning_accum.weighing.denominator import UnreadableLossError
 
 _WORDS = {
     "non-deterministic operations": (

@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.randomness import generators_kept
-from lightning_accum.splitting.batch_parts import UnsplittableBatchError
 from lightning_accum.splitting.joining import JoiningError
 from lightning_accum.splitting.joining import join as join_batches
 from lightning_accum.splitting.micro_batch import Layout

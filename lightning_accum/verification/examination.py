@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Comparison
@@ -16,7 +17,6 @@ from lightning_accum.verification.measure import Difference, difference, flat, i
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, NoStepError, StepRunner
 from lightning_accum.verification.watch import Step
-from lightning_accum.weighing.denominator import UnreadableLossError
 
 _SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6
 """Running averages may be kept in float32 whatever the precision."""

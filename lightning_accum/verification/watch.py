@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.engine import Engine
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.randomness import seed_everything, switch_off_dropout
 from lightning_accum.session import named_parameters_of
-from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import terms_of
 from lightning_accum.weighing.nodes import nodes_below
 from lightning_accum.weighing.safeguards import batch_norm_layers, is_contrastive

@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.weighing.constant import Excesses
 from lightning_accum.weighing.contribution import COUNTS_NOTHING, Contribution, Kind, Way
 from lightning_accum.weighing.counts import SampleCount, TokenCount
-from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.measured import OF_GRADIENT, Measured, deviations, has_fixed_counts, has_raised_count, relative
 from lightning_accum.weighing.shares import ShareWeight, candidates, together
 from lightning_accum.weighing.term_nodes import Proportion, scale_terms

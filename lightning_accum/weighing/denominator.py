@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import moved
 from lightning_accum.weighing.nodes import (
     CONTRACTIONS,
@@ -23,14 +24,6 @@ from lightning_accum.weighing.nodes import (
 )
 
 Denominator: TypeAlias = "Tensor | float"
-
-
-class UnreadableLossError(ValueError):
-    """The graph of the loss shows no denominator."""
-
-    def __init__(self, found: str) -> None:
-        self.found = found
-        super().__init__(found)
 
 
 class Term(NamedTuple):

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact
-from lightning_accum.weighing.denominator import CRITERIA, Denominator, UnreadableLossError, on_host, operation
+from lightning_accum.weighing.denominator import CRITERIA, Denominator, on_host, operation
 from lightning_accum.weighing.graph import Reading, read_loss, read_terms, terms_of
 from lightning_accum.weighing.nodes import SUMS, THROUGH, Node, constant_operand, inputs_of, is_of_parameters_only, kind_of
 from lightning_accum.weighing.reductions import is_whole_loss

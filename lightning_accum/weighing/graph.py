@@ -16,15 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_accum.weighing.denominator import (
-    CRITERIA,
-    Denominator,
-    Operation,
-    Term,
-    UnreadableLossError,
-    criterion_of,
-    operation,
-)
+from lightning_accum.errors import UnreadableLossError
+from lightning_accum.weighing.denominator import CRITERIA, Denominator, Operation, Term, criterion_of, operation
 from lightning_accum.weighing.nodes import (
     CONTRACTIONS,
     SELECTIONS,

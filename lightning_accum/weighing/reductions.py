@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from lightning_accum.weighing.denominator import CRITERIA, NO_REDUCTION, Operation, UnreadableLossError, operation
+from lightning_accum.errors import UnreadableLossError
+from lightning_accum.weighing.denominator import CRITERIA, NO_REDUCTION, Operation, operation
 from lightning_accum.weighing.nodes import (
     ALONG_A_DIMENSION,
     SELECTIONS,

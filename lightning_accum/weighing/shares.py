@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import rounding
-from lightning_accum.weighing.denominator import CRITERIA, UnreadableLossError, criterion_of
+from lightning_accum.weighing.denominator import CRITERIA, criterion_of
 from lightning_accum.weighing.nodes import CONTRACTIONS, SELECTIONS, SUMS, THROUGH, Node, is_choice, is_of_parameters_only, kind_of
 from lightning_accum.weighing.reductions import Rows, hides_a_reduction
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_accum.weighing.denominator import Denominator, Term, UnreadableLossError
+from lightning_accum.errors import UnreadableLossError
+from lightning_accum.weighing.denominator import Denominator, Term
 from lightning_accum.weighing.nodes import Node, is_of_parameters_only
 
 if TYPE_CHECKING:

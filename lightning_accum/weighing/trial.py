@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.dispatch import in_eager_mode
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import rounding
 from lightning_accum.failures import have_all_left
 from lightning_accum.randomness import RandomState, SameForEveryRow, dropout_switched_off
-from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, NoDenominatorError, UnsuitableRowsError
 from lightning_accum.wider import is_narrow, widened, widened_batch

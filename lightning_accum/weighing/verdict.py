@@ -10,10 +10,6 @@ from typing import Any, NamedTuple
 MOST_ROWS = 8
 
 
-class DoesNotAddUpError(ValueError):
-    """The weighed losses of parts of a batch are not those of the batch."""
-
-
 class CannotCheckError(Exception):
     """What keeps the check from an answer."""
 

@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.weighing.contribution import Contribution, Kind
 from lightning_accum.weighing.counts import SampleCount, Weight, count_samples
-from lightning_accum.weighing.denominator import CRITERIA, Denominator, PlainMean, Term, UnreadableLossError, on_host
+from lightning_accum.weighing.denominator import CRITERIA, Denominator, PlainMean, Term, on_host
 from lightning_accum.weighing.functions import FoundFunction, FunctionOfMean, function_of_mean, is_of_whole_losses
 from lightning_accum.weighing.graph import Reading, read_terms, terms_of
 from lightning_accum.weighing.nodes import kind_of, path_of, sizes_of

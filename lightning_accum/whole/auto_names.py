@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accum.whole.layers import Layer, RowWiseError
+from lightning_accum.errors import RowWiseError
+from lightning_accum.whole.layers import Layer
 from lightning_accum.whole.row_proof import RowProof, number_of_rows, read_arguments
 
 _LEAST = 1 / 50

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_accum.whole.layers import Layer, RowWiseError
+from lightning_accum.errors import RowWiseError
+from lightning_accum.whole.layers import Layer
 
 
 class CallState:

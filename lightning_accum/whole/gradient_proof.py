@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_accum.dispatch import with_tensors
+from lightning_accum.errors import RowWiseError
 from lightning_accum.exact import exact_dtype, rounding_of_gradients
 from lightning_accum.whole.call_state import saving_nothing
-from lightning_accum.whole.layers import INSTEAD, Layer, RowWiseError, coarsest_eps
+from lightning_accum.whole.layers import INSTEAD, Layer, coarsest_eps
 from lightning_accum.whole.trees import leaves
 
 _LARGE = 100.0

@@ -11,13 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_accum.errors import RowWiseError
 from lightning_accum.exact import exact, rounding
 
 INSTEAD = 'Have a submodule without it run row-wise, or use micro_batch="offload", which is exact for any module.'
-
-
-class RowWiseError(RuntimeError):
-    """A submodule cannot run in micro-batches."""
 
 
 @dataclass

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_accum.dispatch import in_eager_mode
+from lightning_accum.errors import RowWiseError
 from lightning_accum.randomness import RandomState, SameForEveryRow, dropout_switched_off
 from lightning_accum.splitting.memory import is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.whole.call_state import as_with_a_graph
 from lightning_accum.whole.calls import Form
 from lightning_accum.whole.gradient_proof import check_gradients
-from lightning_accum.whole.layers import INSTEAD, Layer, RowWiseError, check_others, is_close
+from lightning_accum.whole.layers import INSTEAD, Layer, check_others, is_close
 from lightning_accum.whole.single_precision import prove_in_single_precision
 from lightning_accum.whole.trees import Tree, UnknownObjectError, is_list_of_numbers, leaves, read
 

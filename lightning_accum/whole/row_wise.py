@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_accum.errors import RowWiseError
 from lightning_accum.policy import Policy
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
@@ -24,7 +25,7 @@ from lightning_accum.splitting.packing import MicroBatchSize, RowSlice
 from lightning_accum.splitting.plan import Planner
 from lightning_accum.whole.auto_names import choose_names
 from lightning_accum.whole.calls import Call, Form, taken, twice_differentiated
-from lightning_accum.whole.layers import Layer, RowWiseError
+from lightning_accum.whole.layers import Layer
 from lightning_accum.whole.row_proof import Largest, RowProof, difference_by_padding, number_of_rows, read_arguments
 from lightning_accum.whole.trees import Tree
 

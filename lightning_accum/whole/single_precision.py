@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accum.whole.layers import Layer, RowWiseError
+from lightning_accum.errors import RowWiseError
+from lightning_accum.whole.layers import Layer
 from lightning_accum.whole.trees import Tree, read
 from lightning_accum.wider import is_narrow, widened, widened_batch
 

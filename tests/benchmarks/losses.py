@@ -37,8 +37,8 @@ from loss_table.rows import Kind, Loss, Table
 from loss_table.training import WAYS, Outcome, examine
 from memory import SavedBytes
 
+from lightning_accum import UnreadableLossError
 from lightning_accum.weighing.check import Check
-from lightning_accum.weighing.denominator import UnreadableLossError
 
 # --- losses of libraries ---
 

@@ -22,7 +22,7 @@ from support import Scalar, trainer, x
 from torch.distributed.fsdp import FSDPModule
 
 import lightning_accum
-from lightning_accum import loops, seams
+from lightning_accum import SeamError, loops, seams
 from lightning_accum.seams.seam import of_tree
 
 
@@ -76,7 +76,7 @@ def test_a_method_that_has_gone_is_an_error_before_training(monkeypatch: pytest.
     monkeypatch.delattr(_TrainingEpochLoop, "_should_accumulate")
     monkeypatch.setattr(pl, "__version__", "2.7.0")
     told = r"Lightning 2\.7\.0 does not have _TrainingEpochLoop\._should_accumulate \(AccumulatingEpochLoop: .*issue tracker"
-    with pytest.raises(seams.SeamError, match=told):
+    with pytest.raises(SeamError, match=told):
         trainer()
 
 
@@ -84,7 +84,7 @@ def test_a_name_of_torch_that_has_gone_is_an_error_before_training(monkeypatch: 
     # nothing that Lightning uses itself
     monkeypatch.delattr(torch.nn.parallel.DistributedDataParallel, "_sync_buffers")
     told = rf"torch {re.escape(torch.__version__)} does not have DistributedDataParallel\._sync_buffers \(relied on: sends the buff"
-    with pytest.raises(seams.SeamError, match=told):
+    with pytest.raises(SeamError, match=told):
         trainer()
 
 
@@ -95,7 +95,7 @@ def test_a_seam_that_broke_says_where_to_report_it(monkeypatch: pytest.MonkeyPat
     installed["Project-URL"] = "Documentation, https://docs.invalid"
     installed["Project-URL"] = f"Issues, {address}"
     monkeypatch.setattr(seams, "metadata", {"lightning-accum": installed}.__getitem__)
-    assert str(seams.SeamError("Seen.")).endswith(f"report it to the issue tracker of lightning_accum: {address}.")
+    assert str(seams.broken("Seen.")).endswith(f"report it to the issue tracker of lightning_accum: {address}.")
 
 
 def test_a_method_that_was_not_read_is_named_and_nothing_is_done_in_its_place(

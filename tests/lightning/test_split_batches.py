@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_accum import GradientAccumulation, SampleCount, Tokens
-from lightning_accum.splitting.batch_parts import UnsplittableBatchError
+from lightning_accum import GradientAccumulation, SampleCount, Tokens, UnsplittableBatchError
 
 # --- trimming ---------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from support import loader, relative_error, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_accum import GradientAccumulation, seams
+from lightning_accum import GradientAccumulation, SeamError, seams
 from lightning_accum.seams import LIGHTNING, Seam
 
 SIZES = (3, 1, 4, 2, 2)
@@ -134,7 +134,7 @@ def test_as_lightning_is_windows_are_exact(policy: str) -> None:
 @pytest.mark.parametrize("name", [name for name, seam in BY_NAME.items() if not seam.is_optional])
 def test_a_method_that_was_renamed_is_an_error_that_names_it(name: str, lightning: Lightning) -> None:
     lightning.rename(BY_NAME[name])
-    with pytest.raises(seams.SeamError, match=f"Lightning 2.7.0 does not have .*{name}.*issue tracker"):
+    with pytest.raises(SeamError, match=f"Lightning 2.7.0 does not have .*{name}.*issue tracker"):
         trainer()
 
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from support import loader, trainer
 from torch import Tensor
 
-from lightning_accum import GradientAccumulation
+from lightning_accum import AccumulationWarning, GradientAccumulation
 from lightning_accum.failures import RankFailedError
-from lightning_accum.user_warnings import AccumulationWarning
 from loss_table.rows import Batch, Kind, Loss, Trained, data, part
 
 WINDOW = (2, 5, 1, 4)

@@ -19,10 +19,15 @@ from support import ddp, loader, pad, relative_error, sentences, train_by_hand, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import GradientAccumulation, SampleCount, TokenCount
-from lightning_accum.user_warnings import AccumulationWarning
-from lightning_accum.weighing.denominator import UnreadableLossError
-from lightning_accum.weighing.verdict import DoesNotAddUpError, parts_of
+from lightning_accum import (
+    AccumulationWarning,
+    DoesNotAddUpError,
+    GradientAccumulation,
+    SampleCount,
+    TokenCount,
+    UnreadableLossError,
+)
+from lightning_accum.weighing.verdict import parts_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

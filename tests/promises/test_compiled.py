@@ -18,8 +18,7 @@ from support import Language, ddp, loader, pad, sentences, train_by_hand, traine
 from torch import nn
 from torch._dynamo.utils import counters
 
-from lightning_accum import GradientAccumulation, TokenCount, Tokens
-from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum import GradientAccumulation, TokenCount, Tokens, UnreadableLossError
 
 ROWS, WINDOWS = 24, 3
 WHOLE = [pad(sentences(ROWS * WINDOWS)[i : i + ROWS]) for i in range(0, ROWS * WINDOWS, ROWS)]

@@ -28,9 +28,7 @@ from support import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import GradientAccumulation, GradientNoiseScale, SampleCount, verify
-from lightning_accum.weighing.denominator import UnreadableLossError
-from lightning_accum.weighing.verdict import DoesNotAddUpError
+from lightning_accum import DoesNotAddUpError, GradientAccumulation, GradientNoiseScale, SampleCount, UnreadableLossError, verify
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 EXACT = 1e-12

@@ -10,10 +10,9 @@ import torch
 from harness import assert_one_window_one_batch, dealt, on, windows_of
 from support import loader, relative_error, trainer
 
-from lightning_accum import GradientAccumulation, TokenCount
+from lightning_accum import DoesNotAddUpError, GradientAccumulation, TokenCount
 from lightning_accum.weighing.graph import read_loss, terms_of
 from lightning_accum.weighing.safeguards import is_contrastive
-from lightning_accum.weighing.verdict import DoesNotAddUpError
 
 transformers = pytest.importorskip("transformers")
 

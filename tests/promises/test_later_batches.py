@@ -14,9 +14,8 @@ from support import ddp, loader, relative_error, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import GradientAccumulation
+from lightning_accum import AccumulationWarning, GradientAccumulation
 from lightning_accum.fabric import Accumulator
-from lightning_accum.user_warnings import AccumulationWarning
 
 Batch = dict[str, Tensor]
 Loss = Callable[[Tensor, Batch], Tensor]

@@ -21,8 +21,7 @@ from loss_table.training import WAYS, Outcome, accumulation, by_hand, examine, f
 from processes import run_ranks
 from support import loader, relative_error, trainer
 
-from lightning_accum import DDPAccumulationStrategy, GradientAccumulation
-from lightning_accum.user_warnings import AccumulationWarning
+from lightning_accum import AccumulationWarning, DDPAccumulationStrategy, GradientAccumulation
 
 EVERY = 25
 """The part of the table that is trained on two ranks, and by AdamW."""

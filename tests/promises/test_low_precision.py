@@ -14,11 +14,8 @@ from support import ddp, loader, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import GradientAccumulation, verify
-from lightning_accum.user_warnings import AccumulationWarning
+from lightning_accum import AccumulationWarning, DoesNotAddUpError, GradientAccumulation, RowWiseError, verify
 from lightning_accum.weighing import trial
-from lightning_accum.weighing.verdict import DoesNotAddUpError
-from lightning_accum.whole.layers import RowWiseError
 
 WAYS = pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 3}], ids=["windows", "split"])
 Loss = Callable[[Tensor], Tensor]

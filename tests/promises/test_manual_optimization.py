@@ -20,8 +20,7 @@ from support import SaveAfter, Scalar, StatefulLoader, ddp, fp16_on_cpu, relativ
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
-from lightning_accum.user_warnings import AccumulationWarning
+from lightning_accum import AccumulationWarning, GradientAccumulation, ModelParallelAccumulationStrategy
 
 
 @pytest.mark.some_cases(6)

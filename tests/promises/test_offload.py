@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum import GradientAccumulation, verify
-from lightning_accum.weighing.verdict import DoesNotAddUpError
+from lightning_accum import DoesNotAddUpError, GradientAccumulation, verify
 from lightning_accum.whole import offload
 from lightning_accum.whole.offload import Offload
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from lightning_accum import GradientAccumulation
-from lightning_accum.user_warnings import AccumulationWarning
+from lightning_accum import AccumulationWarning, GradientAccumulation
 
 
 def batches(number: int = 12) -> list[Tensor]:

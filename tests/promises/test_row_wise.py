@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from whole_batch_losses import LOSSES, Loss, barlow_twins, clip, siglip
 
-from lightning_accum import GradientAccumulation, Tokens, verify
-from lightning_accum.whole.layers import RowWiseError
+from lightning_accum import GradientAccumulation, RowWiseError, Tokens, verify
 from lightning_accum.whole.row_wise import RowWise
 
 ROWS, MICRO_BATCH = 10, 4

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, rnn
 
-from lightning_accum import GradientAccumulation
-from lightning_accum.whole.layers import RowWiseError
+from lightning_accum import GradientAccumulation, RowWiseError
 
 ROWS, LENGTH, CLASSES = 12, 6, 31
 

@@ -12,8 +12,7 @@ from support import ddp, loader, relative_error, train_by_hand, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import GradientAccumulation
-from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum import GradientAccumulation, UnreadableLossError
 from lightning_accum.weighing.shares import shares_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -17,10 +17,8 @@ from support import ddp, error_of_updates, loader, relative_error, train_by_hand
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
-from lightning_accum.user_warnings import AccumulationWarning
+from lightning_accum import AccumulationWarning, GradientAccumulation, SampleCount, TokenCount, Tokens, UnreadableLossError
 from lightning_accum.weighing.contribution import Contribution
-from lightning_accum.weighing.denominator import UnreadableLossError
 from lightning_accum.weighing.graph import terms_of
 from lightning_accum.weighing.term_nodes import TermLister, TermNode, scale_terms
 from lightning_accum.weighing.terms import TermsAtOnce

@@ -17,9 +17,7 @@ from support import Scalar, ddp, loader, trainer, x
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_accum import GradientAccumulation, SampleCount, TokenCount
-from lightning_accum.user_warnings import AccumulationWarning
-from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum import AccumulationWarning, GradientAccumulation, SampleCount, TokenCount, UnreadableLossError
 
 LABELS = torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])
 

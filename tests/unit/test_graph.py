@@ -9,7 +9,7 @@ from support import relative_error
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_accum.weighing.denominator import UnreadableLossError
+from lightning_accum import UnreadableLossError
 from lightning_accum.weighing.graph import read_loss, read_terms, terms_of
 from lightning_accum.weighing.safeguards import gradients_of_zero, is_contrastive
 from lightning_accum.weighing.weight import Weigher

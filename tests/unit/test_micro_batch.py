@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_accum.splitting.micro_batch import Layout, Tokens, UnsplittableBatchError
+from lightning_accum import UnsplittableBatchError
+from lightning_accum.splitting.micro_batch import Layout, Tokens
 
 BatchEncoding = pytest.importorskip("transformers").BatchEncoding
 SLICES = [slice(0, 3), slice(3, 4), slice(4, 8)]

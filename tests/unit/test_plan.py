@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_accum import AccumulationError, UnsplittableBatchError
 from lightning_accum.splitting.memory import MicroBatchSizes
-from lightning_accum.splitting.micro_batch import Tokens, UnsplittableBatchError
+from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packing import MicroBatchSize
-from lightning_accum.splitting.padding import LengthsNotFoundError
 from lightning_accum.splitting.plan import Plan, Planner
 
 Batch = dict[str, Tensor]
@@ -521,7 +521,7 @@ def assert_same_plan(one: Plan, other: Plan) -> None:
 
 def test_a_key_for_lengths_that_is_not_in_the_batch_is_named() -> None:
     for ask in (lambda p: p.plan(padded("right", 0), Proofs()), lambda p: p.look_at(padded("right", 0))):
-        with pytest.raises(LengthsNotFoundError, match=r"no tensor 'lengths'.*it has ids, attention_mask, labels"):
+        with pytest.raises(AccumulationError, match=r"no tensor 'lengths'.*it has ids, attention_mask, labels"):
             ask(planner(3, trim="lengths"))
 
 

@@ -1,0 +1,66 @@
+"""What the package raises about a user's program, with one base. Made of a message alone: errors go from process to process."""
+
+from __future__ import annotations
+
+
+class AccumulationError(Exception):
+    """The base of all errors of this package. Each is one of Python's types too, such as ValueError."""
+
+
+class DoesNotAddUpError(AccumulationError, ValueError):
+    """The weighed losses of parts of a batch are not those of the batch."""
+
+
+class UnreadableLossError(AccumulationError, ValueError):
+    """The graph of the loss shows no denominator."""
+
+    def __init__(self, found: str) -> None:
+        self.found = found
+        super().__init__(found)
+
+
+class UnsplittableBatchError(AccumulationError, ValueError):
+    """A batch does not show how it is made of rows."""
+
+    @classmethod
+    def because(cls, found: str) -> UnsplittableBatchError:
+        """The error, with the way out."""
+        return cls(
+            f"The batch cannot be split into micro-batches: {found}. Say how to split it: GradientAccumulation(split=...) takes a"
+            " function split(batch, size) that returns the micro-batches as a list."
+        )
+
+
+class RowWiseError(AccumulationError, RuntimeError):
+    """A submodule cannot run in micro-batches."""
+
+
+class SeamError(AccumulationError, RuntimeError):
+    """Another library does not do what the versions did that were read."""
+
+
+# --- without a public name of their own ---------------------------------------------------------------------------------
+
+
+class ArgumentError(AccumulationError, ValueError):
+    """An argument, or what a function of the user's returned, has a wrong value."""
+
+
+class WrongTypeError(AccumulationError, TypeError):
+    """An argument, or what a function of the user's returned, is of a wrong type."""
+
+
+class UsageError(AccumulationError, RuntimeError):
+    """The program does something that windows do not allow."""
+
+
+class NotFiniteError(AccumulationError, FloatingPointError):
+    """A loss or a gradient is infinite or NaN."""
+
+
+class MissingEntryError(AccumulationError, KeyError):
+    """A batch has no entry of that name."""
+
+
+class JointLossError(DoesNotAddUpError):
+    """A window of several loader batches has a loss that takes the rows of all ranks together."""
