@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum.checkpointing.resume import PartialWindow
-from lightning_accum.errors import UnreadableLossError
+from lightning_accum.errors import ArgumentError, NotFiniteError, UnreadableLossError, UsageError
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.policy import Policy
@@ -197,7 +197,7 @@ class Accumulation(Windows):
             self.sums.begin_backward(is_adding=not self.is_passthrough())
         if micro_batch.is_shadow_batch:
             if self.has_joint_loss:
-                raise RuntimeError(
+                raise UsageError(
                     "This rank has run out of data, and its last batch stands in for the next, but the loss gathers the rows of all"
                     " ranks: those of this one would count twice. Give all ranks equally many batches (drop_last=True)."
                 )
@@ -229,7 +229,7 @@ class Accumulation(Windows):
             self.window.has_doubts |= proven.doubts(contribution, micro_batch.batch)
         weight = contribution.weight
         if self.has_joint_loss and weight is None:
-            raise ValueError(
+            raise ArgumentError(
                 "The loss gathers the rows of all ranks, and is a sum: it may be the same on each, or that of its own rows."
                 ' Pass GradientAccumulation(weight="equal") for the mean over the ranks, as DistributedDataParallel takes it;'
                 " or divide it by the number of its own rows."
@@ -365,7 +365,7 @@ class Accumulation(Windows):
     def _without_slope(self, closed: ClosedWindow) -> ClosedWindow:
         """A window whose loss is a function of a mean where that has no finite slope, as the square root at 0: it is left out."""
         if self.policy.on_nonfinite == "raise":
-            raise FloatingPointError(
+            raise NotFiniteError(
                 f"The gradient of a window is not finite: its loss is {closed.loss:g}, where the function of the mean that it is"
                 f" ({self.weigher.criterion}) has the slope {closed.slope:g}. No optimizer step was made with it."
             )

@@ -17,16 +17,21 @@ from lightning.pytorch.strategies import (
 )
 
 from lightning_accum.asked import Asked
+from lightning_accum.errors import AccumulationError, ArgumentError
 from lightning_accum.exclusions import why_refused
+
+
+class MisconfiguredError(AccumulationError, MisconfigurationException):
+    """Arguments, a module, data or a Trainer are wrong: Lightning's error for that, and this package's."""
 
 
 @contextmanager
 def misconfigured() -> Iterator[None]:
-    """A ValueError in here is raised as the error that Lightning has for wrong arguments."""
+    """An ArgumentError in here is raised as the error that Lightning has for wrong arguments."""
     try:
         yield
-    except ValueError as error:
-        raise MisconfigurationException(str(error)) from error.__cause__
+    except ArgumentError as error:
+        raise MisconfiguredError(str(error)) from error.__cause__
 
 
 def refuse(asked: Asked) -> None:
@@ -36,7 +41,7 @@ def refuse(asked: Asked) -> None:
         MisconfigurationException: a row of the table applies.
     """
     if (reason := why_refused(asked)) is not None:
-        raise MisconfigurationException(reason)
+        raise MisconfiguredError(reason)
 
 
 def check_validation_is_left_to(every: int, trainer: pl.Trainer) -> None:
@@ -51,7 +56,7 @@ def check_validation_is_left_to(every: int, trainer: pl.Trainer) -> None:
     if trainer.fast_dev_run or own == {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}:  # type: ignore[attr-defined]
         return
     said = ", ".join(f"{name}={value}" for name, value in own.items())
-    raise MisconfigurationException(
+    raise MisconfiguredError(
         f"Trainer({said}) and GradientAccumulation(validate_every={every}) both say when to validate. Leave val_check_interval and"
         " check_val_every_n_epoch out, to validate every so many optimizer steps; or leave validate_every out."
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from lightning_accum.errors import ArgumentError, WrongTypeError
 from lightning_accum.even_shares import batch_sizes, share_evenly
 from lightning_accum.samplers import Place, SameOrderSampler
 
@@ -74,9 +75,9 @@ class BalancedBatchSampler(Place, Sampler[list[int]]):
     ) -> None:
         self.batch_size, self.window = _natural("batch_size", batch_size), _natural("window", window)
         if cost is not None and not callable(cost):
-            raise TypeError(f"BalancedBatchSampler(cost={cost!r}): expected a function of a length, or None")
+            raise WrongTypeError(f"BalancedBatchSampler(cost={cost!r}): expected a function of a length, or None")
         if (num_replicas is None) != (rank is None):
-            raise ValueError(
+            raise ArgumentError(
                 f"BalancedBatchSampler(num_replicas={num_replicas}, rank={rank}): pass both, or neither for those of the process"
                 " group"
             )
@@ -139,7 +140,7 @@ class BalancedBatchSampler(Place, Sampler[list[int]]):
             ValueError: there are lengths for more samples, or for fewer.
         """
         if isinstance(dataset, Sized) and len(dataset) != len(self._lengths):
-            raise ValueError(
+            raise ArgumentError(
                 f"BalancedBatchSampler(lengths=...) has the lengths of {len(self._lengths)} samples, but the loader's"
                 f" {type(dataset).__name__} has {len(dataset)}: pass the lengths of this dataset"
             )
@@ -161,30 +162,30 @@ class BalancedBatchSampler(Place, Sampler[list[int]]):
 
 def _natural(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"BalancedBatchSampler({name}={value!r}): expected a whole number, found {type(value).__name__}")
+        raise WrongTypeError(f"BalancedBatchSampler({name}={value!r}): expected a whole number, found {type(value).__name__}")
     if value < 1:
-        raise ValueError(f"BalancedBatchSampler({name}={value}): expected 1 or more")
+        raise ArgumentError(f"BalancedBatchSampler({name}={value}): expected 1 or more")
     return value
 
 
 def _read_lengths(lengths: Any, samples: int | None) -> list[float]:
     if callable(lengths):
         if samples is None:
-            raise TypeError(
+            raise WrongTypeError(
                 "BalancedBatchSampler(lengths=<a function>) does not know how many samples there are: pass samples=len(dataset)"
             )
         read = [lengths(index) for index in range(_natural("samples", samples))]
     else:
         if isinstance(lengths, (str, bytes, Mapping)) or not (hasattr(lengths, "tolist") or hasattr(lengths, "__iter__")):
-            raise TypeError(
+            raise WrongTypeError(
                 f"BalancedBatchSampler(lengths=...): expected a list, an array or a tensor of the lengths of all samples, or a"
                 f" function of the index, found {type(lengths).__name__}"
             )
         read = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
         if not isinstance(read, list) or not read:
-            raise ValueError("BalancedBatchSampler(lengths=...): expected one length for each sample, found none")
+            raise ArgumentError("BalancedBatchSampler(lengths=...): expected one length for each sample, found none")
         if samples is not None and samples != len(read):
-            raise ValueError(f"BalancedBatchSampler(samples={samples}): there are {len(read)} lengths")
+            raise ArgumentError(f"BalancedBatchSampler(samples={samples}): there are {len(read)} lengths")
     return [_cost(f"lengths[{index}]", value) for index, value in enumerate(read)]
 
 
@@ -199,9 +200,11 @@ def _cost(name: str, value: Any) -> float:
         try:
             value = value.item()
         except (RuntimeError, ValueError) as error:
-            raise TypeError(f"BalancedBatchSampler: expected one number, found {name} of shape {tuple(value.shape)}") from error
+            raise WrongTypeError(
+                f"BalancedBatchSampler: expected one number, found {name} of shape {tuple(value.shape)}"
+            ) from error
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"BalancedBatchSampler: expected a number, found {name} = {value!r}")
+        raise WrongTypeError(f"BalancedBatchSampler: expected a number, found {name} = {value!r}")
     if not 0 <= value < math.inf:
-        raise ValueError(f"BalancedBatchSampler: expected a finite number from 0, found {name} = {value}")
+        raise ArgumentError(f"BalancedBatchSampler: expected a finite number from 0, found {name} = {value}")
     return value

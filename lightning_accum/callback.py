@@ -8,13 +8,12 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_accum import families, seams, valid_policy
-from lightning_accum.arguments import check_validation_is_left_to, misconfigured, refuse, what_to_use_instead_of
+from lightning_accum.arguments import MisconfiguredError, check_validation_is_left_to, misconfigured, refuse, what_to_use_instead_of
 from lightning_accum.asked import Asked
 from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.checkpointing.resume import PartialWindow
@@ -186,7 +185,7 @@ class GradientAccumulation(Callback):
             return self.setup(trainer, pl_module, stage)
         self._windows, self._state = None, {}  # of an earlier fit, or of a checkpoint that was validated
         if not isinstance(trainer.strategy, Engine):
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 f" {what_to_use_instead_of(trainer.strategy)}"
             )
@@ -196,7 +195,7 @@ class GradientAccumulation(Callback):
         if size is None:
             return
         if trainer.accumulate_grad_batches not in (1, size):
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and"
                 f" GradientAccumulation({self.policy.window!r}) both set the window. Set it in one of them."
             )

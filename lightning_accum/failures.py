@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from lightning_accum.errors import AccumulationError
 from lightning_accum.ranks import Ranks
 
 _LONGEST_ANSWER = 5.0  # seconds that the store has, when the host that it is on neither answers nor closes the connection
@@ -39,7 +40,7 @@ class Failure:
     error: str
 
 
-class RankFailedError(RuntimeError):
+class RankFailedError(AccumulationError, RuntimeError):
     """Another rank failed first. The error of this rank is its ``__cause__``."""
 
 

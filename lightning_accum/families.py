@@ -24,6 +24,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
+from lightning_accum.errors import WrongTypeError
+
 _FIRST, _SECOND = "lightning_accum", "lightning_accum.pytorch_lightning"
 _HOMES = {"lightning.pytorch": _FIRST, "pytorch_lightning": _SECOND}
 """Where this package is, for each of Lightning's."""
@@ -225,7 +227,7 @@ def adopt(callback: object, trainer: object) -> bool:
     if base is None or family is None or family == given:
         return False
     if base is not type(callback):
-        raise TypeError(
+        raise WrongTypeError(
             f"{type(callback).__name__} is derived from {base.__name__} of {given}, but the Trainer is of {family}. Derive it from"
             f" that of the Trainer: from {_HOMES[family]} import {base.__name__}"
         )
@@ -250,7 +252,7 @@ def by_module(function: Callable[..., _T]) -> Callable[..., _T]:
         family = family_of(getattr(module, "_orig_mod", module))
         data = args[0] if args else kwargs.get("data")
         if None not in (family, family_of(data)) and family != family_of(data):
-            raise TypeError(
+            raise WrongTypeError(
                 f"{type(data).__name__} is of {family_of(data)}, but {type(module).__name__} of {family}: import both from one"
                 " of them."
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from lightning_accum.errors import ArgumentError
 from lightning_accum.first_batch import Checked, check_of
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.weighing import advice
@@ -160,4 +161,4 @@ class _Later:
         known, now = self._proven.kinds, check.kinds if self._batch is not None else self._proven.kinds
         is_other = bool(known and now) and all(kind.is_of_samples for kind in known) != all(kind.is_of_samples for kind in now)
         if self._checked.on_any(is_other):
-            raise ValueError(advice.of_kinds([*known, *now]))
+            raise ArgumentError(advice.of_kinds([*known, *now]))

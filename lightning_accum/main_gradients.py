@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accum.average import average
+from lightning_accum.errors import UsageError
 from lightning_accum.ranks import Ranks
 
 
@@ -162,7 +163,7 @@ class MainGradients(GradientSums):
         assert parameter.grad is not None
         gradient, parameter.grad = parameter.grad.detach(), None
         if gradient.layout != torch.strided:
-            raise RuntimeError(
+            raise UsageError(
                 f"accumulate_dtype={self.dtype} adds up dense gradients, but that of a parameter of shape {tuple(parameter.shape)}"
                 f" is {gradient.layout}. Leave accumulate_dtype out, or have the layer give dense ones."
             )

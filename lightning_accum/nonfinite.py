@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_accum.errors import NotFiniteError
 from lightning_accum.exact import moved
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Snapshot, StateSnapshotter
@@ -105,7 +106,7 @@ class Guard:
 
     def _report(self, fault: str) -> None:
         if not self.leaves_out:
-            raise FloatingPointError(
+            raise NotFiniteError(
                 f"{self._where(self._micro_batch)} is not finite: {fault}. No optimizer step was made with it."
                 ' GradientAccumulation(on_nonfinite="skip") trains on without such micro-batches.'
             )

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from lightning_accum.errors import UsageError
+
 _WINDOWS = 4
 """At the beginning of a fit: what follows the parameters by an average begins to move after the first step."""
 _SAMPLED = 256
@@ -87,7 +89,7 @@ class ParameterChanges:
         for name, tensor, gradient, version, elements in before:
             is_as_it_was = tensor.grad is gradient and _version(gradient) == version
             if not is_as_it_was and not torch.equal(_elements_of(tensor.grad), elements):  # DDP moves some into other buckets
-                raise RuntimeError(
+                raise UsageError(
                     f"training_step changes the gradient of '{name}', to which the micro-batches of a window add. A step of the"
                     " full batch is not changed by that, since Lightning clears the gradients after training_step; here what it"
                     " adds would stay, and what it clears is lost. Leave zero_grad to Lightning; and where the step needs gradients"

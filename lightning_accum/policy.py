@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from lightning_accum.boundary import SchedulerCounts, Tail
+from lightning_accum.errors import ArgumentError
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.packing import MicroBatchSize
 from lightning_accum.splitting.plan import Split
@@ -87,7 +88,7 @@ class Policy:
         if callable(self.window):
             size = self.window(step)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"window(step) must be an int of at least 1, but window({step}) is {size!r}")
+                raise ArgumentError(f"window(step) must be an int of at least 1, but window({step}) is {size!r}")
             return size
         return None if isinstance(self.window, Tokens) else self.window
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 from torch import distributed as dist
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
+from lightning_accum.errors import ArgumentError, WrongTypeError
+
 T = TypeVar("T")
 
 
@@ -32,7 +34,7 @@ class Place:
             ValueError: there is no such rank.
         """
         if not 0 <= rank < num_replicas:
-            raise ValueError(
+            raise ArgumentError(
                 f"{type(self).__name__}(num_replicas={num_replicas}, rank={rank}): num_replicas must be 1 or more, and rank from 0"
                 " to num_replicas - 1"
             )
@@ -114,7 +116,7 @@ class SameOrderSampler(Place, DistributedSampler[int]):
 
     def __init__(self, dataset: Dataset[Any], shuffle: bool = True, seed: int = 0) -> None:
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-            raise TypeError(
+            raise WrongTypeError(
                 "SameOrderSampler(dataset): expected a dataset with a __len__ and an order to choose, found"
                 f" {type(dataset).__name__}; an IterableDataset orders itself: give it to its DataLoader without a sampler, and let"
                 " its __iter__ choose what each rank gets"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_accum.errors import ArgumentError
 from lightning_accum.exact import exact_dtype
 from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.denominator import Denominator
@@ -117,7 +118,7 @@ class Window:
         """
         shape = loss.shape
         if shape and loss.numel() != 1:
-            raise ValueError(f"training_step must return a loss of one number, but returned a tensor of shape {tuple(shape)}")
+            raise ArgumentError(f"training_step must return a loss of one number, but returned a tensor of shape {tuple(shape)}")
         if contribution.of_mean is None:
             self._take_in(loss.item() if self._is_on_host else loss.detach().reshape(()), contribution)
         else:
@@ -143,7 +144,7 @@ class Window:
         function = None if contribution.of_mean is None else contribution.of_mean.function
         if function is not self._function and function != self._function and has_weight(contribution):
             if any(map(has_weight, self._contributions)):
-                raise ValueError(
+                raise ArgumentError(
                     f"The loss is {_in_words(function)} in a micro-batch, and was {_in_words(self._function)} in those"
                     " before it in the window: together they are no function of a mean over all of it. Have training_step compute"
                     ' the same for all micro-batches of a window, or take the mean of their losses: weight="equal".'
@@ -165,7 +166,7 @@ class Window:
         """
         weights = [contribution.weight for contribution in self._contributions]
         if any(weight is None for weight in weights):
-            raise ValueError(
+            raise ArgumentError(
                 "A window of Tokens ends when the weights of its micro-batches come to that many, but the loss is a sum, which has"
                 " none. Return a mean from training_step, or give the window in loader batches."
             )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_accum.errors import ArgumentError
 from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import FunctionOfMean
@@ -61,7 +62,7 @@ def function_of_window(
     numbers = torch.stack(of_ranks).tolist()
     (value, slope), *others = [(value, slope) for is_known, value, slope, _ in numbers if is_known]
     if any(other != slope and not (math.isnan(other) and math.isnan(slope)) for _, other in others):
-        raise ValueError(
+        raise ArgumentError(
             "The loss is another function of its mean on one rank than on another, so that together they are no function of a"
             " mean over all of the window. Have training_step compute the same on all ranks."
         )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_accum.errors import ArgumentError
 from lightning_accum.weighing.advice import of_kinds
 from lightning_accum.weighing.contribution import Contribution, Kind, Way, are_mixed
 from lightning_accum.weighing.denominator import Denominator
@@ -99,21 +100,21 @@ class Totals(NamedTuple):
             ValueError: a weight is infinite, negative or NaN, or of another kind than others, or there are means and sums.
         """
         if self.weight == math.inf:
-            raise ValueError(
+            raise ArgumentError(
                 "A loss is infinite, and its weight is 0 or infinite: in a micro-batch where nothing was counted, a sum that is not"
                 " 0 is divided by that count. The window has no full batch without it. Leave out of the sum what is not counted, as"
                 " in (loss * mask).sum() / mask.sum(); or divide by what each micro-batch has."
             )
         if self.negative or not math.isfinite(self.weight):
-            raise ValueError(
+            raise ArgumentError(
                 f"Of the weights of the window's {self.micro_batches:.0f} micro-batches some are negative, infinite or NaN (their"
                 f" sum is {self.weight:g}). A weight is the denominator of a mean loss; see the `weight` argument of"
                 " GradientAccumulation."
             )
         if len(kinds) > 1 and are_mixed(kinds):
-            raise ValueError(of_kinds(kinds))
+            raise ArgumentError(of_kinds(kinds))
         if self.sums and self.weight:
-            raise ValueError(
+            raise ArgumentError(
                 f"In {self.sums:.0f} of the window's {self.micro_batches:.0f} micro-batches the loss is a sum, in the others it is"
                 " a mean: they cannot be added up. Return one kind of loss from training_step."
             )
@@ -129,7 +130,7 @@ class Totals(NamedTuple):
         # Cauchy-Schwarz: sum d^2/n >= (sum d)^2 / sum n, and equal only where all d are proportional to n
         disagree = self.spread * (self.sums or self.weight) / self.terms**2 - 1 > rounding
         if self.sums and disagree:
-            raise ValueError(
+            raise ArgumentError(
                 "The loss is a sum that is multiplied by another factor in each micro-batch of the window, as by one over a count:"
                 " sums are added up as they are. Divide the sum by its count, so that the count is seen, or pass the weight."
                 " Anneal a factor by global_step, and not by batch_idx."

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lightning_accum.errors import ArgumentError
+
 FORMAT = 4
 """Of the state of ``GradientAccumulation``. One more whenever a key is added, left out or means something else."""
 
@@ -17,7 +19,7 @@ def check_format(state: Mapping[str, Any]) -> None:
     """
     if state.get("format") == FORMAT:
         return
-    raise ValueError(
+    raise ArgumentError(
         f"The checkpoint holds a state of GradientAccumulation in format {state.get('format', 0)}, and this version of"
         f" lightning_accum reads format {FORMAT}. {_MEND}"
     )
@@ -34,7 +36,7 @@ def check_keys(state: Mapping[str, Any], needed: Iterable[str], optional: Iterab
     if missing or unknown:
         lacks = f"lacks {', '.join(missing)}" if missing else ""
         has = f"has {', '.join(unknown)}, which this version does not know" if unknown else ""
-        raise ValueError(f"The state of {what} in the checkpoint {' and '.join(filter(None, (lacks, has)))}. {_MEND}")
+        raise ArgumentError(f"The state of {what} in the checkpoint {' and '.join(filter(None, (lacks, has)))}. {_MEND}")
 
 
 _MEND = (

@@ -13,6 +13,8 @@ from typing import Any
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
+from lightning_accum.errors import CheckpointPathError
+
 LAST = "meta.pt"
 """What Lightning writes last into the folder of a checkpoint: one without it is none."""
 
@@ -53,7 +55,7 @@ class Remote:
         self._begin()
         is_other = self._files.exists(self._path) and not (self._is_whole(self._path) or self._is_whole(self._replaced))
         if is_other and self._files.ls(self._path):
-            raise IsADirectoryError(f"The checkpoint path exists, and is a folder that holds no checkpoint: {self._path}")
+            raise CheckpointPathError(f"The checkpoint path exists, and is a folder that holds no checkpoint: {self._path}")
         self._barrier()  # all have looked
         if self._is_rank_zero:
             if self._is_whole(self._replaced) and not self._is_whole(self._path):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_accum.checkpointing.format import check_keys
+from lightning_accum.errors import ArgumentError
 from lightning_accum.main_gradients import GradientSums
 from lightning_accum.ranks import Ranks
 from lightning_accum.weighing.terms import TermsCountedAhead
@@ -169,7 +170,7 @@ def restore_loss(
             if gradient is None:
                 continue
             if gradient.shape != parameter.shape:
-                raise ValueError(
+                raise ArgumentError(
                     f"The checkpoint's unfinished window has a gradient of shape {tuple(gradient.shape)} for the parameter {name},"
                     f" which is of shape {tuple(parameter.shape)}. Resume with the module that was trained; or with another window,"
                     " so that a new one begins."

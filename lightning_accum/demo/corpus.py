@@ -8,11 +8,13 @@ import sysconfig
 import warnings
 from pathlib import Path
 
+from lightning_accum.errors import AccumulationError
+
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 """Not the standard library, or not meant to be read by its users."""
 
 
-class CorpusError(RuntimeError):
+class CorpusError(AccumulationError, RuntimeError):
     """The standard library's source is not there, or too little of it."""
 
 

@@ -13,6 +13,7 @@ from lightning_accum import valid_policy
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import Tail
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
+from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
 from lightning_accum.fabric import setup
 from lightning_accum.fabric.misuse import UntouchedGradients, warn_of_factors, warn_of_hooks
 from lightning_accum.fabric.passes import Passes
@@ -172,7 +173,7 @@ class Accumulator:
         self._running.refuse_if_step_is_missing()
         self._running.refuse_after_failure()
         if not self._accumulation.is_between_loader_batches:
-            raise RuntimeError(
+            raise UsageError(
                 "The last pass was broken off inside of a loader batch, a part of which is in the window. Call"
                 " accumulator.discard() to begin a new window; or break off where accumulator.loader_batches has grown."
             )
@@ -213,7 +214,7 @@ class Accumulator:
         if loss is None:
             self._training.sync.forward_without_batch()
         elif not isinstance(loss, Tensor):
-            raise TypeError(f"backward takes the loss of a micro-batch, a tensor, or None; found {type(loss).__name__}")
+            raise WrongTypeError(f"backward takes the loss of a micro-batch, a tensor, or None; found {type(loss).__name__}")
         elif self._may_be_divided:
             self._may_be_divided = False
             warn_of_factors(loss, self._accumulation.boundary.size)
@@ -369,7 +370,7 @@ class Accumulator:
             self._pass.close()
         missing = {"passes", "loader_batches", "accumulation"} - set(state_dict)
         if missing:
-            raise ValueError(f"This is no state of an Accumulator: it lacks {', '.join(sorted(missing))}")
+            raise ArgumentError(f"This is no state of an Accumulator: it lacks {', '.join(sorted(missing))}")
         accumulation = self._accumulation
         self._running = Running(self._training, accumulation.row_wise)
         self._untouched.forget()
@@ -379,7 +380,7 @@ class Accumulator:
             partial_window = accumulation.restart(self._training.seen, 0, 0, 0, self._passes.window_size)
             self._training.zero_grad()
             if partial_window is not None and not all(loss.gradients for loss in partial_window.losses):
-                raise ValueError(
+                raise ArgumentError(
                     "This state is of a rank that keeps no gradients of the unfinished window. Load that of rank 0, on all ranks."
                 )
             if partial_window is not None:
@@ -390,7 +391,7 @@ class Accumulator:
 
     def _refuse_step(self) -> None:
         if self._running.micro_batch is not None:
-            raise RuntimeError(
+            raise UsageError(
                 "The loop steps its optimizer by itself, inside of a window of the Accumulator. Leave optimizer.step() out:"
                 " accumulator.step() steps it where a window ends."
             )

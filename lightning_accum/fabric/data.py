@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
+from lightning_accum.errors import UsageError
 from lightning_accum.failures import raise_failure_of_loader
 from lightning_accum.ranks import Ranks, RankStatus
 
@@ -81,7 +82,7 @@ def _refuse_overwritten(batch: Any, versions: list[int]) -> None:
         RuntimeError: drawing the next batch has changed this one.
     """
     if _versions(batch) != versions:
-        raise RuntimeError(
+        raise UsageError(
             "The loader has written its next batch into the tensors of the one before. Its length is not known, so each batch is"
             " drawn before the one before it has run. Have it yield tensors of their own, or give it a length (__len__)."
         )

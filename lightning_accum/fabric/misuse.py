@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_accum.errors import UsageError
 from lightning_accum.user_warnings import listed, rank_zero_warn
 
 
@@ -52,7 +53,7 @@ class UntouchedGradients:
         else:
             return
         if not self._is_between_windows:
-            raise RuntimeError(
+            raise UsageError(
                 "The gradients were cleared or changed inside of a window. Leave optimizer.zero_grad(), clipping, and backward"
                 " calls of other losses out of the loop: accumulator.step(clip_norm=...) clears and clips where a window ends,"
                 " and accumulator.backward(loss_a + loss_b) takes all losses of a micro-batch."

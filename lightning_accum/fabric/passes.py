@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.errors import UsageError
 from lightning_accum.fabric import setup
 from lightning_accum.fabric.data import length_of, loader_batches
 from lightning_accum.fabric.training import Training
@@ -119,7 +120,7 @@ class Passes:
         if accumulation.policy.tail == "drop":
             self._discard()
         elif not has_ended and accumulation.boundary.is_cut_by_the_end(is_last):
-            raise RuntimeError(
+            raise UsageError(
                 f"The loader gave fewer batches than its length of {self._length}, so the last {lost} of them are in a window that"
                 " never ended. Have len(loader) tell the truth, or pass iter(loader), whose length nobody asks for."
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
+from lightning_accum.errors import UsageError
 from lightning_accum.fabric.training import Training
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Snapshot
@@ -59,11 +60,11 @@ class Running:
             RuntimeError: it is called outside of the loop, or again, or another has failed.
         """
         if self.micro_batch is None:
-            raise RuntimeError("backward is called outside of the loop: for batch in accumulator(loader): ...")
+            raise UsageError("backward is called outside of the loop: for batch in accumulator(loader): ...")
         if self._has_failed:
             self.refuse_after_failure()
         if self._is_backward_done:
-            raise RuntimeError(
+            raise UsageError(
                 "backward is called twice in a micro-batch. A window has one loss in each: add them up, and call"
                 " accumulator.backward(loss_a + loss_b)."
             )
@@ -97,12 +98,12 @@ class Running:
             RuntimeError: it is called outside of the loop, before the backward, or again.
         """
         if self.micro_batch is None:
-            raise RuntimeError("step is called outside of the loop: for batch in accumulator(loader): ...")
+            raise UsageError("step is called outside of the loop: for batch in accumulator(loader): ...")
         if not self._is_backward_done:
             self.refuse_after_failure()
-            raise RuntimeError("step is called before accumulator.backward(loss), or backward(None) where there is no loss")
+            raise UsageError("step is called before accumulator.backward(loss), or backward(None) where there is no loss")
         if self._is_step_done:
-            raise RuntimeError("step is called twice in a micro-batch")
+            raise UsageError("step is called twice in a micro-batch")
         self._is_step_done = True
         return self.micro_batch
 
@@ -113,7 +114,7 @@ class Running:
             RuntimeError: its backward was not called, or its step where its window ends.
         """
         if not self._is_backward_done:
-            raise RuntimeError(
+            raise UsageError(
                 "The loop has gone on without accumulator.backward(loss). Call it once in every micro-batch, in place of"
                 " loss.backward(): accumulator.backward(None) where there is no loss; and accumulator.step() after it."
             )
@@ -142,7 +143,7 @@ class Running:
     def refuse_if_step_is_missing(self) -> None:
         """Refuse to go on where a window has ended, and was not stepped."""
         if self._is_backward_done and self.ends_window and not self._is_step_done:
-            raise RuntimeError(
+            raise UsageError(
                 "The window has ended, and accumulator.step() was not called. Call it after every accumulator.backward(loss): it"
                 " steps where a window ends, and returns whether it did."
             )
@@ -150,7 +151,7 @@ class Running:
     def refuse_after_failure(self) -> None:
         """Refuse to go on where a backward has failed."""
         if self._has_failed:
-            raise RuntimeError(
+            raise UsageError(
                 "The backward of a micro-batch of this window has failed, and a part of its gradient may be there. Call"
                 " accumulator.discard() to begin a new window; or go on from a checkpoint."
             )

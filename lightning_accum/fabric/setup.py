@@ -15,6 +15,7 @@ from torch.optim import LBFGS
 from lightning_accum import wider
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.asked import Asked
+from lightning_accum.errors import ArgumentError
 from lightning_accum.exclusions import why_refused
 from lightning_accum.fabric.training import Training
 from lightning_accum.fabric.words import Words
@@ -39,12 +40,12 @@ def refuse_sizes(micro_batch: Any) -> None:
         ValueError: with the reason.
     """
     if micro_batch == "auto":
-        raise ValueError(
+        raise ArgumentError(
             'micro_batch="auto" runs a batch again where memory runs out, and cannot run your loop again. Give a number of samples'
             " or Tokens(...); or train a LightningModule with GradientAccumulation."
         )
     if micro_batch == "offload":
-        raise ValueError(
+        raise ArgumentError(
             'micro_batch="offload" is not for hand-written loops: run the forward and backward of each batch in'
             " torch.autograd.graph.save_on_cpu(pin_memory=True), and leave micro_batch out."
         )
@@ -57,15 +58,17 @@ def refuse(policy: Policy, training: Training, words: Words) -> None:
         ValueError: with the reason.
     """
     if policy.row_wise == ("auto",):
-        raise ValueError('row_wise="auto" tries a training_step out, which a hand-written loop has none of: name the submodules')
+        raise ArgumentError('row_wise="auto" tries a training_step out, which a hand-written loop has none of: name the submodules')
     if policy.counts_ahead:
-        raise ValueError(
+        raise ArgumentError(
             "A weight for each term of the loss needs the batches of a window before it runs, which a hand-written loop does not"
             " wait for. Give one weight; or train a LightningModule with GradientAccumulation."
         )
     optimizers = [training.raw_optimizer]
     if isinstance(training.raw_optimizer, LBFGS):
-        raise ValueError("LBFGS runs its closure several times in a step, and accumulator.step() has none. Use another optimizer.")
+        raise ArgumentError(
+            "LBFGS runs its closure several times in a step, and accumulator.step() has none. Use another optimizer."
+        )
     engine: dict[str, Any] = {}
     if training.ddp is not None:
         is_static, has_hook = bool(training.ddp.static_graph), bool(training.ddp._comm_hooks)
@@ -76,7 +79,7 @@ def refuse(policy: Policy, training: Training, words: Words) -> None:
         policy, 1, training.module, optimizers=optimizers, parameters=training.parameters(), ranks=training.ranks.size, **engine
     )
     if (reason := why_refused(asked)) is not None:
-        raise ValueError(words(reason))
+        raise ArgumentError(words(reason))
 
 
 def loss_without_wrapper(loss_of: Callable[[Any, Any], Tensor], training: Training) -> Callable[[Any], Tensor]:
@@ -111,7 +114,7 @@ def splitting(
         return None
     may_trim = is_proven and not training.is_sharded
     if isinstance(policy.trim_padding, str) and not may_trim:
-        raise ValueError(
+        raise ArgumentError(
             f"trim_padding={policy.trim_padding!r} is tried out on two rows before it is used, which needs the loss as a function:"
             " pass loss_of=; and a model that is not sharded."
         )
@@ -142,7 +145,7 @@ def main_gradients(policy: Policy, training: Training) -> MainGradients | None:
     if dtype is None or not any(is_narrower(parameter.dtype, dtype) for parameter in training.parameters()):
         return None
     if training.is_sharded:
-        raise ValueError(
+        raise ArgumentError(
             f"accumulate_dtype={dtype}: the model is sharded, and it is fully_shard that adds up its gradients. Leave it out, and"
             f" apply fully_shard with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})."
         )

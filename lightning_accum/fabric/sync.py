@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Snapshot, StateSnapshotter
 from lightning_accum.sync import DDPSync, FSDP2Sync
@@ -20,7 +21,7 @@ class LoopDDPSync(DDPSync):
     @override
     def begin_backward(self, micro_batch: MicroBatch) -> None:
         if micro_batch.is_boundary and not self._ddp.require_backward_grad_sync:
-            raise RuntimeError(
+            raise UsageError(
                 "The last backward of a window runs where the loop has switched the reduction of gradients off, so every rank would"
                 " take a step of its own. Leave fabric.no_backward_sync(...), or no_sync(), out of the loop: the Accumulator"
                 " reduces once a window."
@@ -50,7 +51,7 @@ class ShardedModel:
     def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
         """The loss of a batch that had one before."""
         if self._loss_of is None:
-            raise RuntimeError(
+            raise UsageError(
                 f"Rank {dist.get_rank()} has a micro-batch that ran no forward, and the others wait for it in theirs, since the"
                 " model is sharded. Call the model in every micro-batch, also where accumulator.backward(None) follows; or pass"
                 " Accumulator(loss_of=...), by which an earlier batch takes its place."

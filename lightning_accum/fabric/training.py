@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.at_exit import wait_for_gloo_threads
+from lightning_accum.errors import ArgumentError, WrongTypeError
 from lightning_accum.fabric.sync import LoopDDPSync, LoopFSDP2Sync, ShardedModel
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch, Weighed
@@ -85,7 +86,7 @@ class Training:
         self.optimizer = optimizer
         self.raw_optimizer: Optimizer = optimizer.optimizer if _has_property(optimizer, "optimizer") else optimizer
         if not hasattr(self.raw_optimizer, "param_groups"):
-            raise TypeError(
+            raise WrongTypeError(
                 f"An Accumulator steps one optimizer, but got a {type(optimizer).__name__}. Give the parameters of several to one,"
                 " as groups; or train a LightningModule, whose manual optimization takes several."
             )
@@ -93,7 +94,7 @@ class Training:
         self.ddp = found[0] if found else None
         self.is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         if fabric is not None and not _has_property(model, "module"):
-            raise ValueError("The model was not set up: call model, optimizer = fabric.setup(model, optimizer) first")
+            raise ArgumentError("The model was not set up: call model, optimizer = fabric.setup(model, optimizer) first")
         self.module: nn.Module = model if fabric is None else model.module  # type: ignore[assignment]
         if self.ddp is not None and fabric is None:
             self.module = self.ddp.module
@@ -105,7 +106,7 @@ class Training:
         stepped = set(map(id, self._stepped()))
         self._not_stepped = [parameter for parameter in trained if id(parameter) not in stepped]
         if trained and len(trained) == len(self._not_stepped):
-            raise ValueError(
+            raise ArgumentError(
                 "The optimizer has none of the parameters of the model. Where fabric.setup(model) shards or replaces them, make the"
                 " optimizer after it: optimizer = fabric.setup_optimizers(AdamW(model.parameters()))"
             )
@@ -138,30 +139,30 @@ class Training:
     def _refuse_others(self) -> None:
         fabric, ddp = self.fabric, self.ddp
         if any(isinstance(module, FullyShardedDataParallel) for module in self.model.modules()):
-            raise ValueError(
+            raise ArgumentError(
                 "The model is sharded by FullyShardedDataParallel (FSDP1), which gives its gradients to nobody inside a window. Use"
                 " FSDP2: Fabric(strategy=ModelParallelStrategy(...)), which applies fully_shard."
             )
         if fabric is None:
             if self.is_sharded:
-                raise ValueError("A model sharded by fully_shard needs Fabric: pass Fabric(strategy=ModelParallelStrategy(...))")
+                raise ArgumentError("A model sharded by fully_shard needs Fabric: pass Fabric(strategy=ModelParallelStrategy(...))")
             if ddp is not None and ddp.process_group.size() != dist.get_world_size():
-                raise ValueError("DistributedDataParallel has a process group of its own: the ranks of it have to be all")
+                raise ArgumentError("DistributedDataParallel has a process group of its own: the ranks of it have to be all")
             return
         kinds = [kind.__name__ for kind in type(fabric.strategy).__mro__]
         if not any(name in kinds for name in _STRATEGIES):
-            raise ValueError(
+            raise ArgumentError(
                 f"Accumulator does not know how {kinds[0]} reduces and keeps gradients. Use Fabric(strategy=...) with one of"
                 f' "auto" on one device, "ddp", or ModelParallelStrategy (FSDP2).'
             )
         mesh = getattr(fabric.strategy, "device_mesh", None) if "ModelParallelStrategy" in kinds else None
         if mesh is not None and mesh["tensor_parallel"].size() > 1:
-            raise ValueError(
+            raise ArgumentError(
                 "ModelParallelStrategy(tensor_parallel_size=...) has ranks that share a batch, which the Accumulator does not"
                 " support. Use tensor_parallel_size=1, or a Trainer with ModelParallelAccumulationStrategy."
             )
         if fabric.world_size > 1 and ddp is None and not self.is_sharded:
-            raise ValueError(
+            raise ArgumentError(
                 f"Nothing averages the gradients over the {fabric.world_size} ranks: there is neither"
                 " DistributedDataParallel nor fully_shard in the model. Pass what fabric.setup(model, optimizer)"
                 " returned; with ModelParallelStrategy, have its parallelize_fn apply fully_shard."
@@ -288,7 +289,7 @@ def checked_clip(clip_norm: float | None, clip_value: float | None) -> None:
         ValueError: both are given, or one of them is not above 0.
     """
     if clip_norm is not None and clip_value is not None:
-        raise ValueError("step(clip_norm=..., clip_value=...): give one of them")
+        raise ArgumentError("step(clip_norm=..., clip_value=...): give one of them")
     for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         if value is not None and not value > 0:
-            raise ValueError(f"step({name}={value!r}): expected a number above 0; {math.inf} measures and does not clip")
+            raise ArgumentError(f"step({name}={value!r}): expected a number above 0; {math.inf} measures and does not clip")

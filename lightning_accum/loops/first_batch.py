@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_accum import first_batch
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
-from lightning_accum.errors import JointLossError
+from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.later_batches import check_doubted
 from lightning_accum.loops.results import collecting_logs
 from lightning_accum.splitting.few_rows import FewRows
@@ -25,6 +25,10 @@ from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wider import is_narrow
+
+
+class MisconfiguredLossError(DoesNotAddUpError, MisconfiguredError):
+    """A window is longer than the loss allows."""
 
 
 def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callable[[Any], Any]:
@@ -65,7 +69,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     try:
         first_batch.check_first_batch(checked, list(kwargs.values())[:1])
     except JointLossError as error:
-        raise MisconfigurationException(str(error)) from None
+        raise MisconfiguredLossError(str(error)) from None
     accumulation.look_at_doubted = partial(check_doubted, checked)
 
 

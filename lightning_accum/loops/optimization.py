@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_accum.boundary import Boundary
 from lightning_accum.ended_window import EndedWindow
 from lightning_accum.engine import Engine
+from lightning_accum.errors import UsageError
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
@@ -228,7 +229,7 @@ class WindowClosure(Closure):
         accumulation = self._strategy.accumulation
         assert accumulation is not None
         if self._runs > 1 and accumulation.boundary.size != 1:
-            raise RuntimeError(
+            raise UsageError(
                 "The optimizer calls its closure more than once in a step, as LBFGS does, or after it has changed parameters. A"
                 " window of several loader batches cannot be run again: their data is gone. Use a window of 1, or another"
                 " optimizer."

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.engine import Engine
+from lightning_accum.errors import ArgumentError
 from lightning_accum.failures import note_failure, raise_failure_of_loader
 from lightning_accum.loops.trainer_state import stop
 from lightning_accum.ranks import RankStatus
@@ -178,7 +179,7 @@ class NonPaddingSampling(_DataConnector):
             return
         largest, smallest = ranks.largest(batch_sampler.digest, -batch_sampler.digest)
         if largest != -smallest:
-            raise ValueError(
+            raise ArgumentError(
                 "BalancedBatchSampler has other lengths, costs or arguments on one rank than on another, so some samples would be"
                 " in no window and some in several: pass the lengths of the whole dataset, the same on all ranks"
             )

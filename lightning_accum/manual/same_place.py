@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 from zlib import crc32
 
+from lightning_accum.errors import UsageError
 from lightning_accum.failures import have_all_left
 from lightning_accum.ranks import Ranks
 from lightning_accum.user_warnings import users_line
@@ -73,11 +74,11 @@ class SamePlace:
         may_be_early = calls < self._most_calls or not self._most_calls
         self._most_calls = max(self._most_calls, calls)
         if not have_all_left(may_be_early, PATIENCE + 10 * (time.monotonic() - self._begun)):
-            raise RuntimeError(
+            raise UsageError(
                 f"Rank {self._ranks.rank} has called manual_backward {calls} time{'s' * (calls != 1)} and left training_step, and"
                 f" another rank is still in it, where it waits for this one.{_MEND}"
             )
 
     def _refuse(self, places: Sequence[str]) -> NoReturn:
         found = "; ".join(f"rank {rank} {place}" for rank, place in enumerate(places))
-        raise RuntimeError(f"The ranks are at different places in the training_step that ends a window: {found}.{_MEND}")
+        raise UsageError(f"The ranks are at different places in the training_step that ends a window: {found}.{_MEND}")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accum.checkpointing.resume import PartialWindow
+from lightning_accum.errors import UsageError
 from lightning_accum.main_gradients import GradientSums, as_number
 from lightning_accum.manual.same_place import SamePlace
 from lightning_accum.policy import Policy
@@ -134,7 +135,7 @@ class ManualWindows(Windows):
         some_have, some_lack = self.ranks.largest(has_batch, not has_batch)
         if some_have and some_lack:
             which = "a loader batch" if self._reduces_by_itself else "the last loader batch of a window"
-            raise RuntimeError(
+            raise UsageError(
                 f"Rank {self.ranks.rank} has {'' if has_batch else 'None for '}{which}, and {'another' if has_batch else 'others'}"
                 f" {'has None for it' if has_batch else 'have a batch'}. With automatic_optimization=False the module's own"
                 " training_step reduces gradients and steps, on all ranks or on none: leave None out of the loaders, or use"

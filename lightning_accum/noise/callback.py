@@ -9,7 +9,6 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -18,6 +17,7 @@ from typing_extensions import override
 
 from lightning_accum import families
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.watch import parameters_of
@@ -94,9 +94,9 @@ class GradientNoiseScale(Callback):
 
     def __init__(self, *, smoothing: float = 0.99, every_n_windows: int = 1) -> None:
         if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 < smoothing <= 1:
-            raise MisconfigurationException(f"smoothing={smoothing!r}: expected a number above 0, up to 1")
+            raise MisconfiguredError(f"smoothing={smoothing!r}: expected a number above 0, up to 1")
         if isinstance(every_n_windows, bool) or not isinstance(every_n_windows, int) or every_n_windows < 1:
-            raise MisconfigurationException(f"every_n_windows={every_n_windows!r}: expected a number of windows from 1")
+            raise MisconfiguredError(f"every_n_windows={every_n_windows!r}: expected a number of windows from 1")
         self.smoothing = smoothing
         self.every_n_windows = every_n_windows
         self._accumulation: Accumulation | None = None
@@ -131,12 +131,12 @@ class GradientNoiseScale(Callback):
             return self.setup(trainer, pl_module, stage)
         self._begin_fit()
         if not isinstance(trainer.strategy, Engine):
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"GradientNoiseScale needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 ' Use Trainer(strategy="accum") on one device, "accum_ddp" on several, "accum_model_parallel" for fully_shard.'
             )
         if not pl_module.automatic_optimization:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"GradientNoiseScale measures the windows of automatic optimization, but {type(pl_module).__name__} has"
                 " automatic_optimization=False. Leave the callback out, or leave the optimizer to the Trainer."
             )
@@ -149,18 +149,18 @@ class GradientNoiseScale(Callback):
         assert accumulation is not None
         assert strategy.model is not None
         if any(isinstance(module, FullyShardedDataParallel) for module in strategy.model.modules()):
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 "GradientNoiseScale needs the gradient of each micro-batch, which FullyShardedDataParallel (FSDP1) keeps to itself."
                 ' Use Trainer(strategy="accum_model_parallel") with fully_shard, or leave the callback out.'
             )
         ranks = accumulation.ranks
         if ranks.size != ranks.world_size:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 "GradientNoiseScale needs the gradient of each micro-batch on one rank, but tensor parallelism cuts it over"
                 f" {ranks.world_size // ranks.size}. Use tensor_parallel_size=1, or leave the callback out."
             )
         if ranks.same_rows > 1:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"GradientNoiseScale compares micro-batches of different rows, but {ranks.same_rows} ranks have parts of the same"
                 " (mesh=). Leave the callback out."
             )

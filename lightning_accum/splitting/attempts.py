@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import override
 
+from lightning_accum.errors import UsageError
 from lightning_accum.splitting.memory import MicroBatchSizes, free, has_room_to_double, is_out_of_memory
 from lightning_accum.splitting.packing import RowSlice
 from lightning_accum.splitting.plan import Mark, Plan, Split, Splitting
@@ -100,7 +101,7 @@ class RetriedSplitting(Splitting):
                 self.largest = max((piece.count for piece in self.pieces), default=None)
                 return result
             if [tensor._version for tensor in self.plan.tensors] != versions:
-                raise RuntimeError(
+                raise UsageError(
                     'training_step changed its batch in place; micro_batch="auto" cannot take that back when memory runs out.'
                     " Change a copy, or use a fixed micro_batch."
                 )

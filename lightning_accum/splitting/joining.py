@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_accum.errors import UnsplittableBatchError
+from lightning_accum.errors import AccumulationError, UnsplittableBatchError
 from lightning_accum.splitting.batch_parts import BatchNode, read_parts
 from lightning_accum.splitting.micro_batch import Layout, RowSelector
 from lightning_accum.splitting.padding import IGNORE_INDEX
@@ -18,13 +18,16 @@ _SHOWS_PADDING = ("mask", "label")
 """What the name of a tensor has in it that shows which of its columns are padding."""
 
 
-class JoiningError(ValueError):
+class JoiningError(AccumulationError, ValueError):
     """Batches do not show how they become one."""
 
     def __init__(self, found: str) -> None:
         self.found = found
-        super().__init__(
-            f"The batches of the window cannot be put together to the full batch: {found}. Say how: verify(join=...) takes a"
+        super().__init__(found)
+
+    def __str__(self) -> str:
+        return (
+            f"The batches of the window cannot be put together to the full batch: {self.found}. Say how: verify(join=...) takes a"
             " function join(batches) that returns one batch; or verify one batch that is split, with micro_batch=."
         )
 

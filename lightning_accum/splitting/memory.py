@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_accum.errors import AccumulationError
+
 _MESSAGES = (
     # c10/cuda/CUDACachingAllocator.cpp, its HIP and XPU counterparts, aten/src/ATen/mps/MPSAllocator.mm
     "CUDA out of memory",
@@ -36,6 +38,10 @@ _MESSAGES = (
     "unable to find an engine to execute this computation",
     "Unable to find a valid cuDNN algorithm to run convolution",
 )
+
+
+class NothingSmallerError(AccumulationError, torch.OutOfMemoryError):
+    """One sample does not fit into memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -219,7 +225,7 @@ class MicroBatchSizes:
             torch.OutOfMemoryError: it had one row.
         """
         if rows <= 1:
-            raise torch.OutOfMemoryError(
+            raise NothingSmallerError(
                 f"A micro-batch of one sample (of cost {cost}) does not fit into memory, and there is no smaller one. Try shorter"
                 " sequences or smaller inputs, a smaller model, lower precision, or activation checkpointing."
             )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.errors import UnsplittableBatchError
+from lightning_accum.errors import ArgumentError, UnsplittableBatchError
 from lightning_accum.splitting.batch_parts import BatchNode, is_array_like, read_parts
 
 
@@ -59,7 +59,7 @@ class Tokens:
 
 def _check_tokens(count: Any, what: str) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"{what} must be an int of at least 1, but count={count!r}")
+        raise ArgumentError(f"{what} must be an int of at least 1, but count={count!r}")
 
 
 TakeRows: TypeAlias = "Callable[[Any, RowSelector], Any]"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_accum.errors import UsageError
 from lightning_accum.randomness import RandomState
 
 _Kept: TypeAlias = tuple[Callable[[Any, Any], Any], Any, Any]
@@ -120,7 +121,7 @@ class Snapshot:
                     mend = ", which cannot be undone where a batch is tried out or runs again. Make it a buffer of the module."
                     if owner is None:
                         mend = '; micro_batch="auto" cannot take that back when memory runs out; use a fixed micro_batch.'
-                    raise RuntimeError(f"training_step changed {self._name(tensor, owner)} in place{mend}")
+                    raise UsageError(f"training_step changed {self._name(tensor, owner)} in place{mend}")
         for restore, target, saved in self.kept:
             restore(target, saved)
         self._random_state.restore()

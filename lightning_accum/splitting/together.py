@@ -10,7 +10,14 @@ from typing_extensions import override
 
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.attempts import RetriedSplitting
-from lightning_accum.splitting.memory import MicroBatchSizes, PeakMemory, free, has_room_to_double, is_out_of_memory
+from lightning_accum.splitting.memory import (
+    MicroBatchSizes,
+    NothingSmallerError,
+    PeakMemory,
+    free,
+    has_room_to_double,
+    is_out_of_memory,
+)
 from lightning_accum.splitting.packing import RowSlice
 from lightning_accum.splitting.plan import Mark
 
@@ -64,7 +71,7 @@ class TogetherSplitting(RetriedSplitting):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise torch.OutOfMemoryError(
+            raise NothingSmallerError(
                 f'GradientAccumulation(micro_batch="auto"): {failed.count} samples of {failed.cost} elements do not fit into'
                 " memory. Nor did one sample, with which this rank was then to take part in what the others wait for. Try shorter"
                 " sequences or smaller inputs, lower precision, or activation checkpointing."

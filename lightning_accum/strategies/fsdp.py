@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
@@ -72,7 +72,7 @@ class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
     @override
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         if not isinstance(self.model, FullyShardedDataParallel):
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"The norm of all gradients is known to one FullyShardedDataParallel around all, but {type(self.model).__name__}"
                 " wraps its parts by itself. Clip by value, or in its configure_gradient_clipping."
             )

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -18,7 +17,7 @@ from typing_extensions import override
 
 from lightning_accum import families, seams
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.arguments import misconfigured, refuse
+from lightning_accum.arguments import MisconfiguredError, misconfigured, refuse
 from lightning_accum.asked import Asked
 from lightning_accum.at_exit import wait_for_gloo_threads
 from lightning_accum.callback import GradientAccumulation
@@ -119,7 +118,7 @@ class AccumulationMixin(Engine):
         super()._configure_launcher()
         if accelerator_connector._IS_INTERACTIVE and self.launcher and not self.launcher.is_interactive_compatible:
             # Lightning would go on to advise its own "ddp_notebook"
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"{type(self).__name__} starts its processes in a way that does not work in a notebook. Use"
                 ' Trainer(strategy="accum_ddp_notebook"), or run the code as a script.'
             )
@@ -275,7 +274,7 @@ class AccumulationMixin(Engine):
             smallest = self.policy.smallest_from(trainer.current_epoch, trainer.max_epochs, trainer.global_step)
             size = smallest or trainer.accumulate_grad_batches
             if self.policy.tail == "drop" and trainer.num_training_batches < size:
-                raise MisconfigurationException(
+                raise MisconfiguredError(
                     f"An epoch has {trainer.num_training_batches} loader batches, and a window of {size} would never be full: with"
                     ' tail="drop" nothing would be trained. Use a smaller window, or tail="step" or "carry".'
                 )
@@ -311,7 +310,7 @@ class AccumulationMixin(Engine):
 def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:
     callbacks = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulation)]
     if len(callbacks) > 1:
-        raise MisconfigurationException(f"There are {len(callbacks)} GradientAccumulation callbacks in the Trainer; keep one.")
+        raise MisconfiguredError(f"There are {len(callbacks)} GradientAccumulation callbacks in the Trainer; keep one.")
     return callbacks[0] if callbacks else None
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_accum import seams
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.gradient_norm import clip_sharded_by_norm
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch, Weighed
@@ -96,7 +96,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
         narrow = [parameter for parameter in self.parameters() if is_narrower(parameter.dtype, dtype)]
         found = sync.sums_narrower_than(dtype) or next((p.dtype for p in narrow if p not in sharded), None)
         if found is not None:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"GradientAccumulation(accumulate_dtype={dtype}): here it is fully_shard that adds up the gradients of a window,"
                 f" and it does so in {found}. Apply it to all layers with mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype}), in"
                 f" {type(self.lightning_module).__name__}.configure_model."
@@ -112,7 +112,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
         super().announce(micro_batch, weighed)
         assert self.accumulation is not None
         if self.same_rows() > 1 and self.accumulation.weigher.may_count_rows:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"The loss is a mean over rows, of which {self.same_rows()} ranks have parts (mesh=), and how these make the loss"
                 " of the whole rows cannot be known. Have training_step return the mean over what is in its part: its tokens or"
                 " elements."
@@ -122,7 +122,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
         seams.check_nothing_is_missing(seams.HYBRID)
         named = module.named_modules()
         if left := [name or "the module" for name, unit in named if isinstance(unit, FSDPModule) and not has_replicas(unit)]:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f'{type(self).__name__}(sync="shard") reduces gradients over the replicas of shards once a window, but'
                 f' {listed(left)} is sharded over all ranks, without replicas. Use sync="micro_batch", or in'
                 f" {type(module).__name__}.configure_model apply fully_shard with a mesh of two dimensions:"
@@ -132,7 +132,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
     def _count_collectives(self, sync: FSDP2Sync) -> None:
         seams.check_nothing_is_missing(seams.COLLECTIVES)
         if self._sync_policy == "micro_batch" and any(has_replicas(unit) for unit in sync.units if isinstance(unit, FSDPModule)):
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 'GradientAccumulation(micro_batch="auto") cannot undo what is all-reduced over the replicas of shards in every'
                 f' micro-batch. Use {type(self).__name__}(sync="shard") or "window".'
             )
@@ -152,19 +152,19 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
         sharded = sync.parameters()
         left = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in sharded]
         if left and size > 1:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"Nothing averages the gradients of {listed(left)} over the {size} data-parallel ranks: apply fully_shard to what"
                 f" they are in, in {type(self.lightning_module).__name__}.configure_model."
             )
         expected = set(dist.get_process_group_ranks(self.ranks.group))
         if others := [ranks for ranks in sync.averaged_ranks() if ranks != expected]:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"fully_shard averages gradients over ranks {_ranks_in_words(others[0])}, but the data-parallel ranks are"
                 f" {_ranks_in_words(expected)}, whose weights are summed. Have the mesh that"
                 f" {type(self.lightning_module).__name__}.configure_model passes to it hold these."
             )
         if factors := sync.divide_factors() - {float(size)}:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"Gradients are divided by {factors.pop():g} (set_gradient_divide_factor), where the average over {size}"
                 " data-parallel ranks is expected. Leave it out: the weights of the window normalise them."
             )

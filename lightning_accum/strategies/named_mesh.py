@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
+
+from lightning_accum.arguments import MisconfiguredError
 
 OWN_ROWS = ("data_parallel", "replicate", "shard")
 SAME_ROWS = ("context_parallel", "sequence_parallel")
@@ -36,15 +37,15 @@ class NamedMeshStrategy(ModelParallelStrategy):
         if mesh is None:
             return
         if unknown := [name for name in mesh if name not in (*OWN_ROWS, *SAME_ROWS, SAME_LOSS)]:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"mesh={dict(mesh)}: whether ranks along {unknown[0]!r} have rows of their own cannot be known. Name it"
                 f" {_any_of(OWN_ROWS)} if they have, {_any_of(SAME_ROWS)} if each has a part of the same rows and the loss of that,"
                 f" or {SAME_LOSS!r} if all have the same loss."
             )
         if SAME_LOSS in self._sizes and list(self._sizes)[-1] != SAME_LOSS:
-            raise MisconfigurationException(f"mesh={dict(mesh)}: {SAME_LOSS!r} has to be its last dimension.")
+            raise MisconfiguredError(f"mesh={dict(mesh)}: {SAME_LOSS!r} has to be its last dimension.")
         if (self._data_parallel_size, self._tensor_parallel_size) != ("auto", "auto"):
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"mesh={dict(mesh)} has the sizes of all dimensions: leave out data_parallel_size and tensor_parallel_size."
             )
 
@@ -64,7 +65,7 @@ class NamedMeshStrategy(ModelParallelStrategy):
             return
         asked, devices = prod(self._sizes.values()), self.num_nodes * self.num_processes
         if asked != devices:
-            raise MisconfigurationException(f"mesh={self._sizes} is of {asked} devices, and there are {devices}.")
+            raise MisconfiguredError(f"mesh={self._sizes} is of {asked} devices, and there are {devices}.")
         self._tensor_parallel_size = self._sizes.get(SAME_LOSS, 1)
         self._data_parallel_size = devices // self._tensor_parallel_size
         super().setup_environment()

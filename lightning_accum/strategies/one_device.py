@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.strategies.mixin import AccumulationMixin
 
 
@@ -43,7 +43,7 @@ class AccumulationStrategy(AccumulationMixin, SingleDeviceStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) > 1:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f'strategy="accum" runs on one device, but the Trainer names {len(devices)}. Use strategy="accum_ddp", or'
                 " devices=1."
             )
@@ -58,6 +58,6 @@ class AccumulationStrategy(AccumulationMixin, SingleDeviceStrategy):
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         if num_nodes > 1:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f'strategy="accum" runs on one node, but the Trainer names {num_nodes}. Use strategy="accum_ddp".'
             )

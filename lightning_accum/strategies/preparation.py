@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
 from lightning_accum.main_gradients import MainGradients, is_narrower
 from lightning_accum.micro_batch import MicroBatch
@@ -60,7 +60,7 @@ def checked(sync: _Policy, *others: str) -> _Policy:
     """
     known = ("window", "micro_batch", *others)
     if sync not in known:
-        raise MisconfigurationException(f"sync={sync!r}: expected {', '.join(map(_quoted, known[:-1]))} or {_quoted(known[-1])}")
+        raise MisconfiguredError(f"sync={sync!r}: expected {', '.join(map(_quoted, known[:-1]))} or {_quoted(known[-1])}")
     return sync
 
 

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_accum.checkpointing.remote import LAST, Remote, local_path, new_local_path
 from lightning_accum.checkpointing.whole import atomic_checkpoint
+from lightning_accum.errors import CheckpointPathError, UsageError
 from lightning_accum.loops.optimization import loss_unlogged
 from lightning_accum.splitting.plan import Splitting
 from lightning_accum.splitting.snapshot import Snapshot
@@ -71,7 +72,7 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
                 super().save_checkpoint(checkpoint, local, storage_options)
             return
         if path.is_dir() and any(path.iterdir()) and not (path / LAST).is_file():
-            raise IsADirectoryError(f"The checkpoint path exists, and is a folder that holds no checkpoint: {path}")
+            raise CheckpointPathError(f"The checkpoint path exists, and is a folder that holds no checkpoint: {path}")
         with atomic_checkpoint(path, self.is_global_zero, self.barrier) as partial:
             super().save_checkpoint(checkpoint, partial, storage_options)
 
@@ -117,7 +118,7 @@ class ShardedMixin(AccumulationMixin, ParallelStrategy):
         """The loss of a batch that had one before, of which nothing is logged."""
         loss = loss_unlogged(self.trainer(), batch if is_on_device else super().batch_to_device(batch))
         if loss is None:
-            raise RuntimeError(
+            raise UsageError(
                 f"training_step returned None on rank {self.global_rank} for a batch that it had given a loss for before, and that"
                 " was to stand in for one without."
             )

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_accum.errors import UsageError
 from lightning_accum.user_warnings import listed
 
 
@@ -92,7 +93,7 @@ class Collectives:
         named = self._module.named_modules()
         found = [name for name, layer in named if isinstance(layer, nn.SyncBatchNorm) or getattr(layer, "dist_sync_on_step", False)]
         where = f"in {listed(found)}" if found else "such as self.all_gather or torch.distributed.all_reduce"
-        raise RuntimeError(
+        raise UsageError(
             f'GradientAccumulation(micro_batch="auto"): {type(self._module).__name__} sends {number}'
             f" collective{'s' * (number > 1)} of its own in a micro-batch ({where}), beside those of fully_shard. Where memory runs"
             " out on one rank, they cannot be undone on the others. Give micro_batch= a number of samples or Tokens(...), or leave"

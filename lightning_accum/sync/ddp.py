@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_accum.errors import UsageError
 from lightning_accum.main_gradients import sparse_layers
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.sync.base import GradientSync, SyncPolicy, forward_replaced
@@ -195,7 +196,7 @@ class DDPSync(GradientSync):
         known, ignored = set(self._trainable), self._ddp.parameters_to_ignore
         named = self._ddp.module.named_parameters()
         if left := [name for name, p in named if p.grad is not None and p not in known and name not in ignored]:
-            raise RuntimeError(
+            raise UsageError(
                 f"DistributedDataParallel does not reduce the gradients of {listed(left)}, which were frozen or not there when it"
                 " was set up: each rank would go on with its own. Have them be there and require gradients until training starts."
                 " What is to be trained later only can be frozen in on_train_start, with find_unused_parameters=True in the"

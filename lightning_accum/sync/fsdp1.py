@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
+from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.sync.base import SyncPolicy
 from lightning_accum.sync.sharded import NO_WAY_BACK, ShardedEngine, ShardedSync
@@ -33,7 +34,7 @@ class FSDP1Sync(ShardedSync):
     def forget_forward(self) -> None:
         states = [getattr(unit, "training_state", None) for unit in self.units]  # a forward that stopped half-way refuses the next
         if any(getattr(state, "name", None) != "IDLE" for state in states):
-            raise RuntimeError(NO_WAY_BACK)
+            raise UsageError(NO_WAY_BACK)
 
     @override
     def blocked(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:

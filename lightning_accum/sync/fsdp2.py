@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
+from lightning_accum.errors import UsageError
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
@@ -140,7 +141,7 @@ class FSDP2Sync(ShardedSync):
     def end_window(self) -> None:
         super().end_window()
         if self.reached.are_any_left():
-            raise RuntimeError('A window has ended, and fully_shard has not reduced all of its gradients: use sync="micro_batch".')
+            raise UsageError('A window has ended, and fully_shard has not reduced all of its gradients: use sync="micro_batch".')
         self.reached.leave_out_others()
         self.reached.forget()
 
@@ -198,7 +199,7 @@ class FSDP2Sync(ShardedSync):
             if root._get_fsdp_state()._is_root is None:  # type: ignore[operator]  # it has never run
                 continue
             if not self.can_forget_forward:
-                raise RuntimeError(NO_WAY_BACK)
+                raise UsageError(NO_WAY_BACK)
             root.reset_iter_state()  # type: ignore[operator]
 
     def sums_narrower_than(self, dtype: torch.dtype) -> torch.dtype | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_accum.errors import SeamError
 from lightning_accum.ranks import Ranks
 
 
@@ -72,7 +73,7 @@ class ReachedParameters:
             RuntimeError: fully_shard reduces in another way than the versions of torch that were read.
         """
         if self._is_of_window and not self._is_called and any(map(_has_gradient, self._trained)):
-            raise RuntimeError(f"torch {torch.__version__} does not call FSDPParamGroup.post_backward to reduce gradients.")
+            raise SeamError(f"torch {torch.__version__} does not call FSDPParamGroup.post_backward to reduce gradients.")
         self._is_of_window = False
 
     def are_any_left(self) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.sync.base import GradientSync, ShardedSyncPolicy
@@ -100,7 +101,7 @@ class ShardedSync(GradientSync):
     def _loss_without_batch(self) -> Tensor:
         """A loss that depends on all that the other ranks' losses do."""
         if not self.may_lack_loss:
-            raise RuntimeError(
+            raise UsageError(
                 f"Rank {dist.get_rank()} has a loader batch without a loss, or fewer of them than others, and cannot take part in"
                 f" what row-wise submodules run there, with {type(self._engine).__name__}. Have each loader batch of each rank give"
                 ' a loss, or use Trainer(strategy="accum_ddp").'
@@ -109,7 +110,7 @@ class ShardedSync(GradientSync):
         if outputs:
             return torch.stack([output.flatten()[:1].sum().float() for output in outputs]).sum()
         if self._last is None:
-            raise RuntimeError(
+            raise UsageError(
                 f"Rank {dist.get_rank()} has had no batch with a loss yet, so it cannot take part in the forward and backward that"
                 f" the other ranks wait for with {type(self._engine).__name__}. Begin with a batch that has one."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+from lightning_accum.errors import UsageError
 from lightning_accum.ranks import Ranks
 
 _PRIME = 2**31 - 1
@@ -46,7 +47,7 @@ class SharedRows:
         self.forget()
         found = self._ranks.largest(*largest, *smallest)
         if any(most != -fewest for most, fewest in zip(found[: self._of], found[self._of :], strict=True)):
-            raise RuntimeError(
+            raise UsageError(
                 "In a window, a rank had no loss for a batch that others with parts of the same rows had one for. With"
                 " context_parallel or sequence_parallel in mesh=, these ranks need the same batches, and training_step returns a"
                 " loss for each part: that of a part without labels may be NaN, and weighs nothing."

@@ -14,12 +14,13 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.errors import ArgumentError
 from lightning_accum.splitting.joining import JoiningError
 from lightning_accum.verification.run import verify
 from lightning_accum.verification.step import quiet, trainer_of_one_step
 
 
-class UsageError(ValueError):
+class CommandLineError(ArgumentError):
     """The arguments of the command line are wrong."""
 
 
@@ -36,12 +37,12 @@ def run_verify(arguments: argparse.Namespace) -> int:
     try:
         policy = {"weight": _weight(arguments.weight)}
         if (arguments.window or 1) * arguments.devices == 1 and arguments.micro_batch is None:
-            raise UsageError("say how the step is accumulated, by --window or --micro-batch (or both), or over --devices")
+            raise CommandLineError("say how the step is accumulated, by --window or --micro-batch (or both), or over --devices")
         join = None if arguments.join is None else found(arguments.join)
         _check(arguments, policy, trainer)
         module = made(arguments.module)
         data = None if arguments.data is None else made(arguments.data)
-    except UsageError as error:
+    except CommandLineError as error:
         print(f"lightning-accum verify: error: {error}", file=sys.stderr)
         return 2
     try:
@@ -64,14 +65,14 @@ def _check(arguments: argparse.Namespace, policy: dict[str, Any], trainer: dict[
         with quiet():
             trainer_of_one_step([], devices=1, **trainer)
     except (MisconfigurationException, ValueError, RuntimeError) as error:
-        raise UsageError(str(error)) from error
+        raise CommandLineError(str(error)) from error
 
 
 def _weight(text: str) -> Any:
     if text in ("auto", "equal"):
         return text
     if ":" not in text:
-        raise UsageError(f"--weight {text}: expected auto, equal or package.module:name of a callable")
+        raise CommandLineError(f"--weight {text}: expected auto, equal or package.module:name of a callable")
     weight = found(text)
     return weight() if isinstance(weight, type) else weight
 
@@ -80,7 +81,7 @@ def made(name: str) -> Any:
     """What ``package.module:name`` stands for; called, where it is a class or a function.
 
     Raises:
-        UsageError: there is no such thing.
+        CommandLineError: there is no such thing.
 
     Example:
         >>> made("lightning.pytorch.demos.boring_classes:BoringModel").layer
@@ -92,7 +93,7 @@ def made(name: str) -> Any:
     try:
         inspect.signature(thing).bind()
     except TypeError as error:
-        raise UsageError(f"{name} is called without arguments, but: {error}. Write a function that makes it.") from error
+        raise CommandLineError(f"{name} is called without arguments, but: {error}. Write a function that makes it.") from error
     except ValueError:  # it has no signature
         pass
     return thing()
@@ -102,16 +103,16 @@ def found(name: str) -> Any:
     """What ``package.module:name`` stands for.
 
     Raises:
-        UsageError: there is no such thing.
+        CommandLineError: there is no such thing.
     """
     module, _, path = name.partition(":")
     if not (module and path):
-        raise UsageError(f"{name!r} is not of the form package.module:name")
+        raise CommandLineError(f"{name!r} is not of the form package.module:name")
     try:
         return pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # of an import inside of it
-        raise UsageError(f"There is no module {error.name!r} (from {name!r}); run this where it can be imported.") from error
+        raise CommandLineError(f"There is no module {error.name!r} (from {name!r}); run this where it can be imported.") from error
     except AttributeError as error:
-        raise UsageError(f"{module!r} has no {path!r}: {error}") from error
+        raise CommandLineError(f"{module!r} has no {path!r}: {error}") from error

@@ -11,12 +11,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.randomness import generators_kept
 from lightning_accum.splitting.joining import JoiningError
@@ -81,7 +81,7 @@ def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window:
         layout = _layout(data)
         if layout is None or layout.size < window:
             found = "how it is made of rows does not show" if layout is None else f"it has {layout.size} rows"
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"verify(window={window}) got one batch, to be cut into the {window} batches of a window, but {found}. Pass a"
                 " loader or a list of batches, or micro_batch= instead of window=."
             )
@@ -91,7 +91,7 @@ def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window:
         loader = _loader(module, data)
         batches = [copy.deepcopy(batch) for batch in _first(loader, window)]
     if len(batches) < window:
-        raise MisconfigurationException(
+        raise MisconfiguredError(
             f"verify(window={window}) needs {window} batches, but there {'is' if len(batches) == 1 else 'are'} {len(batches)}."
             " Pass more data or a smaller window."
         )
@@ -143,7 +143,7 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
     if data is None:
         owner = module
         if not is_overridden("train_dataloader", owner):
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"verify needs data: {type(module).__name__} has no train_dataloader. Pass data=<a batch, a loader or"
                 " a LightningDataModule>."
             )

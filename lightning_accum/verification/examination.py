@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Comparison
 from lightning_accum.verification.measure import Difference, difference, flat, is_same_step, most_noise, tolerance, weights_that_fit
 from lightning_accum.verification.report import Break
-from lightning_accum.verification.step import Change, NoStepError, StepRunner
+from lightning_accum.verification.step import Change, StepRunner
 from lightning_accum.verification.watch import Step
 
 _SMALLEST_DIFFERENCE_OF_BUFFERS = 1e-6
@@ -34,9 +35,9 @@ class Diagnosis:
         self.notes: list[str] = []
         self.full = runner.full(comparison.full)
         if not self.full.is_finite:
-            raise NoStepError("The gradient of the full batch is not finite: there is nothing to compare. Pass other data.")
+            raise MisconfiguredError("The gradient of the full batch is not finite: there is nothing to compare. Pass other data.")
         if not any(bool(gradient.any()) for gradient in self.full.gradients.values()):
-            raise NoStepError(
+            raise MisconfiguredError(
                 "The full batch has no gradient: training_step returned no loss, or a loss that changes with none of the parameters"
                 " that the Trainer's optimizers step on. Pass other data, or look for optimizers that step elsewhere."
             )

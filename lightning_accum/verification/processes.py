@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_accum.arguments import MisconfiguredError
 
 MOST_SECONDS = 300.0
 """That the ranks of a step may take, all together."""
@@ -23,7 +24,7 @@ _GRACE = 5.0
 """Seconds that the others have to end by themselves, once a rank has failed."""
 
 
-class RanksFailedError(MisconfigurationException):
+class RanksFailedError(MisconfiguredError):
     """There is nothing to compare: a rank failed before its optimizer step, or the ranks wait for each other."""
 
 
@@ -34,15 +35,15 @@ def check_processes(devices: int, accelerator: str) -> None:
         MisconfigurationException: they cannot.
     """
     if not hasattr(os, "fork"):
-        raise MisconfigurationException(f"verify(devices={devices}) forks its ranks, which this system cannot.")
+        raise MisconfiguredError(f"verify(devices={devices}) forks its ranks, which this system cannot.")
     if accelerator != "cpu" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise MisconfigurationException(
+        raise MisconfiguredError(
             f'verify(devices={devices}, accelerator="{accelerator}") forks its ranks, which a process that uses an accelerator'
             ' cannot: pass accelerator="cpu", and run it before anything is on a GPU.'
         )
     started = int(os.environ.get("WORLD_SIZE", devices)) if is_under_torchrun() else devices
     if started != devices:
-        raise MisconfigurationException(f"verify(devices={devices}) runs under torchrun with {started} processes: pass as many.")
+        raise MisconfiguredError(f"verify(devices={devices}) runs under torchrun with {started} processes: pass as many.")
 
 
 def is_under_torchrun() -> bool:

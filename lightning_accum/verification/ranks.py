@@ -11,13 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
 from lightning_accum.loops.launch import forks_or_spawns
 from lightning_accum.randomness import SameForEveryRow, seed_everything
@@ -96,7 +96,7 @@ def _train(
         **arguments,
     )
     if forks_or_spawns(trainer.strategy.launcher):
-        raise MisconfigurationException(
+        raise MisconfiguredError(
             f"verify starts the ranks itself: pass a {type(strategy).__name__} without start_method, or the name of a strategy."
         )
     trainer.fit(runner.module, loader_of(batches))
@@ -113,7 +113,7 @@ class _RankRecorder(StepRecorder):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         found = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         if found != self._ranks:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"verify(devices={self._ranks}) gives each device its own batches, but {type(trainer.strategy).__name__} has"
                 f" {found} data-parallel ranks. Pass an object of the strategy whose data_parallel_size is {self._ranks}."
             )

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.families import by_module
 from lightning_accum.splitting.micro_batch import Tokens
@@ -115,14 +115,14 @@ def verify(
         except (RuntimeError, TypeError, ValueError) as error:  # those of nn.RNNBase are ValueErrors
             if not re.search(r"dtype|scalar type|type torch\.|Double|Float", str(error)):
                 raise
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"{type(module).__name__} does not run in precision={precision!r}: {error}. Parameters, buffers and batches are"
                 " converted to it (but no tensors in objects of a class of their own); pass"
                 ' verify(precision="32-true") for operations that it is too wide for.'
             ) from error
     if diagnosis.window is not None and diagnosis.window.parts < 2 and size < 2 and not policy.get("row_wise"):
         rows = "" if comparison.rows is None else f" of {comparison.rows} rows"
-        raise MisconfigurationException(
+        raise MisconfiguredError(
             f"verify(micro_batch={micro_batch!r}) has nothing to compare: the batch{rows} is one micro-batch. Pass a smaller one or"
             " a larger batch."
         )
@@ -131,33 +131,33 @@ def verify(
 
 def _check(module: Any, window: Any, micro_batch: Any, devices: Any) -> int:
     if not isinstance(module, pl.LightningModule):
-        raise MisconfigurationException(f"verify takes a LightningModule, but got {type(module).__name__}.")
+        raise MisconfiguredError(f"verify takes a LightningModule, but got {type(module).__name__}.")
     name = type(module).__name__
     if not module.automatic_optimization:
-        raise MisconfigurationException(
+        raise MisconfiguredError(
             f"{name} has automatic_optimization=False and steps its optimizers by itself: verify compares the one step of automatic"
             " optimization."
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise MisconfigurationException(f"The training_step of {name} draws its batches by itself (`dataloader_iter`).")
+        raise MisconfiguredError(f"The training_step of {name} draws its batches by itself (`dataloader_iter`).")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise MisconfigurationException(
+        raise MisconfiguredError(
             f"verify(window={window!r}): expected a number of loader batches from 1. A window of another kind has some number of"
             " them, too; verify that."
         )
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise MisconfigurationException(f"verify(devices={devices!r}): expected a number of ranks from 1.")
+        raise MisconfiguredError(f"verify(devices={devices!r}): expected a number of ranks from 1.")
     if micro_batch == "auto":
-        raise MisconfigurationException(
+        raise MisconfiguredError(
             'verify(micro_batch="auto") would run a batch that fits into memory whole. Pass a number of samples or Tokens(...).'
         )
     if (window or 1) * devices == 1 and micro_batch == "offload":
-        raise MisconfigurationException(
+        raise MisconfiguredError(
             'verify has nothing to compare: micro_batch="offload" runs the batch as it is. Say how the step is accumulated, by'
             " window=<loader batches> too."
         )
     if (window or 1) * devices == 1 and micro_batch is None:
-        raise MisconfigurationException(
+        raise MisconfiguredError(
             "verify has nothing to compare: say how the step is accumulated, by window=<loader batches> or micro_batch=<samples>."
         )
     return window or 1

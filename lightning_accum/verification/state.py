@@ -14,11 +14,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_accum.arguments import MisconfiguredError
+from lightning_accum.errors import UsageError
 from lightning_accum.splitting.snapshot import ways_to_restore
 
 _Found = Iterator[tuple[str, Any]]
@@ -76,7 +77,7 @@ class ModuleState:
     def __init__(self, module: pl.LightningModule) -> None:
         trainer = module._trainer
         if trainer is not None and trainer.training and trainer.world_size > 1:
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"verify runs {type(module).__name__} itself, which is in a training over {trainer.world_size} ranks now: their"
                 " reduction of gradients is tied to its parameters. Call verify before trainer.fit or after it."
             )
@@ -114,7 +115,7 @@ class ModuleState:
             except Exception as error:  # the rest has to be restored all the same
                 failure = failure or error
         if failure is not None:
-            raise RuntimeError(
+            raise UsageError(
                 f"verify could not restore all of {type(self._module).__name__} as it was. Make it anew, or load a checkpoint."
             ) from failure
 
@@ -141,7 +142,7 @@ class ModuleState:
 
     def _keep_tensor(self, path: str, tensor: Tensor) -> _Found:
         if is_lazy(tensor):
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"{path.lstrip('.')} has no shape yet. Run a batch through {type(self._module).__name__} before verify."
             )
         if tensor.is_inference():  # cannot be changed
@@ -167,7 +168,7 @@ class ModuleState:
             self._undo.append(partial(_restore_items, value, list(value)))
             yield from ((path, item) for item in value if not isinstance(item, _ATOMS))
         elif isinstance(value, Iterator) and not hasattr(value, "__dict__"):
-            raise MisconfigurationException(
+            raise MisconfiguredError(
                 f"verify runs the module several times from the same state, but {path.lstrip('.')} is an iterator"
                 f" ({type(value).__name__}), which cannot be restored. Leave it out, or make it in setup()."
             )

@@ -13,12 +13,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.randomness import SameForEveryRow, seed_everything
 from lightning_accum.user_warnings import AccumulationWarning
@@ -46,10 +46,6 @@ class Change:
     fixes_batch_idx: bool = False
     evens_noise: bool = False
     factor: float = 1.0
-
-
-class NoStepError(MisconfigurationException):
-    """There was no optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ class StepRunner:
             trainer.fit(self.module, loader_of(batches))
         step = recorder.step
         if not step.after:
-            raise NoStepError(
+            raise MisconfiguredError(
                 f"{type(module).__name__} took no optimizer step on {len(batches)} batch{'es' * (len(batches) > 1)}: training_step"
                 " returned no loss, the loss had no weight, or its gradient was not finite."
             )

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_accum.errors import UnsplittableBatchError
+from lightning_accum.errors import ArgumentError, MissingEntryError, UnsplittableBatchError, WrongTypeError
 from lightning_accum.splitting.batch_parts import first_tensor_or_list, read_parts
 
 Weight: TypeAlias = Callable[[Any], Any]
@@ -43,10 +43,10 @@ class TokenCount:
         """Count the tokens of ``batch``."""
         labels = _look_up(batch, self.key)
         if not isinstance(labels, Tensor):
-            raise TypeError(f"TokenCount(key={self.key!r}): expected a tensor of labels, found {type(labels).__name__}")
+            raise WrongTypeError(f"TokenCount(key={self.key!r}): expected a tensor of labels, found {type(labels).__name__}")
         if self.shift:
             if labels.dim() < 2:
-                raise ValueError(
+                raise ArgumentError(
                     f"TokenCount(key={self.key!r}, shift=True): labels of shape {tuple(labels.shape)} have no sequence dimension"
                     " to shift along; pass shift=False"
                 )
@@ -85,7 +85,7 @@ class SampleCount:
                 found = (
                     f"a {type(batch).__name__} of 2 may be two samples, or an input and its target: pass the `key` of one, or len"
                 )
-            raise ValueError(f"{self}: {found}")
+            raise ArgumentError(f"{self}: {found}")
         return torch.tensor(samples)
 
 
@@ -119,7 +119,7 @@ def _look_up(batch: Any, key: str | int) -> Any:
         has = f"it is a {type(batch).__name__} of {len(batch)}"
     else:
         has = f"it is a {type(batch).__name__}"
-    raise KeyError(f"the batch has no entry {key!r}: {has}; pass the right `key` to the weight")
+    raise MissingEntryError(f"the batch has no entry {key!r}: {has}; pass the right `key` to the weight")
 
 
 def expected_weight(batch: Any, weight: Weight | str | tuple[Weight, ...]) -> float:

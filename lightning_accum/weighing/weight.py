@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_accum.errors import UnreadableLossError
+from lightning_accum.errors import ArgumentError, UnreadableLossError, WrongTypeError
 from lightning_accum.weighing.contribution import Contribution, Kind
 from lightning_accum.weighing.counts import SampleCount, Weight, count_samples
 from lightning_accum.weighing.denominator import CRITERIA, Denominator, PlainMean, Term, on_host
@@ -182,7 +182,7 @@ class Weigher:
             return Contribution(1.0)
         assert not isinstance(self._weight, (str, tuple))
         if isinstance(batch, Iterator):
-            raise TypeError(
+            raise WrongTypeError(
                 f"weight={self._weight} counts in the batch, but training_step draws its batches by itself (`dataloader_iter`)."
                 ' Use weight="auto".'
             )
@@ -301,15 +301,15 @@ _OF_COLUMNS = (" of a function of ", " with a reduction over the batch")
 def _checked(weight: Any, source: Any) -> Denominator:
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
-            raise ValueError(f"weight={source} must return one number per batch, but returned a tensor of {tuple(weight.shape)}")
+            raise ArgumentError(f"weight={source} must return one number per batch, but returned a tensor of {tuple(weight.shape)}")
         if weight.device.type != "cpu":
             return weight.detach().reshape(())  # elsewhere its value is checked at the end of the window
         weight = weight.item()
     if isinstance(weight, (bool, complex)) or not isinstance(weight, Number):
-        raise TypeError(f"weight={source} must return a scalar tensor or a number, but returned {type(weight).__name__}")
+        raise WrongTypeError(f"weight={source} must return a scalar tensor or a number, but returned {type(weight).__name__}")
     number = float(weight)  # type: ignore[arg-type]  # of a Fraction, a Decimal, a number of numpy
     if not (number >= 0 and math.isfinite(number)):
-        raise ValueError(f"weight={source} must be a count, finite and not negative, but returned {weight}")
+        raise ArgumentError(f"weight={source} must be a count, finite and not negative, but returned {weight}")
     return number
 
 

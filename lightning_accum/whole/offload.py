@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_accum.errors import UsageError
+
 _SMALL = 2**12
 """Bytes up to which a storage is not worth two copies."""
 _LEAVING = 2
@@ -250,7 +252,7 @@ class _Stored:
             _check_version(self._original, self._version)
             return self._original
         if self._is_changed:
-            raise RuntimeError(_CHANGED)
+            raise UsageError(_CHANGED)
         if self._back is None:
             self.fetch()
         self._finish_copy()
@@ -308,7 +310,7 @@ _CHANGED = (
 
 def _check_version(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
-        raise RuntimeError(
+        raise UsageError(
             f"{_CHANGED} It is a {tensor.type()} of shape {list(tensor.shape)} at version {tensor._version}; expected version"
             f" {version} instead."
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accum.errors import RowWiseError
+from lightning_accum.errors import ArgumentError, RowWiseError
 from lightning_accum.policy import Policy
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
@@ -284,11 +284,13 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module
     for name in names:
         if not name or name not in modules:
             known = [child for child, _ in module.named_children()]
-            raise ValueError(f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. Its children are {known}.")
+            raise ArgumentError(
+                f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. Its children are {known}."
+            )
     for outer in names:
         for inner in names:
             if outer != inner and modules[inner] in list(modules[outer].modules())[1:]:
-                raise ValueError(
+                raise ArgumentError(
                     f"row_wise={list(names)}: {inner!r} is inside of {outer!r}, which runs in micro-batches. Name one of them."
                 )
     distinct: dict[nn.Module, str] = {}

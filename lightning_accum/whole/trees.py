@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_accum.errors import WrongTypeError
 from lightning_accum.splitting.batch_parts import holds_tensors
 
 
-class UnknownObjectError(TypeError):
+class UnknownObjectError(WrongTypeError):
     """An object of a class that is not known here holds tensors."""
 
 

@@ -580,10 +580,10 @@ def test_raise_tells_all_ranks_at_a_boundary(engine: str, fault: int, monkeypatc
     module = OfBatches([labels(0, 1), labels(1, 2)], [labels(2, 3), labels(2, 1, fault=fault)])
     with pytest.raises(Exception, match="on rank 1 is not finite"):
         fit(module, ddp() if engine == "ddp" else fsdp2(2), 2, devices=2, on_nonfinite="raise")
-    told = "FloatingPointError: Batch 1 of epoch 0 on rank 1 is not finite: "
+    told = "NotFiniteError: Batch 1 of epoch 0 on rank 1 is not finite: "
     assert Path("1.said").read_text().startswith(f"0 steps, {told}")
     if Path("0.said").exists():  # else its parent ended it, having heard of the other
-        assert Path("0.said").read_text().startswith(f"0 steps, RankFailedError: Rank 1 failed first, with {told}")
+        assert Path("0.said").read_text().startswith(f"0 steps, RankFailedError: Rank 1 failed first, with lightning_accum.errors.{told}")
 
 
 def test_raise_lets_good_training_be() -> None:
