@@ -1,0 +1,40 @@
+"""LightningModules in the shapes of public repositories: each does in windows and in split batches what the table says.
+
+What falls short of it today is a strict expected failure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from real_modules.table import FROM_GOOD_TO_BAD, How, Row, Silent, Warned, in_words, rows, today
+
+CASES: list[tuple[Row, How]] = [(row, how) for row in rows() for how in ("windows", "split")]
+SHORT = [(row, how) for row, how in CASES if row.today(how) is not row.expected(how)]
+
+
+def case(row: Row, how: How) -> Any:
+    reason = f"issue 22: {in_words(row.today(how))}, not {in_words(row.expected(how))}"
+    marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)] if (row, how) in SHORT else []
+    return pytest.param(row, how, id=f"{row.name.replace(' ', '_')}-{how}", marks=marks)
+
+
+def test_each_module_is_named_once() -> None:
+    assert len({row.name for row in rows()}) == len(rows()) >= 1
+
+
+@pytest.mark.parametrize(("row", "how"), [case(*each) for each in CASES])
+def test_a_real_module_does_what_it_should(row: Row, how: How) -> None:
+    outcome, holds = today(row, how)
+    assert holds, f"{outcome}, not {row.expected(how)}"
+
+
+@pytest.mark.parametrize(("row", "how"), [pytest.param(*case(*each).values, id=case(*each).id) for each in SHORT])
+def test_a_real_module_is_no_worse_than_the_table_says(row: Row, how: How) -> None:
+    outcome, holds = today(row, how)
+    known = row.today(how)
+    if not holds:
+        assert FROM_GOOD_TO_BAD.index(type(outcome)) <= FROM_GOOD_TO_BAD.index(type(known)), f"{outcome}, not {known}"
+        if isinstance(known, Silent | Warned) and type(outcome) is type(known):
+            assert outcome.deviation <= 2 * max(known.deviation, 1e-12), f"{outcome}, not {known}"

@@ -1,0 +1,256 @@
+"""What a row of the table is, how it is measured, and the data that rows are made of."""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import default_collate
+
+from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation
+from lightning_accum.testing import EXACT, adamw, compare_window_with_batch, sgd
+
+How = Literal["windows", "split"]
+Module = TypeVar("Module", bound=type[LightningModule])
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Parameters and shown losses are those of the full batch, for SGD and AdamW, with no argument or with these."""
+
+    argument: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An error of this type before the first optimizer step, and exact with the arguments of ``mend``."""
+
+    error: type[Exception] = AccumulationError
+    mend: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Warned:
+    """An AccumulationWarning that names this, before or at the first optimizer step."""
+
+    of: str = ""
+    deviation: float = 0.0
+
+
+@dataclass(frozen=True)
+class Crashed:
+    """Another exception, or one of this package's after the first optimizer step. Only of today."""
+
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Silent:
+    """Not exact, without a warning. Only of today."""
+
+    deviation: float = math.inf
+
+
+Expected = Exact | Refused | Warned
+Outcome = Expected | Crashed | Silent
+FROM_GOOD_TO_BAD = (Exact, Refused, Warned, Crashed, Silent)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A module, its data, and what should happen.
+
+    Attributes:
+        name: is unique.
+        like: the kind of public repository that it is shaped after.
+        make: the module, with the same parameters at each call.
+        batches: the rows of each loader batch, unequal in number. Two are a window; in split batches, two are one loader batch.
+        collate: makes a batch of rows.
+        windows, split: what should happen in windows of two loader batches, and with ``micro_batch``.
+        windows_today, split_today: what happens today, if that is something else.
+        optimizers: make an optimizer of parameters; None is the module's own.
+        micro_batch: of split batches.
+        trainer: further arguments of the Trainer.
+    """
+
+    name: str
+    like: str
+    make: Callable[[], LightningModule]
+    batches: Callable[[], list[list[Any]]]
+    collate: Callable[[Any], Any] = default_collate
+    windows: Expected = Exact()
+    split: Expected = Exact()
+    windows_today: Outcome | None = None
+    split_today: Outcome | None = None
+    optimizers: Sequence[Any] = (sgd, adamw)
+    micro_batch: Any = 2
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+    def expected(self, how: How) -> Expected:
+        return self.windows if how == "windows" else self.split
+
+    def today(self, how: How) -> Outcome:
+        return (self.windows_today if how == "windows" else self.split_today) or self.expected(how)
+
+
+_TABLE: list[Row] = []
+
+
+def real_module(like: str, batches: Callable[[], list[list[Any]]], **fields: Any) -> Callable[[Module], Module]:
+    """Add the decorated module to the table, under the words of its class's name. ``fields`` are those of a Row."""
+
+    def add(module: Module) -> Module:
+        def make() -> LightningModule:
+            torch.manual_seed(0)
+            return module()
+
+        name = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in module.__name__).strip()
+        _TABLE.append(Row(**{"name": name, "like": like, "make": make, "batches": batches, **fields}))
+        return module
+
+    return add
+
+
+@cache
+def rows() -> list[Row]:
+    """All rows of the modules in this folder."""
+    for found in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if not found.name.startswith("__"):
+            import_module(f"real_modules.{found.name}")
+    return list(_TABLE)
+
+
+# --- what happens ------------------------------------------------------------------------------------------------------
+
+
+class _Steps(Callback):
+    """Counts the steps that begin: before the first of them an error must come, and at the first of them a warning."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.begun += 1
+
+
+def measure(row: Row, how: How, arguments: Mapping[str, Any] | None = None) -> Outcome:
+    """What happens in windows, or in split batches, with no argument or with those of GradientAccumulation.
+
+    With ``window=1`` the two loader batches of a window are one.
+    """
+    batches, given = row.batches(), dict(arguments or {})
+    if how == "split" or given.get("window") == 1:
+        batches = [[row for one in batches[start : start + 2] for row in one] for start in range(0, len(batches), 2)]
+    policy = {"window": 2, **given} if how == "windows" else {"micro_batch": row.micro_batch, **given}
+    messages: list[str] = []
+    deviation = 0.0
+    for optimizer in row.optimizers:
+        steps = _Steps()
+
+        def note(message: Any, category: type, *_: Any, steps: _Steps = steps, **__: Any) -> None:
+            if issubclass(category, AccumulationWarning) and steps.begun <= 1:
+                messages.append(str(message))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = note
+            torch.manual_seed(1)
+            try:
+                found = compare_window_with_batch(
+                    row.make,
+                    batches,
+                    GradientAccumulation(**policy),
+                    optimizer=optimizer,
+                    collate=row.collate,
+                    trainer={**row.trainer, "callbacks": [steps]},
+                )
+            except AccumulationError as error:
+                return Crashed(f"late {type(error).__name__}: {error}") if steps.begun else Refused(type(error))
+            except Exception as error:
+                return Crashed(f"{type(error).__name__}: {error}")
+        steps_differ = found.steps[0] != found.steps[1]
+        deviation = max(deviation, found.parameters, found.losses, math.inf if steps_differ else 0.0)
+    if messages:
+        return Warned("\n".join(messages), deviation)
+    return Exact(given) if deviation <= EXACT else Silent(deviation)
+
+
+def holds(row: Row, how: How, measured: Outcome) -> bool:
+    """Whether what was measured is what should happen. The mend of a refusal is tried."""
+    expected = row.expected(how)
+    if isinstance(expected, Refused):
+        is_refused = isinstance(measured, Refused) and issubclass(measured.error, expected.error)
+        return is_refused and isinstance(measure(row, how, expected.mend), Exact)
+    if isinstance(expected, Warned):
+        return isinstance(measured, Warned) and expected.of.lower() in measured.of.lower()
+    return isinstance(measured, Exact)
+
+
+@cache
+def _measured(index: int, how: How) -> tuple[Outcome, bool]:
+    row = rows()[index]
+    expected = row.expected(how)
+    outcome = measure(row, how, expected.argument if isinstance(expected, Exact) else None)
+    return outcome, holds(row, how, outcome)
+
+
+def today(row: Row, how: How) -> tuple[Outcome, bool]:
+    """What happens with the arguments that are expected to be exact, or else with none, and whether it is as expected."""
+    return _measured(rows().index(row), how)
+
+
+def in_words(outcome: Outcome) -> str:
+    """A cell of the table."""
+    kind = type(outcome).__name__.lower()
+    if isinstance(outcome, Exact | Refused):
+        given = outcome.argument if isinstance(outcome, Exact) else outcome.mend
+        shown = ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in given.items())
+        return f"{kind}, {shown}" if shown else kind
+    if isinstance(outcome, Silent):
+        return f"{kind}, {outcome.deviation:.0e} off"
+    if isinstance(outcome, Warned):
+        return f"{kind}, {outcome.deviation:.0e} off" if outcome.deviation else f"{kind} of {outcome.of}"
+    return f"{kind}, {outcome.error}".partition(":")[0]
+
+
+# --- data --------------------------------------------------------------------------------------------------------------
+
+
+def dealt(row: Callable[[torch.Generator], Any], *sizes: int, seed: int = 0) -> Callable[[], list[list[Any]]]:
+    """Loader batches of unequal sizes. ``row`` makes one of random numbers: those of noise are part of it."""
+
+    def batches() -> list[list[Any]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [[row(generator) for _ in range(size)] for size in sizes or (3, 2, 4, 2, 3)]
+
+    return batches
+
+
+def randint(low: int, high: int, generator: torch.Generator) -> int:
+    """From ``low`` to ``high``, both included."""
+    return int(torch.randint(low, high + 1, (), generator=generator))
+
+
+def padded(fill: Mapping[str, float] | None = None) -> Callable[[Sequence[Mapping[str, Tensor]]], dict[str, Tensor]]:
+    """A collate function of dicts, which pads each entry to its longest in the first dimension, with 0 or what is given."""
+
+    def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        batch = {}
+        for name in rows[0]:
+            values = [torch.as_tensor(row[name]) for row in rows]
+            batch[name] = pad_sequence(values, True, (fill or {}).get(name, 0)) if values[0].ndim else torch.stack(values)
+        return batch
+
+    return collate
