@@ -120,7 +120,7 @@ def marks_of(row: Exclusion) -> Any:
 def test_what_excludes_each_other_is_an_error_before_training(row: Exclusion, case: Callable[[], Any]) -> None:
     with pytest.raises(Exception, match=r"(?s).*" + as_pattern(row.message)) as raised:
         case()
-    assert "MisconfigurationException" in f"{type(raised.value).__name__}: {raised.value}"
+    assert "MisconfiguredError" in f"{type(raised.value).__name__}: {raised.value}"
 
 
 def test_the_guide_has_the_table() -> None:
