@@ -12,12 +12,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import DoublePrecision as DoublePrecisionPlugin
 from sharded import DoublePrecision, ForkedFSDP2, fsdp1, fsdp2, needs_sharding_on_cpu
-from support import ddp, error_of_updates, loader, pad, train_by_hand, trainer
+from support import ddp, loader, pad, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accum import GradientAccumulation
+from lightning_accum.testing import assert_window_equals_batch
 
 EXACT = 1e-12
 SHORT = timedelta(seconds=20)
@@ -110,14 +112,17 @@ def assert_one_window_one_batch(
     clip: dict[str, float] | None = None,
     has_length: bool = True,
     limit: float = EXACT,
+    max_epochs: int = 1,
+    ckpt_path: Any = None,
+    optimizers: Sequence[Any] = (None,),
     **arguments: Any,
 ) -> None:
-    """Train in windows, and by hand on the full batch of each: what changed is the same, and so are the losses that are shown.
+    """``lightning_accum.testing.assert_window_equals_batch`` on one of ``ENGINES``, with the module's own optimizer.
 
     Args:
         make: makes a module, each time of the same parameters.
         by_rank: the rows of each loader batch of each rank, or one loader or data module for all ranks.
-        windows: the rows of each window, of all epochs.
+        windows: the rows of each window, of all epochs, counted by hand.
         policy: the callback, or the Trainer's ``accumulate_grad_batches``.
         engine: a name of ``ENGINES``.
         options: of its strategy.
@@ -126,28 +131,34 @@ def assert_one_window_one_batch(
         clip: to what gradients are clipped, by "norm" or "value".
         has_length: of the loaders.
         limit: of the error of what training changed, and of losses.
-        arguments: of the Trainer, ``callbacks`` beside the policy, and ``ckpt_path``.
+        max_epochs: how often the batches are seen.
+        ckpt_path: from which training in windows goes on.
+        optimizers: functions that make one of parameters; None is the module's own.
+        arguments: of both Trainers.
     """
-    losses: list[float] = []
-    start, by_hand, module = make(), make(), make()
-
-    def noted(rows: Rows) -> Tensor:
-        loss = by_hand.training_step(collate(rows), 0)
-        losses.append(loss.item())
-        return loss
-
-    train_by_hand(by_hand, windows, 1, noted, **(clip or {}))
+    of = ENGINES[engine]
     for algorithm, value in (clip or {}).items():
-        arguments = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm, **arguments}
-    data = by_rank if isinstance(by_rank, (DataLoader, pl.LightningDataModule)) else Dealt(by_rank, collate, has_length)
-    found = trained(module, policy, engine, options, data, **arguments)
-    assert error_of_updates(found, by_hand, start) <= limit
-    processes = ENGINES[engine].ranks * ENGINES[engine].tensor
-    for rank, shown in enumerate(torch.load(f"rank{rank}.pt") for rank in range(processes)):
-        assert shown["steps"] == len(windows), rank
-        for step, (loss, weight) in shown["windows"].items():
-            assert loss == pytest.approx(losses[step - 1], rel=limit), (rank, step)
-            assert weights is None or weight == weights[step - 1], (rank, step)
+        arguments |= {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
+    data = by_rank if has_length or not isinstance(by_rank, Sequence) else Dealt(by_rank, collate, has_length)
+    plugins = of.plugins() or arguments.pop("plugins", [DoublePrecisionPlugin()])
+    assert_window_equals_batch(
+        make,
+        data,
+        policy,
+        windows=windows,
+        weights=weights,
+        optimizers=optimizers,
+        limit=limit,
+        by_rank=isinstance(data, Sequence),
+        collate=collate,
+        strategy=lambda: of.strategy(**(options or {})),
+        devices=of.ranks * of.tensor,
+        ranks=of.ranks,
+        epochs=max_epochs,
+        ckpt_path=ckpt_path,
+        trainer={"plugins": plugins, **arguments},
+        reference={"plugins": [DoublePrecisionPlugin()]},
+    )
 
 
 def trained(

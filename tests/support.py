@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_accum import DDPAccumulationStrategy
+from lightning_accum import AccumulationWarning, DDPAccumulationStrategy
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -197,6 +199,67 @@ class Scalar(pl.LightningModule):
 
 def x(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+class Toy(pl.LightningModule):
+    """A net and a loss, ``loss(net, batch)``: the module of most tests.
+
+    Args:
+        loss: of the net and a batch.
+        optimizer: a name of ``OPTIMIZERS``.
+        net: makes the net, a linear layer from 4 features to 4 outputs by default.
+    """
+
+    def __init__(
+        self, loss: Callable[[nn.Module, Any], Any], optimizer: str = "sgd", net: Callable[[], nn.Module] = lambda: nn.Linear(4, 4)
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.loss, self.optimizer = net().double(), loss, optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self.net, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+def labelled(*rows: int, ignored: float = 0.0, seed: int = 1) -> list[list[Tensor]]:
+    """A batch of so many rows each: 4 features and one of 4 classes, a share of which is -100."""
+    generator, batches = torch.Generator().manual_seed(seed), []
+    for number in rows:
+        labels = torch.randint(0, 4, (number,), generator=generator)
+        labels[torch.rand(number, generator=generator) < ignored] = -100
+        batches.append([torch.randn(number, 4, generator=generator, dtype=torch.float64), labels])
+    return batches
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """One batch of the rows of several."""
+    first = batches[0]
+    if isinstance(first, dict):
+        return {name: joined([batch[name] for batch in batches]) for name in first}
+    if isinstance(first, (list, tuple)):
+        return [joined(parts) for parts in zip(*batches, strict=True)]
+    return torch.cat(list(batches))
+
+
+def fit(module: pl.LightningModule, data: Any = None, *callbacks: Callback, strategy: Any = "accum", **kwargs: Any) -> pl.Trainer:
+    """Train on a list of batches, a loader or a data module, and return the Trainer."""
+    fit_arguments = {"ckpt_path": kwargs.pop("ckpt_path")} if "ckpt_path" in kwargs else {}
+    run = trainer(strategy, callbacks=list(callbacks), **kwargs)
+    run.fit(module, loader(data) if isinstance(data, list) else data, **fit_arguments)
+    return run
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """The messages of this package's warnings, filled in at the end; warnings of others pass unseen."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(warning.message) for warning in caught if issubclass(warning.category, AccumulationWarning)]
 
 
 class Hide(torch.autograd.Function):

@@ -158,6 +158,7 @@ BELOW_THE_LINE = (
     "ray",
     "seams",  # one table for each of Lightning's packages, whose name and version it asks
     "strategies",
+    "testing",
     "verification",
     "__main__",
 )

@@ -1,0 +1,293 @@
+"""For tests: does training in windows take the steps of their full batches? One function, for your modules and for this package."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+from typing_extensions import override
+
+from lightning_accum.callback import GradientAccumulation
+
+Rows = Sequence[Any]
+"""What a collate function makes a batch of."""
+MakesOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+EXACT = 1e-12
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW whose eps is far above rounding: a gradient that is 0 but for rounding must not decide a step."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-4)
+
+
+class Comparison(NamedTuple):
+    """What training in windows reached, beside training on their full batches.
+
+    Attributes:
+        parameters: relative error of what training changed in the parameters, the largest over ranks.
+        losses: relative error of the logged ``window/loss``, the largest over windows and ranks; 0 if nothing was logged.
+        steps: optimizer steps in windows and on full batches.
+        weights: the logged ``window/weight`` by optimizer step; of several windows that end in one loader batch, the last.
+    """
+
+    parameters: float
+    losses: float
+    steps: tuple[int, int]
+    weights: dict[int, float]
+
+
+def assert_window_equals_batch(
+    module: pl.LightningModule | Callable[[], pl.LightningModule],
+    batches: Any,
+    policy: GradientAccumulation | int,
+    *,
+    optimizers: Sequence[MakesOptimizer | None] = (sgd, adamw),
+    weights: Sequence[float] | None = None,
+    limit: float = EXACT,
+    **arguments: Any,
+) -> None:
+    """Assert that each window takes the step of its full batch, with SGD and with AdamW, in float64.
+
+    The module trains twice from the same parameters: in windows, and with plain Lightning in one process on one batch a window,
+    which holds all rows of that window. Parameters, logged losses and the number of optimizer steps have to agree. Switch dropout
+    off, and let noise be part of the rows: it cannot be the same in both.
+
+    Args:
+        module: a LightningModule (it is copied), or a function that makes one with the same parameters at each call.
+        batches: the rows of each loader batch, or None for a missing batch. Ranks take the batches in turns. Or loaders or a data
+            module as ``Trainer.fit`` takes them; then pass ``windows``, too.
+        policy: the callback, or a number of loader batches for the Trainer's ``accumulate_grad_batches``.
+        optimizers: functions that make an optimizer of parameters, one training each. None is the module's
+            ``configure_optimizers``.
+        weights: what each window should weigh; by default this is not compared.
+        limit: of the relative errors.
+        arguments: of :func:`compare_window_with_batch`.
+
+    Raises:
+        AssertionError: a window did not take the step of its batch.
+        ValueError: the windows cannot be told from the policy, or the modules differ from the beginning.
+
+    Example:
+        >>> import torch
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from lightning_accum import GradientAccumulation
+        >>> rows = list(torch.randn(10, 32))
+        >>> batches = [rows[:3], rows[3:4], rows[4:8], rows[8:]]
+        >>> assert_window_equals_batch(BoringModel(), batches, GradientAccumulation(2))
+    """
+    for optimizer in optimizers:
+        found = compare_window_with_batch(module, batches, policy, optimizer=optimizer, **arguments)
+        name = "the module's optimizer" if optimizer is None else getattr(optimizer, "__name__", repr(optimizer))
+        assert found.steps[0] == found.steps[1], f"{name}: {found.steps[0]} optimizer steps, but {found.steps[1]} windows"
+        assert found.parameters <= limit, f"{name}: relative error of the parameters' changes {found.parameters:.1e} > {limit:.0e}"
+        assert found.losses <= limit, f"{name}: relative error of window/loss {found.losses:.1e} > {limit:.0e}"
+        expected = {step: weights[step - 1] for step in found.weights} if weights is not None else found.weights
+        assert found.weights == expected, f"{name}: window/weight {found.weights}, not {expected}"
+
+
+def compare_window_with_batch(
+    module: pl.LightningModule | Callable[[], pl.LightningModule],
+    batches: Any,
+    policy: GradientAccumulation | int,
+    *,
+    optimizer: MakesOptimizer | None = sgd,
+    windows: Sequence[Rows] | None = None,
+    by_rank: bool = False,
+    collate: Callable[[Any], Any] = default_collate,
+    strategy: str | Callable[[], Strategy] = "accum",
+    devices: int = 1,
+    ranks: int | None = None,
+    epochs: int = 1,
+    ckpt_path: str | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    reference: Mapping[str, Any] | None = None,
+) -> Comparison:
+    """Train in windows and on their full batches, and measure how far apart they are.
+
+    Args:
+        module, batches, policy: as in :func:`assert_window_equals_batch`.
+        optimizer: makes the optimizer; None is the module's ``configure_optimizers``.
+        windows: the rows of each window, of all epochs. By default they are counted from ``batches`` and the policy, which must
+            have a fixed number of loader batches a window.
+        by_rank: whether ``batches`` holds a sequence of loader batches for each rank.
+        collate: makes a batch of rows.
+        strategy: of this package; a function that makes one if it is an object.
+        devices: processes.
+        ranks: how many of them have data of their own; by default all.
+        epochs: how often ``batches`` are seen. The full batches are one epoch in any case.
+        ckpt_path: a checkpoint of an earlier training, from which the one in windows goes on.
+        trainer: more arguments of both Trainers. ``precision`` and ``plugins`` replace float64.
+        reference: arguments of the Trainer on full batches that differ.
+    """
+    make = partial(copy.deepcopy, module) if isinstance(module, nn.Module) else module
+    start, ranks = make(), devices if ranks is None else ranks
+    trainer = {"accelerator": "cpu", "use_distributed_sampler": False, "max_epochs": 1, **QUIET, **(trainer or {})}
+    if isinstance(policy, int):
+        in_windows = {**trainer, "accumulate_grad_batches": policy}
+    else:
+        in_windows = {**trainer, "callbacks": [copy.deepcopy(policy), *trainer.get("callbacks", [])]}
+    data = batches
+    if isinstance(batches, Sequence):
+        each = [list(own) for own in batches] if by_rank else [list(batches[rank::ranks]) for rank in range(ranks)]
+        data = _Dealt([[None if rows is None else collate(rows) for rows in own] for own in each])
+        windows = _windows_of(each, policy, trainer, epochs) if windows is None else windows
+    elif windows is None:
+        raise ValueError("Pass windows=, the rows of each window: only those of a list of batches can be counted.")
+    kind = strategy if isinstance(strategy, str) else strategy()
+    results, _ = _train(
+        make(), data, optimizer, {**in_windows, "strategy": kind, "devices": devices, "max_epochs": epochs}, ckpt_path
+    )
+    full = _Dealt([[collate(rows) for rows in windows]])
+    (expected,), losses = _train(make(), full, optimizer, {**trainer, "devices": 1, "strategy": "auto", **(reference or {})})
+    before = {name: parameter.detach().double() for name, parameter in start.named_parameters()}
+    if not before.keys() <= expected["parameters"].keys():
+        before = {name: torch.zeros_like(value) for name, value in expected["parameters"].items()}  # made by configure_model
+    shown = [
+        abs(loss - losses[step - 1]) / max(abs(losses[step - 1]), 1e-300)
+        for result in results
+        for step, (loss, _) in result["windows"].items()
+        if losses
+    ]
+    return Comparison(
+        max(_error_of_change(result["parameters"], expected["parameters"], before) for result in results),
+        max(shown, default=0.0),
+        (results[0]["steps"], expected["steps"]),
+        {step: weight for step, (_, weight) in results[0]["windows"].items()},
+    )
+
+
+def _windows_of(by_rank: Sequence[Sequence[Rows | None]], policy: Any, trainer: Mapping[str, Any], epochs: int) -> list[Rows]:
+    """The rows of each window of a fixed number of loader batches of every rank."""
+    size = policy if isinstance(policy, int) else policy.policy.window
+    size, tail = size or trainer.get("accumulate_grad_batches", 1), "step" if isinstance(policy, int) else policy.policy.tail
+    if not isinstance(size, int):
+        raise ValueError(f"Pass windows=, the rows of each window: with {size!r} they cannot be counted ahead.")
+    windows: list[list[Any]] = []
+    current: list[Any] = []
+    count, longest = 0, max(map(len, by_rank))
+    for index in range(longest * epochs):
+        here = [own[index % longest] for own in by_rank if index % longest < len(own)]
+        current += [row for rows in here if rows is not None for row in rows]
+        count += 1
+        is_end, is_last = (index + 1) % longest == 0, index + 1 == longest * epochs
+        if count == size or (is_end and tail == "step") or (is_last and tail == "carry"):
+            windows.append(current)
+        if count == size or (is_end and tail != "carry"):
+            current, count = [], 0
+    return [window for window in windows if window]
+
+
+def _train(
+    module: Any, data: Any, optimizer: MakesOptimizer | None, arguments: dict[str, Any], ckpt_path: str | None = None
+) -> tuple[list[Any], list[float]]:
+    """What each rank reached, and the losses of all steps of rank 0."""
+    if optimizer is not None:
+        module.configure_optimizers = partial(_make_optimizer, module, optimizer)
+    if "precision" not in arguments and "plugins" not in arguments:
+        arguments = {**arguments, "plugins": [DoublePrecision()]}
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = _Recorder(folder)
+        pl.Trainer(**{**arguments, "callbacks": [*arguments.get("callbacks", []), recorder]}).fit(module, data, ckpt_path=ckpt_path)
+        results = [torch.load(path, weights_only=False) for path in sorted(Path(folder).glob("*.pt"))]
+    return results, results[0]["losses"]
+
+
+def _make_optimizer(module: nn.Module, optimizer: MakesOptimizer) -> torch.optim.Optimizer:
+    return optimizer(module.parameters())
+
+
+class _Recorder(Callback):
+    """Writes down what each rank, which may be another process, has reached."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._windows: dict[int, tuple[float, float]] = {}
+        self._losses: list[float] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self._note_window(trainer)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self._losses.append(loss.item())
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note_window(trainer)  # one that ended with training
+        model = trainer.strategy.model
+        wrapper = model if isinstance(model, FullyShardedDataParallel) else pl_module  # which FSDP1 may be all around
+        state = {"parameters": whole_parameters(wrapper), "steps": trainer.global_step}
+        torch.save({**state, "windows": self._windows, "losses": self._losses}, f"{self._folder}/{trainer.global_rank:04}.pt")
+
+    def _note_window(self, trainer: pl.Trainer) -> None:
+        shown = trainer.callback_metrics
+        if "window/loss" in shown:
+            self._windows[int(shown["window/optimizer_steps"])] = (float(shown["window/loss"]), float(shown["window/weight"]))
+
+
+def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters by name, on the host; sharded ones are gathered from all ranks."""
+    if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+        with FullyShardedDataParallel.summon_full_params(module, writeback=False):
+            named = {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in module.named_parameters()}
+    else:
+        named = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in module.named_parameters()}
+    return {name: value.cpu() for name, value in named.items()}
+
+
+def _error_of_change(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:
+    """The norm of all differences over the norm of what training changed on the full batches."""
+    difference = sum((found[name].double() - value.double()).square().sum().item() for name, value in expected.items())
+    changed = sum((value.double() - before[name]).square().sum().item() for name, value in expected.items())
+    if not changed:
+        raise ValueError("Training on the full batches changed no parameter, so there is nothing to compare.")
+    return math.sqrt(difference / changed) if math.isfinite(difference) else math.inf
+
+
+class _Batches(Dataset[Any]):
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batches[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+class _Dealt(pl.LightningDataModule):
+    """Each data-parallel rank has loader batches of its own."""
+
+    def __init__(self, by_rank: Sequence[Sequence[Any]]) -> None:
+        super().__init__()
+        self._by_rank = by_rank
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        share = self.trainer.distributed_sampler_kwargs or {"rank": 0}
+        return DataLoader(_Batches(self._by_rank[share["rank"]]), batch_size=None)
