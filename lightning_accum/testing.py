@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.errors import ArgumentError
 
 Rows = Sequence[Any]
 """What a collate function makes a batch of."""
@@ -85,7 +86,7 @@ def assert_window_equals_batch(
 
     Raises:
         AssertionError: a window did not take the step of its batch.
-        ValueError: the windows cannot be told from the policy, or the modules differ from the beginning.
+        AccumulationError: the windows cannot be told from the policy, or the modules differ from the beginning.
 
     Example:
         >>> import torch
@@ -140,7 +141,7 @@ def compare_window_with_batch(
         reference: arguments of the Trainer on full batches that differ.
     """
     make = partial(copy.deepcopy, module) if isinstance(module, nn.Module) else module
-    start, ranks = make(), devices if ranks is None else ranks
+    ranks = devices if ranks is None else ranks
     trainer = {"accelerator": "cpu", "use_distributed_sampler": False, "max_epochs": 1, **QUIET, **(trainer or {})}
     if isinstance(policy, int):
         in_windows = {**trainer, "accumulate_grad_batches": policy}
@@ -152,21 +153,21 @@ def compare_window_with_batch(
         data = _Dealt([[None if rows is None else collate(rows) for rows in own] for own in each])
         windows = _windows_of(each, policy, trainer, epochs) if windows is None else windows
     elif windows is None:
-        raise ValueError("Pass windows=, the rows of each window: only those of a list of batches can be counted.")
+        raise ArgumentError("Pass windows=, the rows of each window: only those of a list of batches can be counted.")
     kind = strategy if isinstance(strategy, str) else strategy()
-    results, _ = _train(
-        make(), data, optimizer, {**in_windows, "strategy": kind, "devices": devices, "max_epochs": epochs}, ckpt_path
-    )
+    in_windows = {**in_windows, "strategy": kind, "devices": devices, "max_epochs": epochs}
+    results = _train(make(), data, optimizer, in_windows, ckpt_path)
     full = _Dealt([[collate(rows) for rows in windows]])
-    (expected,), losses = _train(make(), full, optimizer, {**trainer, "devices": 1, "strategy": "auto", **(reference or {})})
-    before = {name: parameter.detach().double() for name, parameter in start.named_parameters()}
-    if not before.keys() <= expected["parameters"].keys():
-        before = {name: torch.zeros_like(value) for name, value in expected["parameters"].items()}  # made by configure_model
+    on_batches = {**trainer, "strategy": "auto", "devices": 1, "limit_train_batches": 1.0, **(reference or {})}
+    (expected,) = _train(make(), full, optimizer, on_batches)
+    before, losses = expected["before"], expected["losses"]
+    if ckpt_path is None and _difference(results[0]["before"], before) != 0:
+        raise ArgumentError("module makes modules that differ from the beginning. Set a seed in it, or pass a module.")
     shown = [
         abs(loss - losses[step - 1]) / max(abs(losses[step - 1]), 1e-300)
         for result in results
         for step, (loss, _) in result["windows"].items()
-        if losses
+        if 0 < step <= len(losses)
     ]
     return Comparison(
         max(_error_of_change(result["parameters"], expected["parameters"], before) for result in results),
@@ -181,7 +182,7 @@ def _windows_of(by_rank: Sequence[Sequence[Rows | None]], policy: Any, trainer: 
     size = policy if isinstance(policy, int) else policy.policy.window
     size, tail = size or trainer.get("accumulate_grad_batches", 1), "step" if isinstance(policy, int) else policy.policy.tail
     if not isinstance(size, int):
-        raise ValueError(f"Pass windows=, the rows of each window: with {size!r} they cannot be counted ahead.")
+        raise ArgumentError(f"Pass windows=, the rows of each window: with {size!r} they cannot be counted ahead.")
     windows: list[list[Any]] = []
     current: list[Any] = []
     count, longest = 0, max(map(len, by_rank))
@@ -199,8 +200,8 @@ def _windows_of(by_rank: Sequence[Sequence[Rows | None]], policy: Any, trainer: 
 
 def _train(
     module: Any, data: Any, optimizer: MakesOptimizer | None, arguments: dict[str, Any], ckpt_path: str | None = None
-) -> tuple[list[Any], list[float]]:
-    """What each rank reached, and the losses of all steps of rank 0."""
+) -> list[dict[str, Any]]:
+    """What each rank reached."""
     if optimizer is not None:
         module.configure_optimizers = partial(_make_optimizer, module, optimizer)
     if "precision" not in arguments and "plugins" not in arguments:
@@ -208,8 +209,7 @@ def _train(
     with tempfile.TemporaryDirectory() as folder:
         recorder = _Recorder(folder)
         pl.Trainer(**{**arguments, "callbacks": [*arguments.get("callbacks", []), recorder]}).fit(module, data, ckpt_path=ckpt_path)
-        results = [torch.load(path, weights_only=False) for path in sorted(Path(folder).glob("*.pt"))]
-    return results, results[0]["losses"]
+        return [torch.load(path, weights_only=False) for path in sorted(Path(folder).glob("*.pt"))]
 
 
 def _make_optimizer(module: nn.Module, optimizer: MakesOptimizer) -> torch.optim.Optimizer:
@@ -223,6 +223,11 @@ class _Recorder(Callback):
         self._folder = folder
         self._windows: dict[int, tuple[float, float]] = {}
         self._losses: list[float] = []
+        self._before: dict[str, Tensor] = {}
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._before = _whole_parameters(trainer, pl_module)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
@@ -234,9 +239,7 @@ class _Recorder(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._note_window(trainer)  # one that ended with training
-        model = trainer.strategy.model
-        wrapper = model if isinstance(model, FullyShardedDataParallel) else pl_module  # which FSDP1 may be all around
-        state = {"parameters": whole_parameters(wrapper), "steps": trainer.global_step}
+        state = {"before": self._before, "parameters": _whole_parameters(trainer, pl_module), "steps": trainer.global_step}
         torch.save({**state, "windows": self._windows, "losses": self._losses}, f"{self._folder}/{trainer.global_rank:04}.pt")
 
     def _note_window(self, trainer: pl.Trainer) -> None:
@@ -245,23 +248,29 @@ class _Recorder(Callback):
             self._windows[int(shown["window/optimizer_steps"])] = (float(shown["window/loss"]), float(shown["window/weight"]))
 
 
-def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
+def _whole_parameters(trainer: pl.Trainer, module: nn.Module) -> dict[str, Tensor]:
     """The parameters by name, on the host; sharded ones are gathered from all ranks."""
-    if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
-        with FullyShardedDataParallel.summon_full_params(module, writeback=False):
-            named = {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in module.named_parameters()}
+    root = trainer.strategy.model if isinstance(trainer.strategy.model, FullyShardedDataParallel) else module
+    if any(isinstance(child, FullyShardedDataParallel) for child in root.modules()):
+        with FullyShardedDataParallel.summon_full_params(root, writeback=False):
+            named = {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in root.named_parameters()}
     else:
         named = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in module.named_parameters()}
-    return {name: value.cpu() for name, value in named.items()}
+    return {name: value.double().cpu() for name, value in named.items()}
+
+
+def _difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """The norm of all differences."""
+    return math.sqrt(sum((first[name] - value).square().sum().item() for name, value in second.items()))
 
 
 def _error_of_change(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:
     """The norm of all differences over the norm of what training changed on the full batches."""
-    difference = sum((found[name].double() - value.double()).square().sum().item() for name, value in expected.items())
-    changed = sum((value.double() - before[name]).square().sum().item() for name, value in expected.items())
+    changed = _difference(expected, before)
     if not changed:
-        raise ValueError("Training on the full batches changed no parameter, so there is nothing to compare.")
-    return math.sqrt(difference / changed) if math.isfinite(difference) else math.inf
+        raise ArgumentError("Training on the full batches changed no parameter, so there is nothing to compare.")
+    error = _difference(found, expected) / changed
+    return error if math.isfinite(error) else math.inf
 
 
 class _Batches(Dataset[Any]):
