@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.batch_log import BatchLog
@@ -160,7 +161,13 @@ class Session:
                 is_boundary = has_boundary and index == rounds - 1
                 log.micro_batch, count = kept, plan.pieces[index].count
                 micro_batch = MicroBatch(batch, count if plan.is_read else None, index, own, is_boundary, is_shadow_batch)
-                loss, extra, weighed = self._run_micro_batch(step, micro_batch)
+                try:
+                    loss, extra, weighed = self._run_micro_batch(step, micro_batch)
+                except StopIteration as error:
+                    if not index:
+                        raise  # it ends the epoch, as in a loader batch that is not split
+                    found = f"training_step raises StopIteration in micro-batch {index + 1} of {own} of a loader batch"
+                    raise UsageError(f"{found}, whose other micro-batches are in the window. Leave micro_batch out.") from error
                 if log.may_be_loss:
                     log.note_loss(loss)
                 if is_boundary:

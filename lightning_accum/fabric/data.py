@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from lightning_accum.errors import UsageError
+from lightning_accum.errors import UsageError
 from lightning_accum.failures import raise_failure_of_loader
 from lightning_accum.ranks import Ranks, RankStatus
 
@@ -30,6 +31,7 @@ def loader_batches(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]
 
     Raises:
         RankFailedError: the loader of another rank failed, where lengths are not known.
+        UsageError: a loader yields more batches than its length, in the pass that does.
 
     Example:
         >>> import torch
@@ -42,7 +44,7 @@ def loader_batches(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]
     longest, shortest = ranks.largest(length, -length)
     if longest == math.inf or shortest == 0:
         return _by_agreement(loader, ranks)
-    return _of_known_lengths(loader, int(longest))
+    return _of_known_lengths(loader, int(longest), ranks)
 
 
 def length_of(loader: Iterable[Any]) -> float:
@@ -58,7 +60,9 @@ def length_of(loader: Iterable[Any]) -> float:
 def _of_one_rank(loader: Iterable[Any], length: float) -> Iterator[LoaderBatch]:
     if length != math.inf:
         for number, batch in enumerate(loader, 1):
-            yield batch, number >= length, False
+            if number > length:
+                raise _longer_than(length)
+            yield batch, number == length, False
         return
     batches = iter(loader)
     batch = next(batches, _END)
@@ -88,12 +92,21 @@ def _refuse_overwritten(batch: Any, versions: list[int]) -> None:
         )
 
 
-def _of_known_lengths(loader: Iterable[Any], longest: int) -> Iterator[LoaderBatch]:
+def _of_known_lengths(loader: Iterable[Any], longest: int, ranks: Ranks) -> Iterator[LoaderBatch]:
     batches, last = iter(loader), None
     for number in range(1, longest + 1):
         batch = next(batches, None)  # one that is None takes part in what the others do, too
         last = last if batch is None else batch
         yield last, number == longest, batch is None and last is not None
+    if ranks.largest(float(next(batches, _END) is not _END))[0]:
+        raise _longer_than(longest)
+
+
+def _longer_than(length: float) -> UsageError:
+    return UsageError(
+        f"The loader has yielded more than the {length:.0f} batches of its length, with the last of which a window has ended. Correct"
+        " its __len__, or iterate over itertools.islice(loader, n)."
+    )
 
 
 def _by_agreement(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]:

@@ -105,6 +105,11 @@ class Training:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         stepped = set(map(id, self._stepped()))
         self._not_stepped = [parameter for parameter in trained if id(parameter) not in stepped]
+        if self.ddp is not None and stepped - set(map(id, self.ddp.parameters())):
+            raise ArgumentError(
+                "The optimizer has parameters outside of the DistributedDataParallel that the Accumulator has found, which reduces"
+                " the gradients of its own once a window. Wrap one module that has all of them, and pass it as the model."
+            )
         if trained and len(trained) == len(self._not_stepped):
             raise ArgumentError(
                 "The optimizer has none of the parameters of the model. Where fabric.setup(model) shards or replaces them, make the"

@@ -84,11 +84,10 @@ def _deviation_of_gradients(whole: Measured, parts: Sequence[Measured], scale: f
     for index in sorted({index for measured in (whole, *parts) for index in measured.gradient}):
         given = [scale * part.gradient[index] for part in parts if index in part.gradient]
         expected = whole.gradient.get(index)
-        difference = sum(given) - (0 if expected is None else expected)
-        size = max(0.0 if expected is None else float(expected.norm()), sum(float(gradient.norm()) for gradient in given))
-        differences.append((float(torch.as_tensor(difference).norm()), size))
-    if not all(math.isfinite(difference) for difference, _ in differences):
-        return 0.0  # of a finite loss, as that of a distance of 0: only losses and weights can be compared
+        difference = torch.as_tensor(sum(given) - (0 if expected is None else expected))
+        seen = difference.isfinite()  # elements that are not, as those of a distance of 0, cannot be compared
+        size = max(0.0 if expected is None else float(expected[seen].norm()), sum(float(own[seen].norm()) for own in given))
+        differences.append((float(difference[seen].norm()), size))
     overall = math.sqrt(sum(size**2 for _, size in differences))
     return max((difference / max(size, _OF_A_PARAMETER * overall) for difference, size in differences if difference), default=0.0)
 
