@@ -143,7 +143,7 @@ class Accumulation(Windows):
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
             self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
         if self.splitting is not None and "padding" in state:
-            self.splitting.planner.proofs.load_state_dict(state["padding"], is_own=self.ranks.rank == 0)
+            self.splitting.planner.proofs.load_state_dict(state["padding"])
         return partial
 
     @override

@@ -67,14 +67,9 @@ class TrimmingCheck:
             "waits": [[side, list(tensors), wait.batches, wait.patience] for (side, tensors), wait in self._waits.items()],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], is_own: bool = True) -> None:
-        """Take over a :meth:`state_dict`.
-
-        Args:
-            state: what was found out.
-            is_own: by this rank. What another one found right is proven again with the rows of this one.
-        """
-        self.answers = {(side, tuple(tensors)): may for side, tensors, may in state["answers"] if is_own or not may}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a :meth:`state_dict`. What was found right then is proven again, with the module and the rows of now."""
+        self.answers = {(side, tuple(tensors)): may for side, tensors, may in state["answers"] if not may}
         self._waits = {(side, tuple(tensors)): _Wait(*wait) for side, tensors, *wait in state["waits"]}
 
     def trimmable(self, layout: Layout, spans: dict[int, Spans], proof: Proof) -> dict[int, Spans]:
