@@ -8,11 +8,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
@@ -260,6 +261,16 @@ def warned() -> Iterator[list[str]]:
         warnings.simplefilter("always")
         yield messages
     messages += [str(warning.message) for warning in caught if issubclass(warning.category, AccumulationWarning)]
+
+
+def seeds_of_a_search(seeds: range, in_every_run: int, engine: str | None = None, marks: Sequence[Any] = ()) -> list[Any]:
+    """Parameters of a test: the first seeds, and one of today's date, are exhaustive, the others slow."""
+    today = int(f"{datetime.now(timezone.utc):%Y%m%d}")
+    kinds = [(seed, pytest.mark.exhaustive if seed < in_every_run else pytest.mark.slow) for seed in seeds]
+    return [
+        pytest.param(*([engine] if engine else []), seed, id=f"{engine or ''}seed{seed:03d}", marks=[kind, *marks])
+        for seed, kind in [*kinds, (today, pytest.mark.exhaustive)]
+    ]
 
 
 class Hide(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """A search over combinations of policy arguments: each point trains as a hand-written loop does on full batches.
 
-A point is drawn from its seed, and a failure shows it. To run one again:
-``pytest -m slow -k "one_rank and seed017" tests/promises/test_search_policies.py``.
+A point is drawn from its seed, and a failure shows it. The first seeds, and one that changes by date, run with what is exhaustive.
+One of them: ``pytest -m "" -k "one_rank and seed017" tests/promises/test_search_policies.py``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from processes import run_ranks
 from search_by_hand import ByHand, Outcome, optimizer_of, scheduler_of
 from search_points import Batch, Net, Point, draw
 from sharded import needs_sharding_on_cpu, shard, whole_parameters
-from support import ListOfBatches, relative_error, trainer
+from support import ListOfBatches, relative_error, seeds_of_a_search, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accum import DDPAccumulationStrategy, GradientAccumulation, GradientNoiseScale, ModelParallelAccumulationStrategy
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 SEEDS = {"accum": range(330), "ddp": range(66), "fsdp2": range(24)}
 EXACT = 1e-12
@@ -79,13 +79,16 @@ class Searched(pl.LightningModule):
             def step(self, closure: Any = None) -> Any:
                 loss = closure()
                 module.outcome.rates.append(self.param_groups[0]["lr"])
-                module.outcome.losses.append(float(module.trainer.strategy.accumulation.closed.loss))
                 super().step()
                 return loss
 
         optimizer.__class__ = Noting
         scheduler = {key: value for key, value in self.point.scheduler.items() if key != "kind"}
         return [optimizer], [{"scheduler": scheduler_of(self.point, optimizer), **scheduler}]
+
+    def on_window_end(self, window: Any) -> None:
+        if window.has_stepped:
+            self.outcome.losses.append(float(window.loss))
 
     def on_train_end(self) -> None:
         self.outcome.last_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
@@ -176,11 +179,7 @@ def attempt(point: Point) -> Outcome | BaseException:
         return error
 
 
-def seeds(engine: str) -> Any:
-    return pytest.mark.parametrize("seed", SEEDS[engine], ids=lambda seed: f"seed{seed:03d}")
-
-
-@seeds("accum")
+@pytest.mark.parametrize("seed", seeds_of_a_search(SEEDS["accum"], 120))
 def test_one_rank(seed: int) -> None:
     point = draw(seed)
     check(point, attempt(point))
@@ -213,8 +212,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize(
     ("engine", "seed"),
-    [pytest.param("ddp", seed, id=f"ddp-seed{seed:03d}") for seed in SEEDS["ddp"]]
-    + [pytest.param("fsdp2", seed, id=f"fsdp2-seed{seed:03d}", marks=needs_sharding_on_cpu) for seed in SEEDS["fsdp2"]],
+    [*seeds_of_a_search(SEEDS["ddp"], 16, "ddp"), *seeds_of_a_search(SEEDS["fsdp2"], 6, "fsdp2", [needs_sharding_on_cpu])],
 )
 @pytest.mark.timeout(900)
 def test_two_ranks(outcomes: tuple[Path, list[str]], engine: str, seed: int) -> None:

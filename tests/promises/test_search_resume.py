@@ -1,6 +1,6 @@
 """A random search over resume: a training that is stopped and goes on in a new Trainer ends as the one that was not stopped.
 
-Each seed draws a training and where it is stopped, see :class:`Point`. One of them: ``pytest -n 0 -m slow -k "one and seed_017"``.
+Each seed draws a training and where it is stopped, see :class:`Point`. One of them: ``pytest -n 0 -m "" -k "one and seed017"``.
 Over two processes all seeds run inside one pair, which reads them from its standard input.
 
 What Lightning's checkpoints do not hold is not in the search, see the guide: the module's own epoch means, ReduceLROnPlateau,
@@ -28,7 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from support import OPTIMIZERS, pad, python_path, trainer
+from support import OPTIMIZERS, pad, python_path, seeds_of_a_search, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,7 +36,6 @@ from lightning_accum import DDPAccumulationStrategy, GradientAccumulation, Sampl
 
 ONE_PROCESS, TWO_PROCESSES = 400, 120
 """How many seeds."""
-pytestmark = pytest.mark.slow
 
 
 # --- what is drawn -------------------------------------------------------------------------------------------------------
@@ -330,7 +329,7 @@ def examine(point: Point) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(ONE_PROCESS), ids=lambda seed: f"seed_{seed:03d}")
+@pytest.mark.parametrize("seed", seeds_of_a_search(range(ONE_PROCESS), 80))
 def test_on_one_process(seed: int) -> None:
     found = examine(draw(seed, ranks=1))
     assert not found, "\n".join(found)
@@ -399,7 +398,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], l
         one.close()
 
 
-@pytest.mark.parametrize("seed", range(TWO_PROCESSES), ids=lambda seed: f"seed_{seed:03d}")
+@pytest.mark.parametrize("seed", seeds_of_a_search(range(TWO_PROCESSES), 20))
 def test_on_two_processes(seed: int, pair: Callable[[int], list[str]]) -> None:
     found = pair(seed)
     assert not found, "\n".join([str(draw(seed, ranks=2)), *found])
