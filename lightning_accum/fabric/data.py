@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from lightning_accum.errors import UsageError
-from lightning_accum.errors import UsageError
 from lightning_accum.failures import raise_failure_of_loader
 from lightning_accum.ranks import Ranks, RankStatus
 
@@ -104,8 +103,8 @@ def _of_known_lengths(loader: Iterable[Any], longest: int, ranks: Ranks) -> Iter
 
 def _longer_than(length: float) -> UsageError:
     return UsageError(
-        f"The loader has yielded more than the {length:.0f} batches of its length, with the last of which a window has ended. Correct"
-        " its __len__, or iterate over itertools.islice(loader, n)."
+        f"The loader has yielded more than the {length:.0f} batches of its length, with the last of which a window has ended."
+        " Correct its __len__, or iterate over itertools.islice(loader, n)."
     )
 
 

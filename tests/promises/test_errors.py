@@ -50,7 +50,6 @@ OTHERS = {
     "CannotCheckError": "caught: why the check has no answer, which is printed",
     "ImportError": "an extra is not installed",
     "ModuleNotFoundError": "an extra is not installed",
-    "NoDenominatorError": "caught, as CannotCheckError is",
     "NotImplementedError": "of a method that derived classes have",
     "RuntimeError": "caught two lines on, or by what runs a trial: it is reported in words",
     "SIGTERMException": "Lightning's, for a signal",
