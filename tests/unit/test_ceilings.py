@@ -1,7 +1,7 @@
 """The size of the project has ceilings: each part of the rebuilding lowers them, and nothing raises them.
 
-In the end the package has at most 8,500 lines of code and 13,000 lines in all, at a width of 100, in at most 90 files, none over 350
-lines, and the tests have at most 22,000 lines.
+In the end the package has at most 8,500 lines of code and 13,000 lines in all, at a width of 100, in at most 90 files, none over
+350 lines, and the tests have at most 22,000 lines.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import tokenize
 from functools import cache
 from pathlib import Path
 
-import lightning_accum
 import pytest
+
+import lightning_accum
 
 PACKAGE = Path(lightning_accum.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -67,6 +68,7 @@ def imports(source: str, modules: str) -> bool:
 def measured() -> dict[str, int]:
     package, tests = sources(PACKAGE), sources(TESTS)
     outside = [source for path, source in package.items() if path.relative_to(PACKAGE).parts[0] != "trainer"]
+    lightning = r"lightning\.pytorch|pytorch_lightning"
     private = [source for source in tests.values() if imports(source, rf"lightning_accum\.(?!{PUBLIC})")]
     return {
         "lines of code": sum(map(lines_of_code, package.values())),
