@@ -14,23 +14,29 @@ CASES: list[tuple[Row, How]] = [(row, how) for row in rows() for how in ("window
 SHORT = [(row, how) for row, how in CASES if row.today(how) is not row.expected(how)]
 
 
-def case(row: Row, how: How) -> Any:
-    reason = f"issue 22: {in_words(row.today(how))}, not {in_words(row.expected(how))}"
-    marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)] if (row, how) in SHORT else []
-    return pytest.param(row, how, id=f"{row.name.replace(' ', '_')}-{how}", marks=marks)
+def cases(of: list[tuple[Row, How]], *, fail: bool = False) -> list[Any]:
+    """A third of them is run, the others are exhaustive; those that fall short are expected to fail, or not."""
+    found = []
+    for row, how in of:
+        marks = [] if CASES.index((row, how)) % 3 == 0 else [pytest.mark.exhaustive]
+        if fail and (row, how) in SHORT:
+            reason = f"issue 22: {in_words(row.today(how))}, not {in_words(row.expected(how))}"
+            marks.append(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
+        found.append(pytest.param(row, how, id=f"{row.name.replace(' ', '_')}-{how}", marks=marks))
+    return found
 
 
 def test_each_module_is_named_once() -> None:
-    assert len({row.name for row in rows()}) == len(rows()) >= 1
+    assert len({row.name for row in rows()}) == len(rows()) >= 24
 
 
-@pytest.mark.parametrize(("row", "how"), [case(*each) for each in CASES])
+@pytest.mark.parametrize(("row", "how"), cases(CASES, fail=True))
 def test_a_real_module_does_what_it_should(row: Row, how: How) -> None:
     outcome, holds = today(row, how)
     assert holds, f"{outcome}, not {row.expected(how)}"
 
 
-@pytest.mark.parametrize(("row", "how"), [pytest.param(*case(*each).values, id=case(*each).id) for each in SHORT])
+@pytest.mark.parametrize(("row", "how"), cases(SHORT))
 def test_a_real_module_is_no_worse_than_the_table_says(row: Row, how: How) -> None:
     outcome, holds = today(row, how)
     known = row.today(how)

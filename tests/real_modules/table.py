@@ -68,7 +68,7 @@ Outcome = Expected | Crashed | Silent
 FROM_GOOD_TO_BAD = (Exact, Refused, Warned, Crashed, Silent)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """A module, its data, and what should happen.
 
@@ -205,16 +205,11 @@ def holds(row: Row, how: How, measured: Outcome) -> bool:
 
 
 @cache
-def _measured(index: int, how: How) -> tuple[Outcome, bool]:
-    row = rows()[index]
+def today(row: Row, how: How) -> tuple[Outcome, bool]:
+    """What happens with the arguments that are expected to be exact, or else with none, and whether it is as expected."""
     expected = row.expected(how)
     outcome = measure(row, how, expected.argument if isinstance(expected, Exact) else None)
     return outcome, holds(row, how, outcome)
-
-
-def today(row: Row, how: How) -> tuple[Outcome, bool]:
-    """What happens with the arguments that are expected to be exact, or else with none, and whether it is as expected."""
-    return _measured(rows().index(row), how)
 
 
 def in_words(outcome: Outcome) -> str:
