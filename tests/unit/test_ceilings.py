@@ -76,9 +76,7 @@ def measured() -> dict[str, int]:
         "files of the package": len(package),
         "width of the package": max(len(line) for source in package.values() for line in source.splitlines()),
         "lines of its largest file": max(map(lines, package.values())),
-        "files outside trainer/ that import Lightning": sum(
-            imports(source, r"lightning\.pytorch|pytorch_lightning") for source in outside
-        ),
+        "files outside trainer/ that import Lightning": sum(imports(source, lightning) for source in outside),
         "assignments to an attribute of another object": sum(map(assignments_to_others, package.values())),
         "lines of tests": sum(map(lines, tests.values())),
         "lines of tests in files that import private modules": sum(map(lines, private)),
