@@ -1,0 +1,405 @@
+"""Every hook of a module, callback, data module, strategy or plugin is called when Lightning would call it, and may do anything."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
+from support import OPTIMIZERS, Toy, fit, loader, relative_error, trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_accum import GradientAccumulation, SampleCount
+from lightning_accum.testing import assert_window_equals_batch
+
+SPLIT_OR_NOT = pytest.mark.parametrize("policy", [{"window": 2}, {"micro_batch": 2}], ids=str)
+
+
+def squares(net: nn.Module, batch: Tensor) -> Tensor:
+    return net(batch).square().mean()
+
+
+# --- who is called, and when --------------------------------------------------------------------------------------------
+
+
+class Swapping(Toy):
+    """Changes something about the Trainer before a training, or in the middle of an epoch."""
+
+    def __init__(self, swap: Callable[[Any, Callable[[str, Any], Any]], None], is_late: bool) -> None:
+        super().__init__(squares)
+        self.swap, self.is_late, self.called = swap, is_late, []
+
+    def on_train_start(self) -> None:
+        if not self.is_late:
+            self.swap(self, self.noting)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 3 and self.is_late:
+            self.swap(self, self.noting)
+        return super().training_step(batch, batch_idx)
+
+    def noting(self, name: str, original: Any) -> Callable[..., Any]:
+        """A hook that notes that it was called, and in which batch."""
+
+        def hook(*arguments: Any, **options: Any) -> Any:
+            self.called.append((name, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready))
+            return original(*arguments, **options)
+
+        return hook
+
+
+AROUND_A_BATCH = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    "on_train_batch_end",
+)
+TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
+OF_MODULE = ("backward", "optimizer_zero_grad", "optimizer_step", "configure_gradient_clipping")
+OF_STRATEGY = ("training_step", "post_training_step", "pre_backward", "backward", "post_backward", "optimizer_step")
+OF_PRECISION = ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward", "optimizer_step")
+OWNERS: dict[str, tuple[Callable[[pl.LightningModule], Any], tuple[str, ...]]] = {
+    "a callback": (lambda module: module.trainer.callbacks[-1], AROUND_A_BATCH),
+    "the class of a callback": (lambda module: type(module.trainer.callbacks[-1]), AROUND_A_BATCH),
+    "the module": (lambda module: module, (*AROUND_A_BATCH, *TRANSFER, *OF_MODULE)),
+    "the class of the module": (type, ("on_train_batch_start", "on_after_backward", "optimizer_step", "transfer_batch_to_device")),
+    "the data": (lambda module: module.trainer.datamodule, TRANSFER),
+    "the strategy": (lambda module: module.trainer.strategy, ("on_train_batch_start", *OF_STRATEGY)),
+    "the precision plugin": (lambda module: module.trainer.precision_plugin, (*OF_PRECISION, "clip_gradients")),
+}
+
+
+def calls_after(swap: Callable[[Any, Any], None], strategy: str, is_late: bool) -> list[tuple[str, int]]:
+    """Calls of a training in which something is swapped, from the batch after that."""
+
+    class Module(Swapping):
+        """Anew, since its class may be changed."""
+
+    class Callback(pl.Callback):
+        """As above."""
+
+    module, batches, data = Module(swap, is_late), [torch.randn(4, 4).double() for _ in range(8)], pl.LightningDataModule()
+    data.train_dataloader = lambda: loader(batches)
+    trainer(strategy, callbacks=[Callback()], accumulate_grad_batches=2).fit(module, datamodule=data)
+    assert module.called
+    return [(name, batch) for name, batch in module.called if batch > 4 or not is_late]
+
+
+@pytest.mark.some_cases(30)
+@pytest.mark.parametrize("is_late", [False, True], ids=["from the beginning", "in the middle"])
+@pytest.mark.parametrize(("owner", "hook"), [(owner, hook) for owner, (_, hooks) in OWNERS.items() for hook in hooks])
+def test_a_hook_that_is_put_into_an_object_or_its_class_is_called_from_then_on(owner: str, hook: str, is_late: bool) -> None:
+    def swap(module: Swapping, noting: Callable[[str, Any], Any]) -> None:
+        found = OWNERS[owner][0](module)
+        setattr(found, hook, noting(hook, getattr(found, hook)))
+
+    found, expected = calls_after(swap, "accum", is_late), calls_after(swap, "auto", is_late)
+    assert found == expected != []
+
+
+def test_a_callback_that_takes_the_place_of_another_in_the_middle_is_called_from_then_on() -> None:
+    def swap(module: Swapping, noting: Callable[[str, Any], Any]) -> None:
+        named = {hook: noting(hook, getattr(pl.Callback, hook)) for hook in AROUND_A_BATCH}
+        module.trainer.callbacks[-1] = type("Noting", (pl.Callback,), named)()
+
+    found = calls_after(swap, "accum", True)
+    assert found == calls_after(swap, "auto", True)
+    assert {name for name, _ in found} == set(AROUND_A_BATCH)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [({"micro_batch": 2}, ["zero_grad", *["backward"] * 2, "step"] * 2), ({"window": 2}, ["zero_grad", *["backward"] * 2, "step"])],
+    ids=str,
+)
+def test_hooks_of_backward_are_called_for_each_micro_batch_and_those_of_the_step_once(policy: Any, expected: list[str]) -> None:
+    calls: list[str] = []
+
+    class Hooks(pl.Callback):
+        def on_before_backward(self, *_: Any) -> None:
+            calls.append("backward")
+
+        def on_before_zero_grad(self, *_: Any) -> None:
+            calls.append("zero_grad")
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            calls.append("step")
+
+    fit(Toy(squares), [torch.randn(4, 4).double()] * 2, GradientAccumulation(**policy), Hooks())
+    assert calls == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "calls"),
+    [
+        ({"micro_batch": 2}, {"transfer_batch_to_device": 2, "optimizer_step": 2, "backward": 4, "training_step": 4}),
+        ({"window": 2}, {"transfer_batch_to_device": 2, "optimizer_step": 1, "backward": 2, "training_step": 2}),
+    ],
+    ids=str,
+)
+def test_a_profiler_sees_every_call_of_lightnings(policy: dict[str, Any], calls: dict[str, int]) -> None:
+    profiler = SimpleProfiler()
+    fit(Toy(squares), [torch.randn(4, 4).double()] * 2, GradientAccumulation(**policy), profiler=profiler)
+    seen = {name.split("]")[-1].split(".", 1)[-1]: len(times) for name, times in profiler.recorded_durations.items()}
+    assert {name: seen[name] for name in calls} == calls
+
+
+# --- what a hook may do -------------------------------------------------------------------------------------------------
+
+
+def doubled(batch: Tensor, *others: Any) -> Tensor:
+    return 2 * batch
+
+
+def backward_without_options(loss: Tensor, **options: Any) -> None:
+    loss.backward()
+
+
+def clip_to_a_tenth(optimizer: Any, **options: Any) -> None:
+    for group in optimizer.param_groups:
+        nn.utils.clip_grad_value_(group["params"], 0.1)
+
+
+def step_twice(epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+    optimizer.step(closure)
+    optimizer.optimizer.step()
+
+
+def tick_twice(scheduler: Any, metric: Any) -> None:
+    scheduler.step()
+    scheduler.step()
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "on_before_batch_transfer": doubled,
+    "transfer_batch_to_device": doubled,
+    "on_after_batch_transfer": doubled,
+    "backward": backward_without_options,
+    "configure_gradient_clipping": clip_to_a_tenth,
+    "optimizer_step": step_twice,
+    "lr_scheduler_step": tick_twice,
+}
+
+
+class Hooked(Toy):
+    """Has a hook that does not do what Lightning's does."""
+
+    def __init__(self, optimizer: str, name: str, where: str) -> None:
+        super().__init__(squares, optimizer)
+        self.name, self.where = name, where
+        if where == "the instance":
+            self.gain()
+
+    def gain(self) -> None:  # it looks like Lightning's own
+        setattr(self, self.name, functools.wraps(getattr(self, self.name))(HOOKS[self.name]))
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if self.where == "the instance, in the middle" and batch_idx == self.trainer.num_training_batches // 2:
+            self.gain()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
+
+
+def of_class(optimizer: str, name: str, where: str) -> Hooked:
+    hook = HOOKS[name]
+    kind = type("InClass", (Hooked,), {name: lambda self, *arguments, **options: hook(*arguments, **options)})
+    return kind(optimizer, name, where)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *((name, where) for name in HOOKS for where in ("the instance", "the class")),
+        *((name, "the instance, in the middle") for name in HOOKS if name not in TRANSFER),  # which is over when it begins
+    ],
+)
+def test_a_window_is_one_batch_also_with_a_hook_that_does_something_else(name: str, where: str) -> None:
+    rows = torch.randn(20, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batches = [list(part) for part in rows.split((1, 4, 2, 3, 5, 1, 2, 2))]
+    for optimizer in OPTIMIZERS:
+        make = functools.partial(of_class if where == "the class" else Hooked, optimizer, name, where)
+        assert_window_equals_batch(make, batches, 2, optimizers=[None])
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input; its backward writes into the gradient that it is given, as none should."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.mul_(2)
+
+
+class Wrapped(Tensor):
+    """A subclass: torch has ways of its own for those."""
+
+
+LOSSES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "one entry": lambda net, batch: squares(net, batch).reshape(1),
+    "a subclass": lambda net, batch: squares(net, batch).as_subclass(Wrapped),
+    "a function that writes into its gradient": lambda net, batch: Doubled.apply(squares(net, batch)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_of_any_kind_has_the_gradient_that_torch_gives_it(loss: str) -> None:
+    rows = torch.randn(7, 4, dtype=torch.float64)
+    policy = GradientAccumulation(2, weight=SampleCount())
+    assert_window_equals_batch(lambda: Toy(LOSSES[loss]), [list(rows[:2]), list(rows[2:])], policy)
+
+
+# --- the batch ----------------------------------------------------------------------------------------------------------
+
+
+class Taking(Toy):
+    """Takes its target out of the batch, as many modules do."""
+
+    def __init__(self) -> None:
+        super().__init__(squares, net=lambda: nn.Linear(2, 1))
+        self.called: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        target = batch.pop("y") if isinstance(batch, dict) else batch.pop() if isinstance(batch, list) else batch[1]
+        loss = F.mse_loss(self.net(batch["x"] if isinstance(batch, dict) else batch[0])[:, 0], target)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class TakingAtTheStart(Taking):
+    """Does it before the micro-batches are cut."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch["y"] = -batch["y"]
+
+
+class Own:
+    """A loader that gives out its own batches, where torch's makes new containers."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def rows(number: int = 4) -> dict[str, Tensor]:
+    x = torch.arange(2.0 * number, dtype=torch.float64)
+    return {"x": x.reshape(number, 2), "y": x[:number]}
+
+
+@SPLIT_OR_NOT
+@pytest.mark.parametrize("kind", [dict, list, tuple])
+def test_what_a_module_takes_out_of_its_batch_is_still_in_the_loaders(kind: type, policy: dict[str, Any]) -> None:
+    batches = [rows() if kind is dict else kind(rows().values()) for _ in range(2)]
+    fit(Taking(), Own(batches), GradientAccumulation(**policy), max_epochs=2)
+    assert [len(batch) for batch in batches] == [2, 2]
+
+
+@SPLIT_OR_NOT
+def test_what_a_hook_puts_into_the_batch_is_trained_on_and_not_in_the_loaders(policy: dict[str, Any]) -> None:
+    found, plain, batches = TakingAtTheStart(), Taking(), [rows(), rows()]
+    fit(found, Own(batches), GradientAccumulation(**policy))
+    assert all(torch.equal(batch["y"], rows()["y"]) for batch in batches)
+    fit(plain, [{**rows(), "y": -rows()["y"]} for _ in range(2)], GradientAccumulation(**policy))
+    assert relative_error(found.parameters(), plain.parameters()) == 0
+
+
+# --- around a loader batch ----------------------------------------------------------------------------------------------
+
+
+class HearingStart(Taking):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.called.append(f"module start {batch_idx} of {len(batch)}")
+
+
+class SkippingTheRest(Taking):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+class HearingEnd(Taking):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.called.append(f"module end {batch_idx}: {float(outputs['loss']):.6f}")
+
+
+class HearingBeforeTransfer(Taking):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.called.append("before transfer")
+        return {**batch, "x": 2 * batch["x"]}
+
+
+class AtStart(pl.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        module.called.append(f"callback start {batch_idx}, step {trainer.global_step}, {progress.current}")
+
+
+class AtEnd(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        progress, loss = trainer.fit_loop.epoch_loop.batch_progress, float(outputs["loss"])
+        module.called.append(f"callback end {batch_idx}: {loss:.6f}, {trainer.callback_metrics['loss']:.6f}, {progress.current}")
+
+
+class BringsAnother(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.callbacks.append(AtStart())
+
+
+def all_that_is_seen(module: Taking, strategy: str, callbacks: list[pl.Callback]) -> tuple[Any, ...]:
+    batches = [{key: value + number for key, value in rows().items()} for number in range(4)]
+    logger = CSVLogger(tempfile.mkdtemp())
+    run = fit(module, Own(batches), *callbacks, strategy=strategy, max_epochs=2, logger=logger, log_every_n_steps=1)
+    written = [{k: v for k, v in row.items() if not k.startswith("window/")} for row in logger.experiment.metrics]
+    metrics = {name: float(value) for name, value in run.callback_metrics.items() if not name.startswith("window/")}
+    loop = run.fit_loop.epoch_loop
+    progress = loop.batch_progress.state_dict(), loop.scheduler_progress.state_dict(), run.global_step
+    return metrics, module.called, [row for row in written if "loss" in str(row)], progress, module.net.weight.tolist()
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks"),
+    [
+        (Taking, [AtStart, AtEnd]),
+        (Taking, [BringsAnother]),
+        (HearingStart, []),
+        (SkippingTheRest, [AtStart]),
+        (HearingEnd, [AtEnd]),
+        (HearingBeforeTransfer, []),
+    ],
+)
+def test_around_a_loader_batch_everybody_hears_what_lightning_tells(module: type[Taking], callbacks: list[Any]) -> None:
+    found = all_that_is_seen(module(), "accum", [callback() for callback in callbacks])
+    assert found == all_that_is_seen(module(), "auto", [callback() for callback in callbacks])
+    assert found[0]
+
+
+@SPLIT_OR_NOT
+def test_a_batch_of_none_is_told_of_as_lightning_does(policy: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        fit(Taking(), Own([rows(), None, rows()]), GradientAccumulation(**policy))
+
+
+def test_a_subclass_of_the_callback_keeps_its_hooks() -> None:
+    calls = []
+
+    class Mine(GradientAccumulation):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            calls.append(batch_idx)
+
+    fit(Taking(), [rows(), rows()], Mine(2))
+    assert calls == [0, 1]
