@@ -125,7 +125,7 @@ class OverHalfOfThem(OverAllRanks):
     ],
 )
 def test_shards_of_other_ranks_are_refused(module: type[OverAllRanks], sync: str, match: str) -> None:
-    with pytest.raises(Exception, match=f"(?s)MisconfigurationException: .*{match}"):
+    with pytest.raises(Exception, match=f"(?s)MisconfiguredError: .*{match}"):
         trained(module(), 2, "fsdp2", {"sync": sync}, Dealt(dealt(sentences(8), 2, "fsdp2")))
 
 

@@ -296,7 +296,7 @@ class DividesByItself(ShardedLanguage):
     ],
 )
 def test_module_whose_gradients_would_not_be_averaged_is_refused(module: type[ShardedLanguage], match: str) -> None:
-    with pytest.raises(Exception, match=f"(?s)MisconfigurationException: {match}"):
+    with pytest.raises(Exception, match=f"(?s)MisconfiguredError: {match}"):
         trained(module(), 2, "fsdp2", data=Dealt(rows_of(2)))
 
 

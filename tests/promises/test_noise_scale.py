@@ -650,7 +650,7 @@ def test_gradients_that_no_rank_has_are_refused_before_training(strategy: Any, s
             raise AssertionError("training has begun")
 
     module = Untrained([batches_of_text(2, 2)] * 2)
-    with pytest.raises(ProcessRaisedException, match=f"(?s)MisconfigurationException.*{says}"):
+    with pytest.raises(ProcessRaisedException, match=f"(?s)MisconfiguredError.*{says}"):
         trainer(strategy(), devices=2, callbacks=[GradientNoiseScale()]).fit(module)
 
 
