@@ -12,7 +12,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch  # noqa: E402
 
-from real_modules.table import FROM_GOOD_TO_BAD, in_words, rows, today  # noqa: E402
+from real_modules.table import FROM_GOOD_TO_BAD, Refused, in_words, rows, today  # noqa: E402
 
 
 def main() -> None:
@@ -29,7 +29,8 @@ def main() -> None:
         cells = [row.name, row.like]
         for how in ("windows", "split"):
             outcome, holds = today(row, how)
-            cells += [in_words(row.expected(how)), "as it should" if holds else f"**{in_words(outcome)}**"]
+            short = f"**{in_words(outcome)}{', not exact with that' * (type(outcome) is type(row.expected(how)) is Refused)}**"
+            cells += [in_words(row.expected(how)), "as it should" if holds else short]
             counts.setdefault(f"{how}, should", Counter())[type(row.expected(how)).__name__] += 1
             counts.setdefault(f"{how}, today", Counter())[type(outcome).__name__] += 1
             counts.setdefault(f"{how}, today", Counter())["as it should"] += holds
