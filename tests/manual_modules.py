@@ -6,67 +6,72 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from support import OPTIMIZERS, loader
+from support import OPTIMIZERS
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+
+from lightning_accum import ModelParallelAccumulationStrategy
 
 F64 = torch.float64
 
 
-def joined(batches: list[Any]) -> Any:
-    return torch.cat(batches) if isinstance(batches[0], Tensor) else [torch.cat(parts) for parts in zip(*batches, strict=True)]
+def gan_loss(logits: Tensor) -> Tensor:
+    return F.softplus(logits).mean()
 
 
 class Manual(pl.LightningModule):
-    """What the modules here share: batches, an own loader for each rank, two optimizers. Nothing in them knows of windows."""
+    """What the modules here share: two networks, two optimizers."""
 
-    def __init__(self, by_rank: list[list[Any]], optimizer: str = "sgd") -> None:
+    def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.automatic_optimization = False
-        self.by_rank, self.optimizer = by_rank, optimizer
+        self.automatic_optimization, self.optimizer = False, optimizer
         self.build()
-        self.register_buffer("seen", torch.zeros(2))
         self.to(F64)
-
-    def on_train_end(self) -> None:  # a buffer comes back from other processes
-        schedulers = self.trainer.strategy.lr_scheduler_configs
-        last = schedulers[0].scheduler.last_epoch if schedulers else 0
-        self.seen = torch.tensor([self.trainer.global_step, last], dtype=F64)
-
-    def train_dataloader(self) -> DataLoader:
-        return loader(self.by_rank[self.trainer.global_rank])
-
-    def configure_optimizers(self) -> Any:
-        return [OPTIMIZERS[self.optimizer](net.parameters()) for net in (self.generator, self.discriminator)]
 
     def build(self) -> None:
         self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
         self.discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
 
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
+            from torch.distributed.fsdp import fully_shard
+
+            for net in (self.generator, self.discriminator):
+                fully_shard(net, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Any:
+        return [OPTIMIZERS[self.optimizer](net.parameters()) for net in (self.generator, self.discriminator)]
+
 
 class GAN(Manual):
     """Both backwards, then both steps. The generator's backward leaves gradients in the discriminator, which zero_grad clears."""
+
+    clip = 0.2
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         real, noise = batch
         opt_g, opt_d = self.optimizers()
         fake = self.generator(noise)
-        loss_g = F.softplus(-self.discriminator(fake)).mean()
-        loss_real = F.softplus(-self.discriminator(real)).mean()
-        loss_fake = F.softplus(self.discriminator(fake.detach())).mean()
+        loss_g = gan_loss(-self.discriminator(fake))
         opt_g.zero_grad()
         self.manual_backward(loss_g)
         opt_d.zero_grad()
-        self.manual_backward(loss_real)
-        self.manual_backward(loss_fake)
-        self.clip_gradients(opt_d, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+        self.manual_backward(gan_loss(-self.discriminator(real)))
+        self.manual_backward(gan_loss(self.discriminator(fake.detach())))
+        if self.clip:
+            self.clip_gradients(opt_d, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
         opt_g.step()
         opt_d.step()
         self.log("loss_g", loss_g)
         return loss_g
+
+
+class Unclipped(GAN):
+    """Lightning clips no shards."""
+
+    clip = 0.0
 
 
 class Toggled(Manual):
@@ -76,8 +81,7 @@ class Toggled(Manual):
         real, noise = batch
         opt_g, opt_d = self.optimizers()
         self.toggle_optimizer(opt_g)
-        loss_g = F.softplus(-self.discriminator(self.generator(noise))).mean()
-        self.manual_backward(loss_g)
+        self.manual_backward(gan_loss(-self.discriminator(self.generator(noise))))
         self.untoggle_optimizer(opt_g)
         self.toggle_optimizer(opt_d)
         with torch.no_grad():
@@ -148,11 +152,8 @@ class TwoSchedulers(GAN):
 
     def configure_optimizers(self) -> Any:
         optimizers = super().configure_optimizers()
-        schedulers = [
-            torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7),
-            torch.optim.lr_scheduler.LambdaLR(optimizers[1], lambda step: 1 / (1 + step)),
-        ]
-        return optimizers, schedulers
+        exponential = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7)
+        return optimizers, [exponential, torch.optim.lr_scheduler.LambdaLR(optimizers[1], lambda step: 1 / (1 + step))]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -168,26 +169,6 @@ class RawOptimizers(GAN):
         return super().optimizers(use_pl_optimizer=False)
 
 
-SIZES = [[3, 1, 4, 2, 2, 5, 1], [2, 2, 6, 1, 3, 1, 4]]  # of the loader batches of two ranks; the last window is a tail
-
-
-def draw(module: type[Manual], ranks: int, seed: int = 3) -> list[list[Any]]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def batch(size: int) -> Any:
-        if module is MAML:
-            return torch.randn(size, 9, 3, generator=generator, dtype=F64)
-        return [torch.randn(size, 2, generator=generator, dtype=F64), torch.randn(size, 3, generator=generator, dtype=F64)]
-
-    return [[batch(size) for size in sizes] for sizes in SIZES[:ranks]]
-
-
-def full_batches(by_rank: list[list[Any]], size: int) -> list[Any]:
-    """The same data, in one process: a batch for each window, of all ranks."""
-    windows = range(0, len(by_rank[0]), size)
-    return [joined([batch for batches in by_rank for batch in batches[begin : begin + size]]) for begin in windows]
-
-
 ALL = [GAN, Toggled, Closures, MAML, TwoSchedulers, RawOptimizers]
 
 
@@ -198,12 +179,11 @@ class Dependent(Manual):
         real, noise = batch
         opt_g, opt_d = self.optimizers()
         fake = self.generator(noise)
-        loss_d = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
         opt_d.zero_grad()
-        self.manual_backward(loss_d)
+        self.manual_backward(gan_loss(-self.discriminator(real)) + gan_loss(self.discriminator(fake.detach())))
         opt_d.step()
         opt_g.zero_grad()
-        self.manual_backward(F.softplus(-self.discriminator(fake)).mean())
+        self.manual_backward(gan_loss(-self.discriminator(fake)))
         opt_g.step()
 
 
@@ -216,43 +196,32 @@ class DependentToggled(Dependent):
 
         def closure_d() -> None:
             opt_d.zero_grad()
-            loss_real = F.softplus(-self.discriminator(real)).mean()
-            self.manual_backward(loss_real)
-            self.manual_backward(F.softplus(self.discriminator(self.generator(noise).detach())).mean())
+            self.manual_backward(gan_loss(-self.discriminator(real)))
+            self.manual_backward(gan_loss(self.discriminator(self.generator(noise).detach())))
             assert not any(parameter.requires_grad for parameter in self.generator.parameters())
 
         with opt_d.toggle_model():
             opt_d.step(closure=closure_d)
         with opt_g.toggle_model():
             opt_g.zero_grad()
-            loss = F.softplus(-self.discriminator(self.generator(noise))).mean()
+            loss = gan_loss(-self.discriminator(self.generator(noise)))
             self.manual_backward(loss)
             assert not any(parameter.requires_grad for parameter in self.discriminator.parameters())
             opt_g.step()
         self.log("loss_g", loss, on_epoch=True)
 
 
-class DependentRaw(Dependent):
-    """The same, with the optimizers themselves instead of Lightning's wrappers."""
-
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        return super().optimizers(use_pl_optimizer=False)
+DEPENDENT = [Dependent, DependentToggled]
+SIZES = [[3, 1, 4, 2, 2, 5, 1], [2, 2, 6, 1, 3, 1, 4]]  # of the loader batches of two ranks; of windows of 3, the last is a tail
 
 
-DEPENDENT = [Dependent, DependentToggled, DependentRaw]
+def draw(module: type[Manual], rank: int = 0, seed: int = 3) -> list[list[Any]]:
+    """The rows of each loader batch of a rank."""
+    generator = torch.Generator().manual_seed(seed + rank)
 
+    def row() -> Any:
+        shapes = [(9, 3)] if module is MAML else [(2,), (3,)]
+        parts = [torch.randn(*shape, generator=generator, dtype=F64) for shape in shapes]
+        return parts[0] if module is MAML else tuple(parts)
 
-class Remembers(Manual):
-    """What one part of training_step keeps on the module, a later part uses, after a step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        real, noise = batch
-        opt_g, opt_d = self.optimizers()
-        self.fake = self.generator(noise)
-        opt_g.zero_grad()
-        self.manual_backward(F.softplus(-self.discriminator(self.fake)).mean())
-        opt_g.step()
-        opt_d.zero_grad()
-        both = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(self.fake.detach())).mean()
-        self.manual_backward(both)
-        opt_d.step()
+    return [[row() for _ in range(size)] for size in SIZES[rank]]
