@@ -180,13 +180,34 @@ class SameForEveryRow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
         if draw is None or torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*with_tensors(func, args), **kwargs)
         self._draws += 1
-        with torch.random.fork_rng():
-            torch.manual_seed(self._draws)
+        with _seeded(self._draws, _device_of(args, kwargs)):
             result = draw(func, args, kwargs)
         if result is None:
             return func(*args, **kwargs)
         self.found.add(name.rstrip("_"))
         return result
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device:
+    """Where an operation draws."""
+    on = next((value.device for value in args if isinstance(value, Tensor)), kwargs.get("device"))
+    return torch.device("cpu" if on is None else on)
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """In here torch's generators of the CPU and of ``device`` are seeded; those of other devices are neither read nor changed."""
+    before = RandomState(device, of_torch_alone=True)
+    torch.default_generator.manual_seed(seed)
+    if device.type in ("cuda", "xpu"):
+        backend = getattr(torch, device.type)
+        backend.default_generators[backend.current_device() if device.index is None else device.index].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def _row_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

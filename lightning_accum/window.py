@@ -114,11 +114,9 @@ class Window:
             What backward takes as ``gradient``, of the loss's type and shape; None where it is 1 (for a loss that is a sum, too).
 
         Raises:
-            ValueError: the loss is more than one number, or another function of a mean than in the window so far.
+            ValueError: the loss is another function of a mean than in the window so far.
         """
         shape = loss.shape
-        if shape and loss.numel() != 1:
-            raise ArgumentError(f"training_step must return a loss of one number, but returned a tensor of shape {tuple(shape)}")
         if contribution.of_mean is None:
             self._take_in(loss.item() if self._is_on_host else loss.detach().reshape(()), contribution)
         else:

@@ -44,6 +44,7 @@ class AccumulatingFitLoop(_FitLoop):
         super().setup_data()
         if (fetcher := self._data_fetcher) is before:
             return
+        self.seams.close()  # what holds the fetcher of loaders that were reloaded
         self._end_together(fetcher, strategy)
         if strategy.policy.counts_ahead and strategy.accumulation is not None:
             epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)

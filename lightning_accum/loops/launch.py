@@ -45,7 +45,10 @@ def _launch(
 ) -> Any:
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
         function = partial(_fit_on_rank, forks_or_spawns(launcher), function)
-    return launch(launcher, function, *args, trainer=trainer, **kwargs)
+    try:
+        return launch(launcher, function, *args, trainer=trainer, **kwargs)
+    finally:
+        vars(launcher).pop("launch", None)
 
 
 def _fit_on_rank(is_forked: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _NOTHING: dict[str, Any] = {}
 _NOTHING_AROUND = nullcontext()
-_ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 class EpochLoop(Protocol):
@@ -242,7 +241,8 @@ class WindowClosure(Closure):
                 outcome = self._outcome = self._strategy.session.run(self, self._batch, self.seen, self.ends_window)
         finally:
             attributes["_current_fx_name"] = before
-        return outcome.window_loss
+        loss = outcome.window_loss
+        return None if loss is None else loss.detach()  # as Lightning's closure
 
     # --- one micro-batch ------------------------------------------------------------------------------------------
 
@@ -273,8 +273,9 @@ class WindowClosure(Closure):
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
         strategy, kwargs = self._strategy, {}
-        if grad_output is not None and "backward" in strategy.hooks.own_hooks:
-            # it may not pass its keyword arguments on: it gets the product instead
+        if "backward" not in strategy.hooks.own_hooks:
+            _check_has_graph(loss)
+        elif grad_output is not None:  # it may not pass its keyword arguments on: it gets the product instead
             loss, grad_output = loss * grad_output, None
         if grad_output is not None:
             kwargs["gradient"] = grad_output
@@ -313,16 +314,14 @@ def _result_of(output: Any) -> ClosureResult:
 
 
 def backward(loss: Tensor, gradient: Tensor | None) -> None:
-    """Add the gradients of ``loss`` to those of the leaves that it was computed from, as :func:`torch.autograd.backward`.
-
-    What that does to be ready for any arguments takes as long as the backward of a small layer: 5 us, once a micro-batch.
+    """Add the gradients of ``loss`` to those of the leaves that it was computed from, as :meth:`torch.Tensor.backward`.
 
     Args:
         loss: of a micro-batch.
         gradient: what they are multiplied by, of the shape of ``loss``; None for 1.
 
     Raises:
-        RuntimeError: as :func:`torch.autograd.backward`.
+        UsageError: the loss has no graph.
 
     Example:
         >>> weights = torch.ones(3, requires_grad=True)
@@ -331,22 +330,13 @@ def backward(loss: Tensor, gradient: Tensor | None) -> None:
         >>> weights.grad
         tensor([1.5000, 1.5000, 1.5000])
     """
-    run: Any = getattr(torch.autograd, "_engine_run_backward", None)
-    if run is None or not _is_usual(loss) or not (gradient is None or type(gradient) is Tensor):
-        torch.autograd.backward(loss, gradient)
-        return
-    seed = _one_for(loss) if gradient is None else gradient
-    run((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _check_has_graph(loss)
+    loss.backward(gradient)  # type: ignore[no-untyped-call]
 
 
-def _is_usual(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.dim() == 0 and tensor.is_floating_point()
-
-
-def _one_for(loss: Tensor) -> Tensor:
-    """1, made once: on a GPU, making it starts a kernel."""
-    key = loss.dtype, loss.device
-    one = _ones.get(key)
-    if one is None or one._version:  # a backward of the user's own may have written into it
-        one = _ones[key] = torch.ones_like(loss)
-    return one
+def _check_has_graph(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise UsageError(
+            "training_step returned a loss without a graph, which has no gradient: it was detached, computed under torch.no_grad(),"
+            " or depends on no parameter that requires one. Return None if there is nothing to train on."
+        )

@@ -65,7 +65,7 @@ def is_same_step(found: Tensors, expected: Tensors, before: Tensors) -> bool:
 def tolerance(dtype: torch.dtype, noise: float) -> float:
     """How much the gradients of equal steps may differ.
 
-    Sixteen roundings, or four times what was measured to be rounding; 1e-12 in float64, which is what this package promises.
+    Sixteen roundings (1e-12 in float64, which is what this package promises), or four times what was measured to be rounding.
 
     Args:
         dtype: the narrowest that the loss is computed in.
@@ -75,9 +75,8 @@ def tolerance(dtype: torch.dtype, noise: float) -> float:
         >>> tolerance(torch.float64, 1e-15), round(tolerance(torch.float32, 1e-6), 7)
         (1e-12, 4e-06)
     """
-    if dtype == torch.float64:
-        return 1e-12
-    return max(16 * torch.finfo(dtype).eps, min(4 * noise, most_noise(dtype)))
+    least = 1e-12 if dtype == torch.float64 else 16 * torch.finfo(dtype).eps
+    return max(least, min(4 * noise, most_noise(dtype)))
 
 
 def most_noise(dtype: torch.dtype) -> float:

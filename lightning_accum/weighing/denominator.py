@@ -307,8 +307,8 @@ def _is_one(operand: Any) -> bool:
 
 
 def _is_number(tensor: Tensor) -> bool:
-    """Whether a saved operand was a Python number: unlike a tensor, it takes part in no type promotion."""
-    if tensor.dim() != 0:
+    """Whether a saved operand was an int or a float of Python's: unlike a tensor, it takes part in no type promotion."""
+    if tensor.dim() != 0 or tensor.dtype in (torch.bool, torch.uint8):
         return False
     return torch.result_type(tensor, _NARROW_FLOAT if tensor.is_floating_point() else _NARROW_INTEGER) != tensor.dtype
 

@@ -83,8 +83,11 @@ class Weigher:
 
         Raises:
             UnreadableLossError: with ``"auto"``, where the graph shows no denominator.
-            TypeError, ValueError: an explicit weight returned what cannot be a weight.
+            TypeError, ValueError: an explicit weight returned what cannot be a weight; or the loss is more than one number.
         """
+        if loss.shape and loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}"
+            raise ArgumentError(f"training_step must return a loss of one number, its mean or its sum, but returned {found}")
         node = loss.grad_fn
         if node is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
             return Contribution(0.0 if loss.requires_grad else 1.0)

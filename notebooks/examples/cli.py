@@ -40,5 +40,5 @@ class Data(pl.LightningDataModule):
 
 
 if __name__ == "__main__":
-    cli = LightningCLI(Classifier, Data)
+    cli = LightningCLI(Classifier, Data, save_config_kwargs={"overwrite": True})
     print(f"{cli.trainer.global_step} steps, loss {cli.trainer.callback_metrics['window/loss_epoch']:.6f}")
