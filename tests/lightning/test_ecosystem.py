@@ -1,64 +1,226 @@
-"""Lightning's callbacks and tuners beside the strategies, each as without the package."""
+"""Lightning's callbacks, tuners and loggers, checkpoints of plain Lightning, and stateful loaders beside windows of any kind."""
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from support import SaveAfter, Scalar, StatefulLoader, ddp, loader, trainer, x
+import torch
+from lightning.pytorch.callbacks import (
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+)
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.tuner import Tuner
+from resumed import Module
+from support import SaveAfter, Scalar, StatefulLoader, Toy, ddp, fit, loader, pad, relative_error, sentences, trainer, x
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_accum import GradientAccumulation
+from lightning_accum import AccumulationWarning, BalancedBatchSampler, GradientAccumulation, SameOrderSampler, Tokens
+
+StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+StatefulRandomSampler = pytest.importorskip("torchdata.stateful_dataloader.sampler").RandomSampler
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+# --- a loader that knows its place ---------------------------------------------------------------------------------------
+
+ROWS = sentences(28)
+"""Seven loader batches of four an epoch."""
 
 
-def test_gradient_accumulation_scheduler_of_lightning() -> None:
-    module = Scalar([x(1), x(2), x(3), x(4)])
-    run = trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})], max_epochs=2)
-    estimates = []
-    module.on_train_start = lambda: estimates.append(run.estimated_stepping_batches)
-    run.fit(module)
-    assert module.gradients == [1, 2, 3, 4, 1.5, 3.5]
-    assert estimates == [6]
+class InOrder(Module):
+    """Notes which batches it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[int] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.order.append(int(batch["input_ids"].sum()))
 
 
-def test_resume_inside_a_window_of_plain_lightning_says_what_is_missing() -> None:
+def stateful(workers: int, order: str) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    orders: dict[str, Callable[[], dict[str, Any]]] = {
+        "as it is": dict,
+        "shuffled by a generator": lambda: {"shuffle": True, "generator": generator},
+        "a sampler with a generator": lambda: {"sampler": StatefulRandomSampler(ROWS, generator=generator)},
+        "SameOrderSampler": lambda: {"sampler": SameOrderSampler(ROWS, seed=5)},
+        "BalancedBatchSampler": lambda: {"batch_sampler": BalancedBatchSampler(list(map(len, ROWS)), 4, window=3, seed=5)},
+    }
+    options = orders[order]()
+    size = {} if "batch_sampler" in options else {"batch_size": 4}
+    return StatefulDataLoader(ROWS, num_workers=workers, collate_fn=pad, **size, **options)
+
+
+ORDERS = [
+    (workers, order, epoch)
+    for order in ("as it is", "shuffled by a generator", "a sampler with a generator", "SameOrderSampler", "BalancedBatchSampler")
+    for workers in (0, 2)
+    for epoch in (0, 1)
+    if (workers, order) != (2, "a sampler with a generator")  # which torchdata does not restore
+    if (workers, order, epoch)
+    != (0, "shuffled by a generator", 0)  # torchdata draws once more, for another order of the next epoch
+]
+
+
+@pytest.mark.some_cases(1, 8)
+@pytest.mark.parametrize("policy", [{"window": 3}, {"window": Tokens(60), "tail": "carry"}], ids=["3", "tokens"])
+@pytest.mark.parametrize(("workers", "order", "epoch"), ORDERS)
+def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(
+    workers: int, order: str, epoch: int, policy: dict[str, Any]
+) -> None:
+    def train(*callbacks: Callback, **kwargs: Any) -> InOrder:
+        module = InOrder()
+        fit(module, stateful(workers, order), GradientAccumulation(**policy), *callbacks, max_epochs=2, **kwargs)
+        return module
+
+    after = [2, 4, 5] if epoch == 0 else [8, 9, 11]
+    without, saving = train(), train(SaveAfter(*after, path="after{}.ckpt"))
+    assert len(without.order) == 14
+    assert without.order == saving.order
+    for batches in after:
+        resumed = train(ckpt_path=f"after{batches}.ckpt")
+        assert without.order == without.order[:batches] + resumed.order
+        for p, q, r in zip(without.parameters(), saving.parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert torch.equal(p, r), f"checkpoint after {batches}"
+
+
+class Counting(IterableDataset):
+    """A stream that knows its length and its place."""
+
+    def __init__(self, end: int) -> None:
+        self.end, self.at, self.begin_at = end, 0, 0
+
+    def __len__(self) -> int:
+        return self.end
+
+    def __iter__(self) -> Iterator[Tensor]:
+        begin, self.begin_at = self.begin_at, 0
+        for i in range(begin, self.end):
+            self.at = i + 1
+            yield x(i)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin_at = state["at"]
+
+
+def test_a_stateful_stream_goes_on_from_inside_a_window() -> None:
+    found = []
+    for kwargs in ({}, {"ckpt_path": "after4.ckpt"}):
+        module, data = Scalar(), StatefulDataLoader(Counting(8), batch_size=None)
+        fit(module, data, GradientAccumulation(3), SaveAfter(4, path="after{}.ckpt"), **kwargs)
+        found.append(module.gradients)
+    assert found == [[1, 4, 6.5], [4, 6.5]]
+
+
+def test_a_checkpoint_by_the_clock_inside_a_window_goes_on_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ModelCheckpoint(train_time_interval=...) looks at the clock after every loader batch."""
+    clock = SimpleNamespace(hours=0.0, monotonic=lambda: 3600 * clock.hours)
+    monkeypatch.setattr("lightning.pytorch.callbacks.model_checkpoint.time", clock)
+
+    class Clock(Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+            clock.hours += batch_idx == 4  # the second of the second window
+
+    def train(*callbacks: Callback, **kwargs: Any) -> InOrder:
+        module = InOrder()
+        data = stateful(0, "shuffled by a generator")
+        fit(module, data, GradientAccumulation(3), *callbacks, enable_checkpointing=True, **kwargs)
+        return module
+
+    whole = train(Clock(), ModelCheckpoint("hourly", "{step}", train_time_interval=timedelta(hours=1), save_top_k=-1))
+    (path,) = Path("hourly").iterdir()
+    resumed = train(ModelCheckpoint("other"), ckpt_path=str(path))
+    assert whole.order[5:] == resumed.order
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+# --- plain Lightning, and the same Trainer again -------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_plain_lightning_inside_a_window_is_warned_of() -> None:
     batches = [x(i) for i in range(1, 9)]
-    trainer("auto", accumulate_grad_batches=4, callbacks=[SaveAfter(6)]).fit(Scalar(), StatefulLoader(batches))
+    fit(Scalar(), StatefulLoader(batches), SaveAfter(6), strategy="auto", accumulate_grad_batches=4)
     module = Scalar()
-    run = trainer(callbacks=[GradientAccumulation(4)])
-    with pytest.warns(UserWarning, match="inside a window and does not hold its gradients"):
-        run.fit(module, StatefulLoader(batches), ckpt_path="inside.ckpt")
+    with pytest.warns(AccumulationWarning):
+        fit(module, StatefulLoader(batches), GradientAccumulation(4), ckpt_path="inside.ckpt")
     assert module.gradients == [7.5]
 
 
-def test_checkpoint_of_plain_lightning_goes_on(tmp_path) -> None:
+def test_a_checkpoint_of_plain_lightning_goes_on_and_plain_lightning_goes_on_from_one(tmp_path) -> None:
     batches = [x(i) for i in range(1, 5)]
-    run = trainer("auto", accumulate_grad_batches=2)
-    run.fit(Scalar(batches))
-    run.save_checkpoint(tmp_path / "plain.ckpt")
-    counts, module = GradientAccumulation(2), Scalar(batches)
-    run = trainer(callbacks=[counts], max_epochs=2)
-    run.fit(module, ckpt_path=tmp_path / "plain.ckpt")
+    fit(Scalar(), batches, strategy="auto", accumulate_grad_batches=2).save_checkpoint(tmp_path / "plain.ckpt")
+    module, other = Scalar(), Scalar()
+    run = fit(module, batches, GradientAccumulation(2), max_epochs=2, ckpt_path=tmp_path / "plain.ckpt")
     assert module.gradients == [1.5, 3.5]
-    assert counts.state_dict()["optimizer_steps"] == run.global_step == 4
-    other = Scalar(batches)
+    assert run.callback_metrics["window/optimizer_steps"] == run.global_step == 4
     run.save_checkpoint(tmp_path / "ours.ckpt")
-    trainer("auto", accumulate_grad_batches=2, max_epochs=3).fit(other, ckpt_path=tmp_path / "ours.ckpt")
+    fit(other, batches, strategy="auto", accumulate_grad_batches=2, max_epochs=3, ckpt_path=tmp_path / "ours.ckpt")
     assert other.gradients == [1.5, 3.5]  # equal micro-batches: a mean of means is right
 
 
-class All(Scalar):
-    def loss(self, batch):
-        return (self.w - batch).square().mean()
+NUMBERS = [x(1), x(2, 3, 4), x(5), x(6, 7)]
+TWICE: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
+    "3": ({"window": 3}, 2 * [15 / 5, 6.5], 2 * [15 / 5, 6.5]),
+    "by epoch": ({"window": {0: 1, 1: 2, 3: 4}}, [1, 3, 5, 6.5, 10 / 4, 18 / 3], [10 / 4, 18 / 3, 28 / 7]),
+    # windows of 2, 3 (cut to 2), 1, 2, 3 (cut to 1), and in the second fit of 1, 2, 3 (cut to 1), 1, 2, 3 (cut to 1)
+    "by step": ({"window": lambda step: [2, 3, 1][step % 3]}, [10 / 4, 18 / 3, 1, 14 / 4, 6.5], 2 * [1, 14 / 4, 6.5]),
+    "tokens": ({"window": Tokens(4)}, 2 * [10 / 4, 18 / 3], 2 * [10 / 4, 18 / 3]),
+    "split": ({"micro_batch": 2}, 2 * [1, 3, 5, 6.5], 2 * [1, 3, 5, 6.5]),
+    "carry": ({"window": 3, "tail": "carry"}, [15 / 5, 23 / 6, 18 / 3], [15 / 5, 23 / 6, 18 / 3]),
+    "drop": ({"window": 3, "tail": "drop"}, [15 / 5, 15 / 5], [15 / 5, 15 / 5]),
+}
 
-    def validation_step(self, batch, batch_idx) -> None:
-        self.log("loss", self.loss(batch), batch_size=len(batch))
 
-    test_step = validation_step
-
-    def predict_step(self, batch, batch_idx):
-        return self.w * batch
+@pytest.mark.parametrize("is_other", [False, True])
+@pytest.mark.parametrize("policy", TWICE)
+def test_a_second_fit_goes_on_where_the_first_ended(policy: str, is_other: bool) -> None:
+    arguments, before, after = TWICE[policy]
+    module = Scalar(NUMBERS)
+    run = fit(module, None, GradientAccumulation(**arguments), max_epochs=2)
+    assert module.gradients == pytest.approx(before, rel=1e-15)
+    assert run.callback_metrics["window/optimizer_steps"] == run.global_step == len(before)
+    run.fit_loop.max_epochs = 4
+    run.fit(second := Scalar(NUMBERS) if is_other else module)
+    assert second.gradients[0 if is_other else len(before) :] == pytest.approx(after, rel=1e-15)
+    assert run.callback_metrics["window/optimizer_steps"] == run.global_step == len(before) + len(after)
+    assert run.accumulate_grad_batches == 1
 
 
 def test_validate_test_and_predict_with_the_strategies() -> None:
+    class All(Scalar):
+        def loss(self, batch: Tensor) -> Tensor:
+            return (self.w - batch).square().mean()
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("loss", self.loss(batch), batch_size=len(batch))
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.w * batch
+
     batches = [x(1), x(2, 3)]
     run, module = trainer(callbacks=[GradientAccumulation(2)]), All(batches, lr=0.1)
     assert run.validate(module, loader(batches), verbose=False)[0]["loss"] == pytest.approx(14 / 3)
@@ -74,18 +236,394 @@ def test_validate_test_and_predict_with_the_strategies() -> None:
 
 def test_manual_optimization_is_left_alone_without_a_window_and_accumulates_with_one() -> None:
     class Manual(Scalar):
-        def __init__(self, batches) -> None:
-            super().__init__(batches)
-            self.automatic_optimization = False
+        automatic_optimization = False
 
-        def training_step(self, batch, batch_idx) -> None:
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
             self.optimizers().zero_grad()
             self.manual_backward((self.w * batch).mean())
             self.optimizers().step()
 
-    module = Manual([x(1), x(2)])
-    trainer().fit(module)
+    fit(module := Manual([x(1), x(2)]))
     assert module.total == 3.0
-    module = Manual([x(1), x(2, 6)])
-    trainer(callbacks=[GradientAccumulation(2)]).fit(module)
+    fit(module := Manual([x(1), x(2, 6)]), None, GradientAccumulation(2))
     assert module.total == 3.0  # (1 + 2 + 6) / 3, where steps one by one would come to 1 + 4
+
+
+def test_gradient_accumulation_scheduler_of_lightning() -> None:
+    module, estimates = Scalar([x(1), x(2), x(3), x(4)]), []
+    run = trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})], max_epochs=2)
+    module.on_train_start = lambda: estimates.append(run.estimated_stepping_batches)
+    run.fit(module)
+    assert module.gradients == [1, 2, 3, 4, 1.5, 3.5]
+    assert estimates == [6]
+
+
+# --- loggers and monitors ------------------------------------------------------------------------------------------------
+
+
+class Memory(Logger):
+    """Keeps what is logged."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def of(self, name: str) -> list[tuple[int | None, float]]:
+        return [(step, float(metrics[name])) for step, metrics in self.logged if name in metrics]
+
+
+class Distance(Scalar):
+    """Mean squared distance to the numbers; logs what training_step sees, too."""
+
+    def __init__(self, batches: Any, lr: float = 0.1) -> None:
+        super().__init__(batches, lr=lr)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = (self.w - batch).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+
+SEVEN = [x(1), x(2, 3, 4), x(5), x(6, 7), x(8), x(9, 10, 11), x(12)]
+WINDOWS: dict[str, tuple[Any, list[list[int]]]] = {
+    "3": (3, 2 * [[0, 1, 2], [3, 4, 5], [6]]),
+    "by step": (lambda step: 1 + step % 3, [[0], [1, 2], [3, 4, 5], [6], [0, 1], [2, 3, 4], [5], [6]]),
+    "tokens": (Tokens(5), 2 * [[0, 1, 2], [3, 4, 5], [6]]),
+}
+OF_WINDOWS = pytest.mark.parametrize("name", WINDOWS)
+
+
+def losses_and_parameters(windows: list[list[int]], lr: float = 0.1) -> tuple[list[float], list[float]]:
+    """Losses of the windows before their steps, and parameters after them, by hand."""
+    w, losses, parameters = 0.0, [], []
+    for window in windows:
+        numbers = [float(number) for index in window for number in SEVEN[index]]
+        losses.append(sum((w - number) ** 2 for number in numbers) / len(numbers))
+        w -= lr * sum(2 * (w - number) for number in numbers) / len(numbers)
+        parameters.append(w)
+    return losses, parameters
+
+
+def logged_by(kind: str) -> tuple[Logger, Callable[[str], list[tuple[int, float]]]]:
+    """A logger, and what reads a metric from its files: x and y."""
+    if kind == "csv":
+        csv_logger = CSVLogger("logs")
+
+        def from_csv(name: str) -> list[tuple[int, float]]:
+            with (Path(csv_logger.log_dir) / "metrics.csv").open() as file:
+                return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
+
+        return csv_logger, from_csv
+    board = TensorBoardLogger("logs")
+
+    def from_events(name: str) -> list[tuple[int, float]]:
+        events = EventAccumulator(board.log_dir, size_guidance={"scalars": 0})
+        events.Reload()
+        return [(event.step, event.value) for event in events.Scalars(name)]
+
+    return board, from_events
+
+
+@pytest.mark.parametrize("kind", ["csv", "tensorboard"])
+@OF_WINDOWS
+def test_loggers_show_windows_against_optimizer_steps(name: str, kind: str) -> None:
+    """Counted from 0, as Lightning does for all that is logged in training: the first window is at x = 0, whatever its length."""
+    policy, windows = WINDOWS[name]
+    losses, _ = losses_and_parameters(windows)
+    weights = [sum(len(SEVEN[index]) for index in window) for window in windows]
+    logger, read = logged_by(kind)
+    fit(Distance(SEVEN), None, GradientAccumulation(policy), max_epochs=2, logger=logger, log_every_n_steps=1)
+    steps = list(range(len(windows)))
+    precision = 1e-12 if kind == "csv" else 1e-6  # TensorBoard keeps single precision
+    expected = {
+        "window/loss": losses,
+        "window/weight": weights,
+        "window/total_weight": [sum(weights[: step + 1]) for step in steps],
+        "window/micro_batches": [len(window) for window in windows],
+        "window/optimizer_steps": [step + 1 for step in steps],
+    }
+    for metric, values in expected.items():
+        at, found = zip(*read(metric), strict=True)
+        assert list(at) == steps, metric
+        assert list(found) == pytest.approx(values, rel=precision), metric
+    assert {at for at, _ in read("train_loss")} == set(steps)  # the module's own has the same axis
+    ends = [step + 1 for step in steps if windows[step][-1] == 6]
+    means = [
+        sum(loss * weight for loss, weight in zip(losses[a:b], weights[a:b], strict=True)) / sum(weights[a:b])
+        for a, b in zip([0, ends[0]], ends, strict=True)
+    ]
+    at, found = zip(*read("window/loss_epoch"), strict=True)
+    assert list(at) == [end - 1 for end in ends]
+    assert list(found) == pytest.approx(means, rel=precision)
+
+
+@OF_WINDOWS
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_throughput_monitor_measures_loader_batches_at_the_ends_of_windows(name: str, micro_batch: int | None) -> None:
+    policy, windows = WINDOWS[name]
+    memory, monitor = Memory(), ThroughputMonitor(batch_size_fn=len, length_fn=lambda batch: 10 * len(batch))
+    callbacks = [GradientAccumulation(policy, micro_batch=micro_batch), monitor]
+    fit(Distance(SEVEN), None, *callbacks, max_epochs=2, logger=memory, log_every_n_steps=1)
+    batches, samples = memory.of("train/batches"), memory.of("train/samples")
+    assert (batches[-1][1], samples[-1][1]) == (14, 24)
+    for (_, count), (_, rows) in zip(batches, samples, strict=True):
+        assert rows == sum(len(SEVEN[index % 7]) for index in range(int(count)))
+    if micro_batch is None:
+        ends = [sum(len(window) for window in windows[: step + 1]) for step in range(len(windows))]
+        assert batches == list(enumerate(ends))
+
+
+def test_device_stats_monitor_logs_as_with_lightnings_own_accumulation() -> None:
+    pytest.importorskip("psutil")
+    keys = []
+    for strategy in ("auto", "accum"):
+        memory, options = Memory(), {"accumulate_grad_batches": 3, "log_every_n_steps": 2, "max_epochs": 2}
+        fit(Distance(SEVEN), None, DeviceStatsMonitor(cpu_stats=True), strategy=strategy, logger=memory, **options)
+        keys.append([(at, sorted(metrics)) for at, metrics in memory.logged if any("DeviceStats" in key for key in metrics)])
+    assert keys[0] == keys[1]
+    assert keys[0]
+
+
+# --- an exception --------------------------------------------------------------------------------------------------------
+
+
+class Failure(Exception):
+    pass
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise Failure
+
+
+class TwoOfThem(Scalar):
+    """Two parameters with the same gradients; fails in or after the seventh loader batch, or in its backward."""
+
+    def __init__(self, where: str | None = None, micro_batch: int = 1) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.where, self.micro_batch, self.calls = where, micro_batch, 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.calls = self.calls + 1 if batch_idx == 6 else 0
+        fails = batch_idx == 6 and self.calls == self.micro_batch
+        if fails and self.where == "training_step":
+            raise Failure
+        w = FailsInBackward.apply(self.w.clone()) if fails and self.where == "backward" else self.w
+        return (w * batch).mean() + (self.v * batch).mean()  # v comes last in forward, so first in backward
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.where == "between batches" and batch_idx == 5:
+            raise Failure
+
+
+def eight(rows: int = 1) -> Any:
+    """Loader batches of 1, 2, ... 8, from a loader that knows its place."""
+    numbers = torch.arange(1, 9, dtype=torch.float64).repeat_interleave(rows)
+    return StatefulDataLoader(numbers, batch_size=rows)
+
+
+def on_exception() -> Callback:
+    return OnExceptionCheckpoint(".", "failed")
+
+
+def of_model_checkpoint() -> Callback:
+    return ModelCheckpoint(".", "failed", save_on_exception=True, every_n_epochs=1, auto_insert_metric_name=False)
+
+
+WITHOUT_THE_BATCH = [(5 + 6 + 8) / 3]
+ON_EXCEPTION: dict[str, tuple[dict[str, Any], str, list[list[float]]]] = {
+    "between batches": ({"window": 4}, "between batches", [[6.5]]),
+    "between batches, by epoch": ({"window": {0: 4}}, "between batches", [[6.5]]),
+    "between batches, tokens": ({"window": Tokens(4)}, "between batches", [[6.5]]),
+    # the loader had given it away, so it does not come again; what was accumulated before it is there
+    "in training_step": ({"window": 4}, "training_step", [WITHOUT_THE_BATCH]),
+    "in training_step, by step": ({"window": lambda step: 4}, "training_step", [WITHOUT_THE_BATCH]),
+    # v had its gradient of the batch already, w not: both must step on the same batches
+    "in backward": ({"window": Tokens(4)}, "backward", [WITHOUT_THE_BATCH, [8.0]]),
+    "in a split batch": ({"window": 4, "micro_batch": 1}, "training_step", [WITHOUT_THE_BATCH, [8.0]]),
+}
+
+
+@pytest.mark.parametrize("saver", [on_exception, of_model_checkpoint])
+@pytest.mark.parametrize("name", ON_EXCEPTION)
+def test_after_an_exception_the_window_goes_on_without_anything_of_the_batch_that_failed(name: str, saver: Any) -> None:
+    policy, where, expected = ON_EXCEPTION[name]
+    rows = 3 if "micro_batch" in policy else 1
+    with pytest.raises(Failure):
+        fit(TwoOfThem(where, rows), eight(rows), GradientAccumulation(**policy), saver(), enable_checkpointing=True)
+    (path,) = Path().rglob("*failed*.ckpt") if saver is on_exception else Path().rglob("*.ckpt")
+    module = TwoOfThem()
+    fit(module, eight(rows), GradientAccumulation(**policy), ckpt_path=str(path))
+    assert any(module.gradients == pytest.approx(gradients, rel=1e-15) for gradients in expected)
+    assert module.v.item() == module.w.item()
+
+
+def test_the_next_fit_goes_on_by_itself_and_its_loss_is_that_of_the_whole_epoch() -> None:
+    """Lightning takes up what OnExceptionCheckpoint has left, without a ckpt_path."""
+
+    def train(where: str | None = None) -> tuple[TwoOfThem, pl.Trainer]:
+        module = TwoOfThem(where)
+        return module, fit(module, eight(), GradientAccumulation({0: 4}), on_exception(), enable_checkpointing=True)
+
+    _, whole = train()
+    with pytest.raises(Failure):
+        train("between batches")
+    module, run = train()
+    assert module.gradients == [(5 + 6 + 7 + 8) / 4]
+    losses = [float(one.callback_metrics["window/loss_epoch"]) for one in (run, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert not Path("failed.ckpt").exists()  # it ended well
+
+
+# --- stopping early, averages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("name", ["3", "tokens"])
+def test_early_stopping_by_the_loss_of_the_epochs_windows(name: str, is_last: bool) -> None:
+    """Wherever it is in the list of callbacks."""
+    policy, windows = WINDOWS[name]
+    stopping = EarlyStopping("window/loss_epoch", patience=0, min_delta=8.0, mode="min")
+    callbacks = [GradientAccumulation(policy), stopping] if is_last else [stopping, GradientAccumulation(policy)]
+    run = fit(module := Distance(SEVEN), None, *callbacks, max_epochs=50)
+    losses, parameters = losses_and_parameters(windows * 10)
+    of_epochs = [
+        sum(loss * weight for loss, weight in zip(losses[i : i + 3], (5, 6, 1), strict=True)) / 12 for i in range(0, len(losses), 3)
+    ]
+    (epochs, *_) = (n for n in range(1, 20) if of_epochs[n] >= of_epochs[n - 1] - 8.0)
+    assert 0 < epochs < 9
+    assert run.current_epoch == epochs + 1
+    assert module.w.item() == pytest.approx(parameters[3 * epochs + 2], rel=1e-13)
+
+
+@OF_WINDOWS
+def test_weight_averaging_takes_in_every_optimizer_step_once(name: str) -> None:
+    policy, windows = WINDOWS[name]
+    _, parameters = losses_and_parameters(windows)
+    average = parameters[0]
+    for w in parameters[1:]:
+        average = 0.75 * average + 0.25 * w
+    fit(module := Distance(SEVEN), None, GradientAccumulation(policy), EMAWeightAveraging(decay=0.75), max_epochs=2)
+    assert module.w.item() == pytest.approx(average, rel=1e-13)
+
+
+def regress(net: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(net(batch[0]), batch[1])
+
+
+class Regression(Toy):
+    """On equal loader batches, where Lightning's own accumulation is right too and can be compared with."""
+
+    def __init__(self, batch_size: int = 4, fits: float = float("inf")) -> None:
+        super().__init__(regress, net=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+        self.batch_size, self.fits = batch_size, fits
+        self.steps: list[int] = []
+        generator = torch.Generator().manual_seed(2)
+        self.data = [torch.randn(32, columns, generator=generator, dtype=torch.float64) for columns in (3, 1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.batch_size > self.fits:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps.append(self.trainer.current_epoch)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(*self.data), batch_size=self.batch_size)
+
+
+LIKE_TWO: dict[str, Any] = {"2": 2, "tokens": Tokens(8), "by step": lambda step: 2, "by epoch": {0: 2, 3: 2}}
+
+
+@pytest.mark.parametrize("policy", LIKE_TWO)
+def test_stochastic_weight_averaging_as_with_lightnings_windows_of_the_same_batches(policy: str) -> None:
+    plain, ours = Regression(), Regression()
+    swa = [StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1) for _ in range(2)]
+    fit(plain, None, swa[0], strategy="auto", accumulate_grad_batches=2, max_epochs=5)
+    run = fit(ours, None, swa[1], GradientAccumulation(LIKE_TWO[policy]), max_epochs=5)
+    assert plain.steps == ours.steps
+    assert run.accumulate_grad_batches == 1
+    assert relative_error(ours.parameters(), plain.parameters()) < 1e-12
+
+
+# --- tuners --------------------------------------------------------------------------------------------------------------
+
+
+class Rates(Scalar):
+    """Writes down the rate of every optimizer step."""
+
+    def __init__(self) -> None:
+        super().__init__([x(i) for i in range(1, 13)], lr=1e-3)
+        self.rates: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "notes"),
+    [
+        (3, 1),
+        (lambda step: [2, 3, 1][step % 3], 1),
+        ({0: 3}, 1),
+        (Tokens(3), 3),  # notes after every loader batch: it goes by trainer.accumulate_grad_batches
+    ],
+    ids=["3", "up and down", "by epoch", "tokens"],
+)
+def test_the_rate_finder_tries_each_rate_in_one_window(policy: Any, notes: int) -> None:
+    runs, rates, noted = [], [], []
+    for strategy, callbacks in (("auto", []), ("accum", [GradientAccumulation(policy)])):
+        module, run = Rates(), trainer(strategy, callbacks=callbacks, max_epochs=-1, max_steps=5)
+        options = {"min_lr": 1e-4, "max_lr": 1e-2, "num_training": 10, "early_stop_threshold": None, "update_attr": False}
+        noted.append(Tuner(run).lr_find(module, **options).results["lr"])
+        rates.append(module.rates.copy())
+        runs.append(run)
+    assert rates[1] == rates[0]
+    assert len(rates[1]) == 10
+    assert noted[1] == [rate for rate in rates[0] for _ in range(notes)]
+    assert module.w.item() == 0  # as before
+    runs[1].fit(module)
+    assert runs[1].global_step == 5
+
+
+def test_the_rate_finder_sees_the_loss_of_the_first_batch_too() -> None:
+    losses = []
+    for strategy, callbacks in (("auto", []), ("accum", [GradientAccumulation(micro_batch=2)])):
+        module = Scalar([x(i, -i, i + 1.0) for i in range(1, 5)])
+        module.w.data.fill_(1.0)
+        run = trainer(strategy, callbacks=callbacks, max_steps=4)
+        finder = Tuner(run).lr_find(module, min_lr=1e-4, max_lr=1e-2, num_training=4, early_stop_threshold=None, update_attr=False)
+        losses.append(finder.results["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps", "fits", "expected"),
+    [(2, 2, 99, 4), (LIKE_TWO["tokens"], 2, 99, 4), (None, 1, 99, 4), (None, 1, 2, 2)],
+    ids=["2", "tokens", "one step of each size", "out of memory"],
+)
+def test_the_batch_size_finder_finds_what_it_does_with_lightning(policy: Any, steps: int, fits: int, expected: int) -> None:
+    module = Regression(2, fits)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    run = trainer("accum", callbacks=[] if policy is None else [GradientAccumulation(policy)])
+    assert Tuner(run).scale_batch_size(module, max_trials=2 if fits == 99 else 3, steps_per_trial=steps) == expected
+    assert all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
+    module.steps = []
+    run.fit(module)
+    assert len(module.steps) == run.global_step == 32 // expected // (1 if policy is None else 2)
