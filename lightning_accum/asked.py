@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS, Optimizer
 
 from lightning_accum.main_gradients import is_narrower, sparse_layers
@@ -114,15 +113,6 @@ class Asked:
     def one_backward(self) -> str:
         """What has a micro-batch reduce its gradients in its one backward; empty where nothing does."""
         return 'sync="micro_batch"' if self.sync == "micro_batch" else "static_graph=True" if self.is_static_graph else ""
-
-    @property
-    def not_auto_sharded(self) -> str:
-        """Beside what sharded modules cannot run a batch again out of memory; empty where they can."""
-        if self.engine == "fsdp1":
-            return "FullyShardedDataParallel (FSDP1), which cannot take back a forward that stopped half-way"
-        if not hasattr(FSDPModule, "reset_iter_state"):
-            return f"torch {torch.__version__}, which cannot take back a forward that stopped half-way"
-        return "tensor parallelism, whose ranks wait for each other inside of layers" if self.tensor_parallel > 1 else ""
 
     @property
     def not_row_wise_sharded(self) -> str:

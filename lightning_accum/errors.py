@@ -62,9 +62,5 @@ class MissingEntryError(AccumulationError, KeyError):
     """A batch has no entry of that name."""
 
 
-class CheckpointPathError(AccumulationError, IsADirectoryError):
-    """A checkpoint is to be saved where something else is."""
-
-
 class JointLossError(DoesNotAddUpError):
     """A window of several loader batches has a loss that takes the rows of all ranks together."""

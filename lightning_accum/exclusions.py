@@ -284,12 +284,11 @@ EXCLUSIONS = (
     ),
     Exclusion(
         '`micro_batch="auto"`',
-        '`strategy="accum_fsdp"`; `strategy="accum_model_parallel"` with tensor parallelism, or with a torch without'
-        " `FSDPModule.reset_iter_state`",
-        '`strategy="accum_model_parallel"` (FSDP2), or a number of samples, or `Tokens(...)`',
-        lambda a: a.policy.micro_batch == "auto" and a.is_sharded and bool(a.not_auto_sharded),
-        'GradientAccumulation(micro_batch="auto") has all ranks run a batch again where memory ran out on one, but not with'
-        " {a.strategy} and {a.not_auto_sharded}. Give a number of samples, or Tokens(...).",
+        "sharded modules",
+        "a number of samples, or `Tokens(...)`",
+        lambda a: a.policy.micro_batch == "auto" and a.is_sharded,
+        'GradientAccumulation(micro_batch="auto") runs a batch again if a rank runs out of memory, which {a.strategy} cannot do'
+        " without the other ranks. Pass a number of samples, or Tokens(...).",
     ),
     Exclusion(
         '`micro_batch=` (not `"offload"`), or `row_wise=`',

@@ -113,9 +113,7 @@ class Session:
         assert splitting is not None
         begun = accumulation.window.micro_batches
         has_boundary = ends_window and not self.finishes_after_backward
-        outputs, order, log, window_loss = splitting.run(
-            partial(self._attempt, step, seen, has_boundary), partial(self._mark, step, seen)
-        )
+        outputs, order, log, window_loss = splitting.run(partial(self._attempt, step, seen, has_boundary), self._mark)
         if log.entries:
             step.show_logs(log, all(output.is_left_out for output in outputs))
         if ends_window and self.finishes_after_backward:
@@ -124,30 +122,22 @@ class Session:
         of_window = window_loss if is_window else None
         return Outcome(lambda: (joined_loss(outputs, of_window), joined_extra(outputs, order)), window_loss)
 
-    def _mark(self, inside: InsideBatch, seen: int) -> Mark:
+    def _mark(self) -> Mark:
         """Where the window stands, before an attempt at a loader batch that may have to be undone."""
         accumulation, window, sums = self._accumulation, self._accumulation.window, self._accumulation.sums
         begun, left_out, is_zero_grad_due = window.micro_batches, window.left_out, accumulation.is_zero_grad_due
         kept = {} if sums is None else sums.copies()
-        restore = self.sync.keep_gradients(is_zero_grad_due)
 
         def undo() -> None:
             window.rewind(begun)
             window.left_out = left_out
             if sums is not None:
                 sums.restore(kept)
-            if restore is not None:
-                restore()
-            elif is_zero_grad_due and not accumulation.is_zero_grad_due:
+            if is_zero_grad_due and not accumulation.is_zero_grad_due:
                 for parameter in self._parameters():
                     parameter.grad = None
 
-        def take_part(plan: Plan, small: Any) -> None:
-            with self.sync.in_its_place(small):
-                self._run_shadow_batch(MicroBatch(None, None, 0, plan.rounds))
-            self._run_shadow_batches(inside, self.sync.completed, plan.rounds, seen, has_boundary=False)
-
-        return Mark(undo, None if is_zero_grad_due or restore is not None else self._parameters(), take_part)
+        return Mark(undo, None if is_zero_grad_due else self._parameters())
 
     def _attempt(
         self, step: Step, seen: int, has_boundary: bool, plan: Plan
@@ -155,7 +145,6 @@ class Session:
         guard, is_shadow_batch = self.guard, self._accumulation.is_shadow_batch
         own, window_loss = len(plan.pieces), None
         rounds, kept, outputs = self.rounds(own), 0, list[Output]()
-        plan.rounds = rounds
         with step.collecting_logs() as log:
             for index, batch in enumerate(plan):
                 is_boundary = has_boundary and index == rounds - 1
@@ -277,12 +266,8 @@ class Session:
         Returns:
             The loss of the window, if it ends one.
         """
-        has_boundary, splitting = ends_window and not self.finishes_after_backward, self._accumulation.splitting
-
-        def attempt() -> Tensor | None:
-            return self._run_shadow_batches(inside, 0, max(1, self.rounds(0)), seen, has_boundary)
-
-        window_loss = attempt() if splitting is None else splitting.run_beside(attempt, partial(self._mark, inside, seen))
+        has_boundary = ends_window and not self.finishes_after_backward
+        window_loss = self._run_shadow_batches(inside, 0, max(1, self.rounds(0)), seen, has_boundary)
         if ends_window and self.finishes_after_backward:
             window_loss = self.finish_window(seen)
         if self._has_doubts:

@@ -17,11 +17,10 @@ from lightning_accum.errors import SeamError
 from lightning_accum.seams import lightning, torch
 from lightning_accum.seams.lightning import LIGHTNING
 from lightning_accum.seams.seam import Seam
-from lightning_accum.seams.torch import COLLECTIVES, COMPILED, FSDP2, HYBRID, TORCH
+from lightning_accum.seams.torch import COMPILED, FSDP2, HYBRID, TORCH
 
 __all__ = [
     "ALWAYS",
-    "COLLECTIVES",
     "FSDP2",
     "HYBRID",
     "LIGHTNING",
@@ -34,7 +33,7 @@ __all__ = [
     "in_words",
 ]
 
-SEAMS = (*LIGHTNING, *TORCH, *FSDP2, *HYBRID, *COLLECTIVES, *COMPILED)
+SEAMS = (*LIGHTNING, *TORCH, *FSDP2, *HYBRID, *COMPILED)
 ALWAYS = (*LIGHTNING, *TORCH)
 """What every training needs."""
 

@@ -38,8 +38,6 @@ strategies.strategy.Strategy
     batch_to_device | Engine | is left out for a batch that is there | f914efb7
     training_step | - | runs the module's training_step once, and returns what it returned | 022c774d
     post_training_step | - | does nothing | fa7ddeab
-    load_checkpoint | ShardedMixin | reads from remote file systems | e1696d57
-    save_checkpoint | ShardedMixin | a checkpoint is written whole, or not at all | 5bd2a608
     backward | Engine | runs the backward of a micro-batch once, with gradient= | 910f9f26
     optimizer_step | Engine | the window ends before the optimizer's step | f2e3a488
 strategies.parallel.ParallelStrategy

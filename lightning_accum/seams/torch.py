@@ -171,21 +171,5 @@ _fsdp_param_group.FSDPParamGroup
 """,
 )
 """Only for ``sync="shard"``."""
-COLLECTIVES = table(
-    "torch.",
-    """
-_C._distributed_c10d.Backend
-    _get_sequence_number_for_group | - | counts all that is sent | -
-distributed.ProcessGroup
-    _device_types _get_backend | - | leads to it | -
-distributed.distributed_c10d
-    _world | - | has all groups | -
-distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
-    _all_gather_comm _reduce_scatter_comm | Collectives | counts what a micro-batch sends | -
-    is_unsharded | - | whether a module is gathered | -
-    unshard wait_for_unshard | - | gathers it | -
-""",
-)
-"""Only for ``micro_batch="auto"``."""
 COMPILED = table("torch._dynamo.eval_frame.", "OptimizedModule\n    _orig_mod | - | the module that was compiled | -")
 """Not looked at before training: to import it takes seconds."""

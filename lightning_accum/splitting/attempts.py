@@ -96,7 +96,7 @@ class RetriedSplitting(Splitting):
                     raise
                 seen = str(error).strip().partition("\n")[0]
             # out of the handler: its traceback held on to what the attempt had allocated
-            if not self._is_to_run_again(failed, before):
+            if failed is None:
                 self.sizes.end_batch([(piece.cost, piece.count) for piece in self.pieces])
                 self.largest = max((piece.count for piece in self.pieces), default=None)
                 return result
@@ -108,26 +108,12 @@ class RetriedSplitting(Splitting):
             before.undo()
             snapshot.restore()
             free(self._device)
-            if failed is not None:
-                rows = self.sizes.halve(failed.cost, failed.count)
-                self._say(
-                    f'GradientAccumulation(micro_batch="auto"): {failed.count} samples of {failed.cost} elements do not fit into'
-                    f" memory ({seen}). The batch runs again in micro-batches of {rows}."
-                )
-            self._agree_on_sizes()
+            rows = self.sizes.halve(failed.cost, failed.count)
+            self._say(
+                f'GradientAccumulation(micro_batch="auto"): {failed.count} samples of {failed.cost} elements do not fit into'
+                f" memory ({seen}). The batch runs again in micro-batches of {rows}."
+            )
             self.plan = self._planned(self.plan.batch, self._proof)
-
-    def _is_to_run_again(self, failed: RowSlice | None, before: Mark) -> bool:
-        """An attempt is over: was there one that did not fit?
-
-        Args:
-            failed: on this rank; None where all did.
-            before: where the window stood before it.
-        """
-        return failed is not None
-
-    def _agree_on_sizes(self) -> None:
-        """The loader batch is about to run again: a rank has found another size of micro-batch."""
 
     @override
     def _planned(self, batch: Any, proof: Proof) -> Plan:

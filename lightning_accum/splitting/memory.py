@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -97,36 +97,6 @@ def _room_and_passing(device: torch.device) -> tuple[float, int]:
     return 0.9 * available - lasting, torch.cuda.max_memory_allocated(device) - lasting
 
 
-class PeakMemory:
-    """How many elements are likely to fit, by what the micro-batches so far took at their peak.
-
-    What is allocated when a loader batch ends is taken to stay, and all above it to grow with the elements of its largest
-    micro-batch. The sum has to be within nine tenths of the memory that this process has or can have.
-
-    Args:
-        device: where they run; one that keeps no count is taken to have room for all.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._elements = 0
-        """Of the largest micro-batch."""
-        self.most = math.inf
-        """Elements that are likely to fit into a micro-batch."""
-
-    def note(self, micro_batches: Iterable[tuple[int, int]]) -> None:
-        """A loader batch went well in micro-batches of this cost and of so many rows."""
-        self._elements = max([self._elements, *(cost * rows for cost, rows in micro_batches)])
-        if self._device.type != "cuda" or not self._elements:
-            return
-        room, passing = _room_and_passing(self._device)
-        self.most = self._elements * max(0.0, room) / passing if passing else math.inf
-
-    def forget(self) -> None:
-        """The peak is no longer that of the micro-batches so far: one failed."""
-        self._elements = 0
-
-
 @dataclass
 class _Bucket:
     """What is known of rows whose cost is within a factor of two.
@@ -164,7 +134,6 @@ class MicroBatchSizes:
 
     Args:
         may_grow: vetoes the trial of a size, which then waits for as long again.
-        peaks: what is likely to fit; None for nobody who says.
         patience: loader batches, at first.
         longest_patience: loader batches, at most.
 
@@ -183,12 +152,10 @@ class MicroBatchSizes:
         may_grow: Callable[[], bool] | None = None,
         patience: int = 100,
         longest_patience: int = 100_000,
-        peaks: PeakMemory | None = None,
     ) -> None:
         self.has_changed = False
         """Something was learned since ranks last agreed."""
         self._may_grow = may_grow
-        self._peaks = peaks
         self._patience, self._longest_patience = patience, longest_patience
         self._buckets = [_Bucket(patience) for _ in range(64)]
         self._bound: set[int] = set()
@@ -205,8 +172,6 @@ class MicroBatchSizes:
             cost: elements or tokens in a row, from 1.
             rows: what is left of the batch, the most that is returned.
         """
-        if self._peaks is not None and self._peaks.most < cost * rows:
-            rows = max(1, int(self._peaks.most // cost))
         index = _index(cost)
         limit = self._limit(index)
         if limit is None or limit >= rows:
@@ -231,8 +196,6 @@ class MicroBatchSizes:
             )
         self._has_failed = self.has_changed = True
         self._bound.clear()
-        if self._peaks is not None:
-            self._peaks.forget()
         index = _index(cost)
         bucket, before = self._buckets[index], self._limit(index)
         if before is not None and rows > before:  # a trial: the limit stands
@@ -254,8 +217,6 @@ class MicroBatchSizes:
         Args:
             micro_batches: the cost and the rows of each that it was run in.
         """
-        if self._peaks is not None:
-            self._peaks.note(micro_batches)
         if self._bound and not self._has_failed:
             for index in self._bound:
                 self._buckets[index].calm += 1

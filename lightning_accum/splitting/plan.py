@@ -30,12 +30,10 @@ class Mark(NamedTuple):
     Attributes:
         undo: undoes what the attempt did to the window and to the gradients.
         accumulated: parameters whose gradients hold earlier batches of the window; None where there are none.
-        take_part: where an attempt has failed, takes part in what other ranks wait for in what is left of it, with a small batch.
     """
 
     undo: Callable[[], None]
     accumulated: Iterable[nn.Parameter] | None
-    take_part: Callable[[Plan, Any], None]
 
 
 @dataclass
@@ -51,7 +49,6 @@ class Plan:
         tensors: those of the batch.
         is_read: what a micro-batch is made of are rows of the batch.
         current: the micro-batch that was asked for last.
-        rounds: micro-batches of the rank that has the most.
     """
 
     batch: Any
@@ -62,7 +59,6 @@ class Plan:
     tensors: Sequence[Tensor] = ()
     is_read: bool = True
     current: int = 0
-    rounds: int = 0
 
     @property
     def rows(self) -> int | None:
@@ -178,14 +174,6 @@ class Planner:
         tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
         return Plan(batch, pieces, lambda piece: take(batch, piece.selector), order, is_whole, tensors)
 
-    def smallest(self, plan: Plan) -> Any:
-        """A micro-batch of one row of a batch that was planned."""
-        if self._split is not None:
-            return _cut(self._split, plan.batch, 1)[0]
-        piece = plan.pieces[-1]
-        row = piece.rows[0] if isinstance(piece.rows, list) else piece.rows.start or 0
-        return plan.make(RowSlice([row], 1, piece.cost, piece.columns))
-
     def trimmable(self, layout: Layout, proof: Proof, seen: dict[int, Spans] | None = None) -> dict[int, Spans]:
         """Where rows begin and end, as far as the padding around them may be trimmed; empty where nothing is to be."""
         if not self._trim or self.packer.fits(layout):
@@ -291,10 +279,6 @@ class Splitting:
         except Exception as error:
             self.plan.note(error)
             raise
-
-    def run_beside(self, attempt: Callable[[], T], mark: Callable[[], Mark]) -> T:
-        """Take part in a loader batch of other ranks, as :meth:`run`."""
-        return attempt()
 
     def describe(self) -> str:
         """What is done to a loader batch, in words."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -76,17 +76,6 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
         return self.gradient_mesh["data_parallel"].get_local_rank()
 
     @override
-    def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        collectives = self.sync.collectives if isinstance(self.sync, FSDP2Sync) else None
-        if collectives is None:
-            return super().run_as_engine(step, *args, **kwargs)
-        collectives.watch()
-        try:
-            return super().run_as_engine(step, *args, **kwargs)
-        finally:
-            collectives.end_watch()
-
-    @override
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         return clip_sharded_by_norm(parameters, largest)
 
@@ -129,15 +118,6 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
                 ' init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
             )
 
-    def _count_collectives(self, sync: FSDP2Sync) -> None:
-        seams.check_nothing_is_missing(seams.COLLECTIVES)
-        if self._sync_policy == "micro_batch" and any(has_replicas(unit) for unit in sync.units if isinstance(unit, FSDPModule)):
-            raise MisconfiguredError(
-                'GradientAccumulation(micro_batch="auto") cannot undo what is all-reduced over the replicas of shards in every'
-                f' micro-batch. Use {type(self).__name__}(sync="shard") or "window".'
-            )
-        sync.count_collectives()
-
     @override
     def _sync_of_units(self) -> FSDP2Sync:
         assert self.lightning_module is not None
@@ -146,8 +126,6 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
         if self._sync_policy == "shard":
             self._refuse_without_replicas(self.lightning_module)
         sync = FSDP2Sync(self.lightning_module, self._sync_policy, self, self.ranks)
-        if self.policy.micro_batch == "auto":
-            self._count_collectives(sync)
         size = self.gradient_mesh["data_parallel"].size()
         sharded = sync.parameters()
         left = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p not in sharded]

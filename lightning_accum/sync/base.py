@@ -93,28 +93,6 @@ class GradientSync:
     def drop_accumulated(self) -> None:
         """What was accumulated is about to be dropped. On all ranks together."""
 
-    def keep_gradients(self, is_first: bool) -> Callable[[], None] | None:
-        """A loader batch is next that may have to be undone.
-
-        Args:
-            is_first: of its window, so nothing was accumulated.
-
-        Returns:
-            What puts back what was accumulated; None where it is in the parameters' ``grad``.
-        """
-        return None
-
-    def in_its_place(self, batch: Any) -> AbstractContextManager[None]:
-        """The micro-batch that began last ran out of memory: what this rank runs next takes part in what is left of it.
-
-        Args:
-            batch: a small one, which it runs for that.
-        """
-        return nullcontext()
-
-    completed = 0
-    """Micro-batches of a loader batch that may have to be undone."""
-
     def reduce_for_checkpoint(self) -> None:
         """Have the gradients where a checkpoint finds them. On all ranks together."""
 

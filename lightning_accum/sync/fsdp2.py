@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,7 @@ from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.ranks import Ranks
 from lightning_accum.sync.base import GradientSlot, ShardedSyncPolicy
-from lightning_accum.sync.collectives import Collectives
-from lightning_accum.sync.reached import ReachedParameters, partial_sum_of, whole_gradient, whole_parameter
+from lightning_accum.sync.reached import ReachedParameters, whole_gradient, whole_parameter
 from lightning_accum.sync.sharded import NO_WAY_BACK, ShardedEngine, ShardedSync
 
 
@@ -35,12 +34,7 @@ class FSDP2Sync(ShardedSync):
     def __init__(self, module: nn.Module, policy: ShardedSyncPolicy, engine: ShardedEngine, ranks: Ranks) -> None:
         super().__init__([unit for unit in module.modules() if isinstance(unit, FSDPModule)], policy, engine)
         self.reached = ReachedParameters((group for unit in self.units for group in groups_of(unit)), ranks)
-        self._module = module
         self._kept: list[nn.Module] | None = None
-        self._kept_now: list[Any] | None = None
-        """Those of the micro-batch under way; None between them."""
-        self.collectives: Collectives | None = None
-        """Counts those of a micro-batch, where one that ran out of memory may run again."""
         self.can_forget_forward = hasattr(FSDPModule, "reset_iter_state")  # not in torch 2.9
 
     @override
@@ -48,70 +42,14 @@ class FSDP2Sync(ShardedSync):
     def blocked(self, micro_batch: MicroBatch) -> Iterator[None]:
         kept: list[Any] = self._units_kept_whole() if self.policy == "window" else []
         self._set_blocked(True, kept)
-        if self.collectives is not None:
-            self._kept_now = kept
-            self.collectives.begin()
-            self.collectives.refuse_others()
         try:
             yield
-            self._end_micro_batch()
         finally:
             self._set_blocked(False, kept)
-
-    def _end_micro_batch(self) -> None:
-        self.completed += 1
-        if self.collectives is not None:
-            self.collectives.refuse_others()
-            self._kept_now = None
-            self.collectives.begin()
-
-    def count_collectives(self) -> None:
-        """Have micro-batches take part in what is left of others that ran out of memory."""
-        self.collectives = Collectives((group for unit in self.units for group in groups_of(unit)), self._module)
-
-    @override
-    @contextmanager
-    def in_its_place(self, batch: Any) -> Iterator[None]:
-        assert self.collectives is not None
-        self.collectives.refuse_others()
-        kept = self._kept_now if self._kept_now is not None else self._units_kept_whole() if self.policy == "window" else []
-        self.forget_forward()
-        self._snapshot = None
-        self._last = (batch, True)
-        self.collectives.begin_again()
-        self._set_blocked(True, kept)
-        try:
-            yield
-            self._end_micro_batch()
-        finally:
-            self._set_blocked(False, kept)
-
-    @override
-    def keep_gradients(self, is_first: bool) -> Callable[[], None]:
-        groups = [group for unit in self.units for group in groups_of(unit)]
-        places = [_Unsharded(GradientSlot("", p.sharded_param), p) for group in groups for p in group.fsdp_params]
-        kept = [(place, None, None) if is_first else (place, _copied(place.get()), _copied(place.of_shard())) for place in places]
-        sums = [(group, None if is_first else _copied(partial_sum_of(group))) for group in groups if group._is_hsdp]
-        forget = self.reached.keep()
-        self.completed = 0
-
-        def restore() -> None:
-            for group, partial_sum in sums:
-                group._partial_reduce_output = _copied(partial_sum)
-            for place, whole, shard in kept:
-                place.put(_copied(whole))
-                place.put_shard(_copied(shard))
-            forget()
-            self.reshard()
-            self.completed = 0
-
-        return restore
 
     @override
     def begin_backward(self, micro_batch: MicroBatch) -> None:
         super().begin_backward(micro_batch)
-        if self.collectives is not None:
-            self.collectives.watch()
         self.reached.begin_backward(is_of_window=not micro_batch.is_shadow_batch)
 
     @override
@@ -122,8 +60,6 @@ class FSDP2Sync(ShardedSync):
     @override
     def complete_reduction(self, micro_batch: MicroBatch) -> None:
         self.reached.end_backward()
-        if self.collectives is not None:
-            self.collectives.end_watch()
         if micro_batch.is_boundary and self.reached.are_any_left():  # of modules that this backward has not come to
             self.reduce_accumulated()
 
@@ -156,14 +92,11 @@ class FSDP2Sync(ShardedSync):
     def close(self) -> None:
         super().close()
         self.reached.close()
-        if self.collectives is not None:
-            self.collectives.close()
 
     def _set_blocked(self, is_blocked: bool, kept: list[Any]) -> None:
         units: list[Any] = self.units
         for unit in units:
-            # else the order of gathers depends on the micro-batches before
-            unit.set_is_last_backward(not is_blocked or self.collectives is not None)
+            unit.set_is_last_backward(not is_blocked)
             if self.policy == "window":
                 unit.set_requires_gradient_sync(not is_blocked, recurse=False)
             elif self.policy == "shard":
@@ -273,10 +206,6 @@ def _type_of_sum(group: Any, sharded: Any) -> torch.dtype:
     return dtype
 
 
-def _copied(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.detach().clone()
-
-
 def _stays_gathered(unit: nn.Module) -> bool:
     groups = groups_of(unit)
     return bool(groups) and all(
@@ -322,15 +251,6 @@ class _Unsharded(GradientSlot):
             self._sharded.unsharded_accumulated_grad = gradient if is_other else None
         if whole is not None:
             whole.grad = None if is_other else gradient
-
-    def of_shard(self) -> Tensor | None:
-        """What was reduced already."""
-        gradient: Tensor | None = self._sharded.sharded_param.grad
-        return gradient
-
-    def put_shard(self, gradient: Tensor | None) -> None:
-        """Have ``gradient`` be that."""
-        self._sharded.sharded_param.grad = gradient
 
     @override
     def restore(self, gradient: Tensor | None) -> None:

@@ -91,15 +91,6 @@ class ReachedParameters:
                 sharded.sharded_param.grad = None
                 self._filled.discard(sharded)
 
-    def keep(self) -> Callable[[], None]:
-        """Keep what was reached so far. Returns what puts it back."""
-        reached, filled = set(self._reached), set(self._filled)
-
-        def restore() -> None:
-            self._reached, self._filled, self._is_of_window = set(reached), set(filled), False
-
-        return restore
-
     def forget(self) -> None:
         """The window has ended, or what was reached is of none."""
         self._reached.clear()

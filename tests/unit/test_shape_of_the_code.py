@@ -224,6 +224,7 @@ ON_THE_HOST = {
     "parameter_changes.py": "the type of what is there already",
     "splitting/memory.py": "sizes that ranks agree on",
     "splitting/outputs.py": "losses that are numbers",
+    "testing.py": "a comparison",
     "weighing/constant.py": "a precision",
     "weighing/denominator.py": "a count that is a number",
     "weighing/functions.py": "a number",
