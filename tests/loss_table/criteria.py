@@ -54,6 +54,7 @@ def of_labels(criterion: Callable[..., Tensor], inputs: str, **options: Any) -> 
     return loss
 
 
+# fmt: off
 for reduction in ("mean", "sum"):
     kw = {"reduction": reduction}
     for words, inputs, options in CROSS_ENTROPIES:
@@ -62,11 +63,8 @@ for reduction in ("mean", "sum"):
         criterion = of_labels(F.binary_cross_entropy_with_logits, inputs, **options, **kw)
         add(f"binary cross entropy{words}, {reduction}", inputs, criterion)
     add(f"nll_loss, {reduction}", "x ignored", lambda o, b, m, kw=kw: F.nll_loss(o.log_softmax(1), b.ignored, **kw))
-    add(
-        f"nll_loss with class weights, {reduction}",
-        "x t",
-        lambda o, b, m, kw=kw: F.nll_loss(o.log_softmax(1), b.t, weight=class_weights(o), **kw),
-    )
+    add(f"nll_loss with class weights, {reduction}", "x t", lambda o, b, m, kw=kw:
+        F.nll_loss(o.log_softmax(1), b.t, weight=class_weights(o), **kw))
     add(f"nll_loss of a class map, {reduction}", "i map", lambda o, b, m, kw=kw: F.nll_loss(o.log_softmax(1), b.map, **kw))
     add(f"cross entropy of sequences, {reduction}", "s tokens", lambda o, b, m, kw=kw: F.cross_entropy(o.mT, b.tokens, **kw))
 
@@ -85,85 +83,45 @@ for reduction in ("mean", "sum"):
 
     # of probabilities
     add(f"binary cross entropy, {reduction}", "x q", lambda o, b, m, kw=kw: F.binary_cross_entropy(o.sigmoid(), b.q, **kw))
-    add(
-        f"binary cross entropy with a weight for each sample, {reduction}",
-        "x q w",
-        lambda o, b, m, kw=kw: F.binary_cross_entropy(o.sigmoid(), b.q, weight=b.w[:, None], **kw),
-    )
+    add(f"binary cross entropy with a weight for each sample, {reduction}", "x q w", lambda o, b, m, kw=kw:
+        F.binary_cross_entropy(o.sigmoid(), b.q, weight=b.w[:, None], **kw))
     add(f"KL divergence, {reduction}", "x p", lambda o, b, m, kw=kw: F.kl_div(o.log_softmax(1), b.p, **kw))
-    add(
-        f"KL divergence of log targets, {reduction}",
-        "x p",
-        lambda o, b, m, kw=kw: F.kl_div(o.log_softmax(1), b.p.log(), log_target=True, **kw),
-    )
-    add(
-        f"Gaussian NLL, {reduction}",
-        "x y",
-        lambda o, b, m, kw=kw: F.gaussian_nll_loss(o[:, :2], b.y[:, :2], F.softplus(o[:, 2:]) + 0.1, **kw),
-    )
-    add(
-        f"Gaussian NLL, full, {reduction}",
-        "x y",
-        lambda o, b, m, kw=kw: F.gaussian_nll_loss(o[:, :2], b.y[:, :2], F.softplus(o[:, 2:]) + 0.1, full=True, **kw),
-    )
+    add(f"KL divergence of log targets, {reduction}", "x p", lambda o, b, m, kw=kw:
+        F.kl_div(o.log_softmax(1), b.p.log(), log_target=True, **kw))
+    add(f"Gaussian NLL, {reduction}", "x y", lambda o, b, m, kw=kw:
+        F.gaussian_nll_loss(o[:, :2], b.y[:, :2], F.softplus(o[:, 2:]) + 0.1, **kw))
+    add(f"Gaussian NLL, full, {reduction}", "x y", lambda o, b, m, kw=kw:
+        F.gaussian_nll_loss(o[:, :2], b.y[:, :2], F.softplus(o[:, 2:]) + 0.1, full=True, **kw))
     add(f"Poisson NLL, {reduction}", "x counts", lambda o, b, m, kw=kw: F.poisson_nll_loss(o, b.counts, **kw))
-    add(
-        f"Poisson NLL of rates, full, {reduction}",
-        "x counts",
-        lambda o, b, m, kw=kw: F.poisson_nll_loss(F.softplus(o), b.counts, log_input=False, full=True, **kw),
-    )
+    add(f"Poisson NLL of rates, full, {reduction}", "x counts", lambda o, b, m, kw=kw:
+        F.poisson_nll_loss(F.softplus(o), b.counts, log_input=False, full=True, **kw))
 
     # margins
     add(f"multi margin, {reduction}", "x t", lambda o, b, m, kw=kw: F.multi_margin_loss(o, b.t, **kw))
-    add(
-        f"multi margin, squared, with class weights, {reduction}",
-        "x t",
-        lambda o, b, m, kw=kw: F.multi_margin_loss(o, b.t, p=2, margin=0.5, weight=class_weights(o), **kw),
-    )
-    add(
-        f"multilabel margin, {reduction}",
-        "x q",
-        lambda o, b, m, kw=kw: F.multilabel_margin_loss(o, torch.where(b.q > 0, torch.arange(4), -1).sort(1, True).values, **kw),
-    )
+    add(f"multi margin, squared, with class weights, {reduction}", "x t", lambda o, b, m, kw=kw:
+        F.multi_margin_loss(o, b.t, p=2, margin=0.5, weight=class_weights(o), **kw))
+    add(f"multilabel margin, {reduction}", "x q", lambda o, b, m, kw=kw:
+        F.multilabel_margin_loss(o, torch.where(b.q > 0, torch.arange(4), -1).sort(1, True).values, **kw))
     add(f"multilabel soft margin, {reduction}", "x q", lambda o, b, m, kw=kw: F.multilabel_soft_margin_loss(o, b.q, **kw))
-    add(
-        f"multilabel soft margin with class weights, {reduction}",
-        "x q",
-        lambda o, b, m, kw=kw: F.multilabel_soft_margin_loss(o, b.q, weight=class_weights(o), **kw),
-    )
+    add(f"multilabel soft margin with class weights, {reduction}", "x q", lambda o, b, m, kw=kw:
+        F.multilabel_soft_margin_loss(o, b.q, weight=class_weights(o), **kw))
     add(f"soft margin, {reduction}", "x q", lambda o, b, m, kw=kw: F.soft_margin_loss(o, 2 * b.q - 1, **kw))
     add(f"hinge embedding, {reduction}", "x q", lambda o, b, m, kw=kw: F.hinge_embedding_loss(o.square(), 2 * b.q - 1, **kw))
-    add(
-        f"margin ranking, {reduction}",
-        "x v sign",
-        lambda o, b, m, kw=kw: F.margin_ranking_loss(o[:, 0], m(b.v)[:, 0], b.sign, margin=0.2, **kw),
-    )
-    add(
-        f"cosine embedding, {reduction}",
-        "x v sign",
-        lambda o, b, m, kw=kw: F.cosine_embedding_loss(o, m(b.v), b.sign, margin=0.1, **kw),
-    )
+    add(f"margin ranking, {reduction}", "x v sign", lambda o, b, m, kw=kw:
+        F.margin_ranking_loss(o[:, 0], m(b.v)[:, 0], b.sign, margin=0.2, **kw))
+    add(f"cosine embedding, {reduction}", "x v sign", lambda o, b, m, kw=kw:
+        F.cosine_embedding_loss(o, m(b.v), b.sign, margin=0.1, **kw))
     add(f"triplet margin, {reduction}", "x v z", lambda o, b, m, kw=kw: F.triplet_margin_loss(o, m(b.v), m(b.z), **kw))
-    add(
-        f"triplet margin with swap, {reduction}",
-        "x v z",
-        lambda o, b, m, kw=kw: F.triplet_margin_loss(o, m(b.v), m(b.z), margin=2.0, swap=True, **kw),
-    )
-    add(
-        f"triplet margin by cosines, {reduction}",
-        "x v z",
-        lambda o, b, m, kw=kw: F.triplet_margin_with_distance_loss(
-            o, m(b.v), m(b.z), distance_function=lambda a, c: 1 - F.cosine_similarity(a, c), margin=0.5, **kw
-        ),
-    )
+    add(f"triplet margin with swap, {reduction}", "x v z", lambda o, b, m, kw=kw:
+        F.triplet_margin_loss(o, m(b.v), m(b.z), margin=2.0, swap=True, **kw))
+    add(f"triplet margin by cosines, {reduction}", "x v z", lambda o, b, m, kw=kw:
+        F.triplet_margin_with_distance_loss(o, m(b.v), m(b.z), distance_function=lambda a, c: 1 - F.cosine_similarity(a, c),
+        margin=0.5, **kw))
     add(f"CTC, {reduction}", "s words valid", lambda o, b, m, kw=kw: _ctc(o, b, **kw))
 
 add("KL divergence, batchmean", "x p", lambda o, b, m: F.kl_div(o.log_softmax(1), b.p, reduction="batchmean"))
-add(
-    "KL divergence of log targets, batchmean",
-    "x p",
-    lambda o, b, m: F.kl_div(o.log_softmax(1), b.p.log(), reduction="batchmean", log_target=True),
-)
+add("KL divergence of log targets, batchmean", "x p", lambda o, b, m:
+    F.kl_div(o.log_softmax(1), b.p.log(), reduction="batchmean", log_target=True))
 add("KL divergence of sequences, batchmean", "s p5", lambda o, b, m: F.kl_div(o.log_softmax(-1), b.p5, reduction="batchmean"))
 add("CTC of sums over samples", "s words valid", lambda o, b, m: _ctc(o, b, reduction="none").mean())
 add("CTC, sum over rows", "s words valid", lambda o, b, m: _ctc(o, b, reduction="sum") / len(o))
@@ -181,25 +139,16 @@ for name, each in {
 }.items():
     add(f"{name}, none, mean", "x t y q", lambda o, b, m, f=each: f(o, b).mean())
     add(f"{name}, none, sum", "x t y q", lambda o, b, m, f=each: f(o, b).sum())
-    add(
-        f"{name}, none, a sum over the number of rows",
-        "x t y q",
-        lambda o, b, m, f=each: f(o, b).sum() / len(o),
-    )
+    add(f"{name}, none, a sum over the number of rows", "x t y q", lambda o, b, m, f=each: f(o, b).sum() / len(o))
 add("LogSoftmax and a gathered mean", "x t", lambda o, b, m: -o.log_softmax(1).gather(1, b.t[:, None]).mean())
 add("one-hot times log-softmax, sum and mean", "x t", lambda o, b, m: -(F.one_hot(b.t, 4) * o.log_softmax(1)).sum(1).mean())
 add("adaptive softmax by two clusters", "x t", lambda o, b, m: -_two_clusters(o, b.t).mean())
 of_batch("cross entropy over the rows of a column", "x t", lambda o, b, m: F.cross_entropy(o.T, b.t.new_zeros(4)))
-of_batch(
-    "cross entropy with class weights of the batch",
-    "x t",
-    lambda o, b, m: F.cross_entropy(o, b.t, weight=(1 / (1 + b.t.bincount(minlength=4))).to(o)),
-)
-of_batch(
-    "binary cross entropy with pos_weight of the batch",
-    "x q",
-    lambda o, b, m: F.binary_cross_entropy_with_logits(o, b.q, pos_weight=(1 + (1 - b.q).sum(0)) / (1 + b.q.sum(0))),
-)
+of_batch("cross entropy with class weights of the batch", "x t", lambda o, b, m:
+    F.cross_entropy(o, b.t, weight=(1 / (1 + b.t.bincount(minlength=4))).to(o)))
+of_batch("binary cross entropy with pos_weight of the batch", "x q", lambda o, b, m:
+    F.binary_cross_entropy_with_logits(o, b.q, pos_weight=(1 + (1 - b.q).sum(0)) / (1 + b.q.sum(0))))
+# fmt: on
 
 
 def _ctc(o: Tensor, b, reduction: str = "mean", joined: bool = False, zero_infinity: bool = False, frames: int = 5) -> Tensor:

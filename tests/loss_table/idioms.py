@@ -98,6 +98,7 @@ MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "the mean times a tensor": lambda c: c.mean() * torch.tensor(0.3, dtype=torch.float64),
     "the mean times a tensor of one element": lambda c: (c.mean() * torch.tensor([0.3], dtype=torch.float64)).sum(),
 }
+# fmt: off
 for (means, reduce), (eaches, each) in zip(MEANS.items(), cycle(EACH.items()), strict=False):
     add(f"{eaches}, {means}", "x t y", lambda o, b, m, f=each, g=reduce: g(f(o, b)))
 
@@ -166,46 +167,30 @@ WEIGHTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean of all, weighted by a column": lambda c, w: (c[:, None] * w[:, None]).mean(),
 }
 for weights, reduce_weighted in WEIGHTED.items():
-    add(
-        f"weights of rows, {weights}", "x t w", lambda o, b, m, g=reduce_weighted: g(F.cross_entropy(o, b.t, reduction="none"), b.w)
-    )
-add(
-    "weights of rows that are normalised in the step",
-    "x t w",
-    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.sum())).sum(),
-    refused="weights that were normalised over the batch are one over a count that the graph does not show",
-)
-add(
-    "weights of rows, normalised by softmax over the batch",
-    "x t w",
-    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * b.w.softmax(0)).sum(),
-    refused="weights that were normalised over the batch are one over a count that the graph does not show",
-)
-add(
-    "weights of rows that have the mean 1",
-    "x t w",
-    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.mean())).mean(),
-    refused="weights that were normalised over the batch are one over a count that the graph does not show",
-)
+    add(f"weights of rows, {weights}", "x t w", lambda o, b, m, g=reduce_weighted:
+        g(F.cross_entropy(o, b.t, reduction="none"), b.w))
+add("weights of rows that are normalised in the step", "x t w", lambda o, b, m:
+    (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.sum())).sum(),
+    refused="weights that were normalised over the batch are one over a count that the graph does not show")
+add("weights of rows, normalised by softmax over the batch", "x t w", lambda o, b, m:
+    (F.cross_entropy(o, b.t, reduction="none") * b.w.softmax(0)).sum(),
+    refused="weights that were normalised over the batch are one over a count that the graph does not show")
+add("weights of rows that have the mean 1", "x t w", lambda o, b, m:
+    (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.mean())).mean(),
+    refused="weights that were normalised over the batch are one over a count that the graph does not show")
 
 # --- factors ---
 add("a mean times its rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t) * len(o))
 of_batch("a factor that goes with the batch: a tensor", "x t w", lambda o, b, m: F.cross_entropy(o, b.t) * b.w.mean())
 of_batch("a factor that goes with the batch: a number", "x t w", lambda o, b, m: F.cross_entropy(o, b.t) * float(b.w.mean()))
-of_batch(
-    "a factor that goes with the batch: one over its labels",
-    "x ignored",
-    lambda o, b, m: F.cross_entropy(o, b.ignored, reduction="sum") / (1 + (b.ignored >= 0).sum()) ** 0.5,
-)
+of_batch("a factor that goes with the batch: one over its labels", "x ignored", lambda o, b, m:
+    F.cross_entropy(o, b.ignored, reduction="sum") / (1 + (b.ignored >= 0).sum()) ** 0.5)
 add("a sum over a constant", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / 128)
 add("a sum over a constant that could be a count", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / 2.0)
 add("a sum over a constant in a tensor", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / torch.tensor(100.0))
 add("a sum times a constant", "x t", lambda o, b, m: 1e-2 * F.cross_entropy(o, b.t, reduction="sum"))
-add(
-    "a sum times a constant in a tensor",
-    "x t",
-    lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") * torch.tensor(0.37, dtype=torch.float64),
-)
+add("a sum times a constant in a tensor", "x t", lambda o, b, m:
+    F.cross_entropy(o, b.t, reduction="sum") * torch.tensor(0.37, dtype=torch.float64))
 add("a sum over columns and a constant", "x y", lambda o, b, m: (o - b.y).square().sum() / 4)
 add("a mean over columns and a sum over rows", "x y", lambda o, b, m: (o - b.y).square().mean(1).sum())
 add("a mean over rows and a sum over columns", "x y", lambda o, b, m: (o - b.y).square().mean(0).sum())
@@ -213,26 +198,17 @@ add("a sum over rows and a mean over columns", "x y", lambda o, b, m: (o - b.y).
 of_batch("a mean of rows by a root of their number", "x y", lambda o, b, m: (o - b.y).square().sum() / len(o) ** 0.5)
 of_batch("a mean of rows by one less", "x y", lambda o, b, m: (o - b.y).square().sum() / max(1, len(o) - 1))
 of_batch("a mean over the largest label", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / (1 + b.t.max()))
-of_batch(
-    "a mean over the number of labels that occur",
-    "x t",
-    lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / len(b.t.unique()),
-)
-of_batch(
-    "a mean of classes' means",
-    "x t",
-    lambda o, b, m: torch.stack([F.cross_entropy(o[b.t == k], b.t[b.t == k]) for k in b.t.unique()]).mean(),
-)
+of_batch("a mean over the number of labels that occur", "x t", lambda o, b, m:
+    F.cross_entropy(o, b.t, reduction="sum") / len(b.t.unique()))
+of_batch("a mean of classes' means", "x t", lambda o, b, m: torch.stack([F.cross_entropy(o[b.t == k], b.t[b.t == k])
+    for k in b.t.unique()]).mean())
 of_batch("the worst row", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="none").max())
 of_batch("the first row", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="none")[0])
 of_batch("the first half of the rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="none")[: (len(o) + 1) // 2].mean())
 of_batch("every other row", "x t", lambda o, b, m: F.cross_entropy(o[::2], b.t[::2]))
 of_batch("all but the last row", "x y", lambda o, b, m: (o[:-1] - b.y[:-1]).square().sum() / len(o))
-of_batch(
-    "weights that fall with the row",
-    "x t",
-    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * torch.linspace(1, 0.1, len(o))).mean(),
-)
+of_batch("weights that fall with the row", "x t", lambda o, b, m:
+    (F.cross_entropy(o, b.t, reduction="none") * torch.linspace(1, 0.1, len(o))).mean())
 of_batch("neighbouring rows", "x", lambda o, b, m: (o[1:] - o[:-1]).square().sum() / len(o) + o.square().mean())
 of_batch("a row and the one before it", "x y", lambda o, b, m: (o - b.y.roll(1, 0)).square().mean())
 of_batch("softmax over the batch", "x t", lambda o, b, m: -(o.softmax(0) * F.one_hot(b.t, 4)).sum(1).mean())
@@ -240,45 +216,25 @@ of_batch("log-softmax over the batch", "x t", lambda o, b, m: F.nll_loss(o.log_s
 of_batch("normalised over the batch by norms", "x y", lambda o, b, m: (F.normalize(o, dim=0) - b.y).square().mean())
 of_batch("centred in the step", "x y", lambda o, b, m: (o - o.mean(0, keepdim=True) - b.y).square().mean())
 of_batch("centred in the step, detached", "x y", lambda o, b, m: (o - o.mean(0).detach() - b.y).square().mean())
-of_batch(
-    "batch norm by a function",
-    "x t",
-    lambda o, b, m: F.cross_entropy(
-        torch.nn.functional.batch_norm(torch.cat((o, o * 0.5)), None, None, training=True)[: len(o)], b.t
-    ),
-)
-of_batch(
-    "the variance of losses", "x t", lambda o, b, m: (c := F.cross_entropy(o, b.t, reduction="none")).mean() + c.var(correction=0)
-)
+of_batch("batch norm by a function", "x t", lambda o, b, m: F.cross_entropy(
+    torch.nn.functional.batch_norm(torch.cat((o, o * 0.5)), None, None, training=True)[: len(o)], b.t))
+of_batch("the variance of losses", "x t", lambda o, b, m: (c := F.cross_entropy(o, b.t, reduction="none")).mean()
+    + c.var(correction=0))
 of_batch("the standard deviation of outputs", "x t", lambda o, b, m: F.cross_entropy(o, b.t) + o.std(correction=0))
-add(
-    "losses normalised by their own",
-    "x t",
-    lambda o, b, m: ((c := F.cross_entropy(o, b.t, reduction="none")) / c.detach().sum()).sum(),
-)
-of_batch(
-    "losses weighed by their own softmax",
-    "x t",
-    lambda o, b, m: ((c := F.cross_entropy(o, b.t, reduction="none")) * c.detach().softmax(0)).sum(),
-)
-of_batch(
-    "losses weighed by their own rank",
-    "x t",
-    lambda o, b, m: ((c := F.cross_entropy(o, b.t, reduction="none")) * c.detach().argsort().argsort()).mean(),
-)
-of_batch(
-    "losses below their own median", "x t", lambda o, b, m: (c := F.cross_entropy(o, b.t, reduction="none"))[c <= c.median()].mean()
-)
+add("losses normalised by their own", "x t", lambda o, b, m:
+    ((c := F.cross_entropy(o, b.t, reduction="none")) / c.detach().sum()).sum())
+of_batch("losses weighed by their own softmax", "x t", lambda o, b, m:
+    ((c := F.cross_entropy(o, b.t, reduction="none")) * c.detach().softmax(0)).sum())
+of_batch("losses weighed by their own rank", "x t", lambda o, b, m:
+    ((c := F.cross_entropy(o, b.t, reduction="none")) * c.detach().argsort().argsort()).mean())
+of_batch("losses below their own median", "x t", lambda o, b, m:
+    (c := F.cross_entropy(o, b.t, reduction="none"))[c <= c.median()].mean())
 of_batch("losses below their own mean", "x y", lambda o, b, m: ((c := (o - b.y).abs().sum(1)) * (c <= c.detach().mean())).mean())
-of_batch(
-    "losses without their outliers", "x y", lambda o, b, m: (c := (o - b.y).abs().sum(1))[c < c.mean() + c.std(correction=0)].mean()
-)
+of_batch("losses without their outliers", "x y", lambda o, b, m:
+    (c := (o - b.y).abs().sum(1))[c < c.mean() + c.std(correction=0)].mean())
 of_batch("the k largest losses", "x y", lambda o, b, m: (o - b.y).abs().flatten().topk(3).values.sum())
-of_batch(
-    "the smaller half of the losses",
-    "x y",
-    lambda o, b, m: (c := (o - b.y).abs().sum(1)).topk((len(c) + 1) // 2, largest=False).values.mean(),
-)
+of_batch("the smaller half of the losses", "x y", lambda o, b, m:
+    (c := (o - b.y).abs().sum(1)).topk((len(c) + 1) // 2, largest=False).values.mean())
 
 
 # --- an explicit weight ---
@@ -295,100 +251,54 @@ def positives(batch: dict[str, Tensor]) -> Tensor:
 
 
 add("explicit: rows for a mean of rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=rows)
-add(
-    "explicit: half the rows for a mean of rows",
-    "x t",
-    lambda o, b, m: F.cross_entropy(o, b.t),
-    weight=lambda batch: len(batch["x"]) / 2,
-)
+add("explicit: half the rows for a mean of rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=lambda batch:
+    len(batch["x"]) / 2)
 add("explicit: labels for ignored labels", "x ignored", lambda o, b, m: F.cross_entropy(o, b.ignored), weight=labels)
-add(
-    "explicit: rows for weights that are normalised in the step",
-    "x t",
-    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * torch.full_like(b.x[:, 0], 1 / len(o))).sum(),
-    weight=rows,
-)
-add(
-    "explicit: weights for weights that are normalised in the step",
-    "x t w",
-    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.sum())).sum(),
-    weight=lambda batch: batch["w"].sum(),
-)
-add(
-    "explicit: exponentials for a softmax over the batch",
-    "x t w",
-    lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * b.w.softmax(0)).sum(),
-    weight=lambda batch: batch["w"].exp().sum(),
-)
-add(
-    "explicit: positives for a clamped count",
-    "x y mask",
-    lambda o, b, m: ((o - b.y).square().sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1),
-    weight=positives,
-)
-add(
-    "explicit: rows for a mixture density",
-    "x y",
-    lambda o, b, m: -(o[:, :2].log_softmax(1) - 0.5 * (b.y[:, :1] - o[:, 2:]) ** 2).logsumexp(1).mean(),
-    weight=rows,
-)
+add("explicit: rows for weights that are normalised in the step", "x t", lambda o, b, m:
+    (F.cross_entropy(o, b.t, reduction="none") * torch.full_like(b.x[:, 0], 1 / len(o))).sum(), weight=rows)
+add("explicit: weights for weights that are normalised in the step", "x t w", lambda o, b, m:
+    (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.sum())).sum(), weight=lambda batch: batch["w"].sum())
+add("explicit: exponentials for a softmax over the batch", "x t w", lambda o, b, m:
+    (F.cross_entropy(o, b.t, reduction="none") * b.w.softmax(0)).sum(), weight=lambda batch: batch["w"].exp().sum())
+add("explicit: positives for a clamped count", "x y mask", lambda o, b, m:
+    ((o - b.y).square().sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1), weight=positives)
+add("explicit: rows for a mixture density", "x y", lambda o, b, m:
+    -(o[:, :2].log_softmax(1) - 0.5 * (b.y[:, :1] - o[:, 2:]) ** 2).logsumexp(1).mean(), weight=rows)
 of_batch("explicit: rows for ignored labels", "x ignored", lambda o, b, m: F.cross_entropy(o, b.ignored), weight=rows)
-of_batch(
-    "explicit: rows for a masked mean",
-    "x y mask",
-    lambda o, b, m: ((o - b.y).square().sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1),
-    weight=rows,
-)
+of_batch("explicit: rows for a masked mean", "x y mask", lambda o, b, m:
+    ((o - b.y).square().sum(1) * b.mask).sum() / b.mask.sum().clamp(min=1), weight=rows)
 of_batch("explicit: rows for a sum", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum"), weight=rows)
 of_mean("explicit: rows for a root of a mean", "x y", lambda o, b, m: F.mse_loss(o, b.y).sqrt(), weight=rows)
-of_batch(
-    "explicit: rows for class weights",
-    "x t",
-    lambda o, b, m: F.cross_entropy(o, b.t, weight=torch.tensor([0.1, 1, 2, 4]).to(o)),
-    weight=rows,
-)
+of_batch("explicit: rows for class weights", "x t", lambda o, b, m:
+    F.cross_entropy(o, b.t, weight=torch.tensor([0.1, 1, 2, 4]).to(o)), weight=rows)
 of_batch("explicit: rows for pairs", "x v", lambda o, b, m: F.cross_entropy(o @ m(b.v).T, torch.arange(len(o))), weight=rows)
-of_batch(
-    "explicit: rows for two terms", "x ignored y", lambda o, b, m: F.cross_entropy(o, b.ignored) + F.mse_loss(o, b.y), weight=rows
-)
+of_batch("explicit: rows for two terms", "x ignored y", lambda o, b, m: F.cross_entropy(o, b.ignored) + F.mse_loss(o, b.y),
+    weight=rows)
 of_batch("explicit: rows squared", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=lambda batch: len(batch["x"]) ** 2)
 of_batch("explicit: a constant", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=lambda batch: 1)
 
 # --- a constant beside the count: the full batch has it once ---
 FEW = "too few of the first rows have a label to tell the constant from another law"
 add("sum over the rows and one", "x y", lambda o, b, m: (o - b.y).square().sum() / (len(o) + 1.0))
-add(
-    "masked squares, sum over the count and one",
-    "x y mask",
-    lambda o, b, m: (_each(o, b) * b.mask).sum() / (b.mask.sum() + 1),
-    refused=FEW,
-)
+add("masked squares, sum over the count and one", "x y mask", lambda o, b, m:
+    (_each(o, b) * b.mask).sum() / (b.mask.sum() + 1), refused=FEW)
 add("weighed squares, sum over the weights and a half", "x y w", lambda o, b, m: (_each(o, b) * b.w).sum() / (b.w.sum() + 0.5))
-add(
-    "heat maps, sum over the positives and one",
-    "i masks",
-    lambda o, b, m: F.l1_loss(o, b.masks, reduction="sum") / (b.masks.sum() + 1),
-)
-of_batch(
-    "heat maps, sum over the most positives of a row and one",
-    "i masks",
-    lambda o, b, m: F.l1_loss(o, b.masks, reduction="sum") / (b.masks.flatten(1).sum(1).max() + 1),
-)
-of_batch(
-    "a power of the count", "x y mask", lambda o, b, m: (_each(o, b) * b.mask).sum() / b.mask.sum().clamp(min=1).double() ** 0.75
-)
+add("heat maps, sum over the positives and one", "i masks", lambda o, b, m:
+    F.l1_loss(o, b.masks, reduction="sum") / (b.masks.sum() + 1))
+of_batch("heat maps, sum over the most positives of a row and one", "i masks", lambda o, b, m:
+    F.l1_loss(o, b.masks, reduction="sum") / (b.masks.flatten(1).sum(1).max() + 1))
+of_batch("a power of the count", "x y mask", lambda o, b, m:
+    (_each(o, b) * b.mask).sum() / b.mask.sum().clamp(min=1).double() ** 0.75)
 of_batch("the logarithm of the rows", "x y", lambda o, b, m: _each(o, b).sum() / torch.tensor(1.0 + len(o)).log())
 
 # --- losses that go by the losses of their batch ---
 of_batch("losses below their own quantile", "x y", lambda o, b, m: (c := _each(o, b))[c <= c.detach().quantile(0.7)].mean())
 of_batch("losses by their rank", "x y", lambda o, b, m: (_each(o, b) * (1.0 + _each(o, b).detach().argsort().argsort())).mean())
-of_batch(
-    "losses over a soft threshold of their own",
-    "x y",
-    lambda o, b, m: ((c := _each(o, b)) * torch.sigmoid(c.detach().mean() - c.detach())).mean(),
-)
+of_batch("losses over a soft threshold of their own", "x y", lambda o, b, m:
+    ((c := _each(o, b)) * torch.sigmoid(c.detach().mean() - c.detach())).mean())
 of_batch("weights of rows over their maximum", "x y w", lambda o, b, m: (_each(o, b) * b.w / b.w.max()).mean())
 of_batch("a tiny variance over the batch", "x y", lambda o, b, m: F.mse_loss(o, b.y) + 1e-6 * o.var(0, correction=0).sum())
+# fmt: on
 
 
 def _each(o: Tensor, b: object) -> Tensor:

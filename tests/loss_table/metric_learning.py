@@ -30,6 +30,7 @@ def clip(a: Tensor, c: Tensor, scale: float = 5.0) -> Tensor:
     return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
 
 
+# fmt: off
 # --- every sample is compared with the others of its batch ---
 of_batch("CLIP", "x v", lambda o, b, m: clip(o, m(b.v)))
 of_batch("CLIP with a learned scale", "x v", lambda o, b, m: clip(o, m(b.v), m.temperature.exp()))
@@ -37,26 +38,17 @@ of_batch("CLIP, sum", "x v", lambda o, b, m: F.cross_entropy(5 * unit(o) @ unit(
 of_batch("InfoNCE in one direction", "x v", lambda o, b, m: F.cross_entropy(o @ m(b.v).T, torch.arange(len(o))))
 of_batch("InfoNCE by logsumexp", "x v", lambda o, b, m: ((s := o @ m(b.v).T).logsumexp(1) - s.diagonal()).mean())
 of_batch("InfoNCE by log_softmax and diagonal", "x v", lambda o, b, m: -(o @ m(b.v).T).log_softmax(1).diagonal().mean())
-of_batch(
-    "InfoNCE by exp, sum and log",
-    "x v",
-    lambda o, b, m: -((e := (unit(o) @ unit(m(b.v)).T).exp()).diagonal() / e.sum(1)).log().mean(),
-)
+of_batch("InfoNCE by exp, sum and log", "x v", lambda o, b, m:
+    -((e := (unit(o) @ unit(m(b.v)).T).exp()).diagonal() / e.sum(1)).log().mean())
 of_batch("InfoNCE over columns, labels soft", "x v", lambda o, b, m: F.cross_entropy(o @ m(b.v).T, torch.eye(len(o)).to(o)))
 of_batch("NT-Xent of two views", "x v", lambda o, b, m: _nt_xent(o, m(b.v)))
 of_batch("NT-Xent by masked_fill", "x v", lambda o, b, m: _nt_xent_masked(o, m(b.v)).mean())
 of_batch("decoupled contrastive", "x v", lambda o, b, m: _decoupled(o, m(b.v)))
-of_batch(
-    "SigLIP by rows",
-    "x v",
-    lambda o, b, m: -F.logsigmoid(_sigmoid_labels(o) * (m.temperature * unit(o) @ unit(m(b.v)).T + m.bias)).sum() / len(o),
-)
+of_batch("SigLIP by rows", "x v", lambda o, b, m: -F.logsigmoid(_sigmoid_labels(o) * (m.temperature * unit(o) @ unit(m(b.v)).T
+    + m.bias)).sum() / len(o))
 of_batch("SigLIP, mean", "x v", lambda o, b, m: -F.logsigmoid(_sigmoid_labels(o) * (3 * unit(o) @ unit(m(b.v)).T - 1)).mean())
-of_batch(
-    "SigLIP, sum and mean",
-    "x v",
-    lambda o, b, m: -F.logsigmoid(_sigmoid_labels(o) * (3 * unit(o) @ unit(m(b.v)).T - 1)).sum(-1).mean(),
-)
+of_batch("SigLIP, sum and mean", "x v", lambda o, b, m: -F.logsigmoid(_sigmoid_labels(o) * (3 * unit(o) @ unit(m(b.v)).T - 1)).sum(
+    -1).mean())
 of_batch("supervised contrastive, out", "x t", lambda o, b, m: _supervised(o, b.t))
 of_batch("supervised contrastive, in", "x t", lambda o, b, m: _supervised(o, b.t, inside=True))
 of_batch("neighbourhood components", "x t", lambda o, b, m: _nca(o, b.t))
@@ -76,50 +68,28 @@ of_batch("triplets with the nearest negative of the batch", "x v", lambda o, b, 
 of_batch("triplets with rolled negatives", "x v", lambda o, b, m: F.triplet_margin_loss(o, m(b.v), o.roll(1, 0)))
 of_batch("hinge of all pairs of captions", "x v", lambda o, b, m: _captions(o, m(b.v)).sum() / len(o))
 of_batch("hinge of the hardest captions", "x v", lambda o, b, m: _captions(o, m(b.v)).max(1).values.mean())
-of_batch(
-    "pairwise hinge of scores",
-    "x y",
-    lambda o, b, m: (F.relu(1 - (o[:, :1] - o[None, :, 0]) * (b.y[:, :1] - b.y[None, :, 0]).sign())).mean(),
-)
-of_batch(
-    "RankNet over the batch", "x y", lambda o, b, m: F.softplus(-(o[:, :1] - o[None, :, 0]))[b.y[:, :1] > b.y[None, :, 0]].mean()
-)
+of_batch("pairwise hinge of scores", "x y", lambda o, b, m: (
+    F.relu(1 - (o[:, :1] - o[None, :, 0]) * (b.y[:, :1] - b.y[None, :, 0]).sign())).mean())
+of_batch("RankNet over the batch", "x y", lambda o, b, m: F.softplus(
+    -(o[:, :1] - o[None, :, 0]))[b.y[:, :1] > b.y[None, :, 0]].mean())
 of_batch("ListNet over the batch", "x y", lambda o, b, m: -(b.y[:, 0].softmax(0) * o[:, 0].log_softmax(0)).sum())
-of_batch(
-    "ListMLE over the batch",
-    "x y",
-    lambda o, b, m: ((s := o[:, 0][b.y[:, 0].argsort(descending=True)]).flip(0).logcumsumexp(0).flip(0) - s).mean(),
-)
+of_batch("ListMLE over the batch", "x y", lambda o, b, m: ((s := o[:, 0][b.y[:, 0].argsort(descending=True)]).flip(0).logcumsumexp(
+    0).flip(0) - s).mean())
 of_batch("Bayesian personalised ranking, shuffled", "x", lambda o, b, m: -F.logsigmoid(o[:, 0] - o[:, 1].flip(0)).mean())
 of_batch("smooth average precision", "x t", lambda o, b, m: 1 - _smooth_ap(o, b.t))
 of_batch("histogram of similarities", "x t", lambda o, b, m: _histogram(o, b.t))
 of_batch("angular of N-pairs", "x v", lambda o, b, m: _angular(o, m(b.v)))
-of_batch(
-    "alignment of pairs and uniformity",
-    "x v",
-    lambda o, b, m: (
-        (unit(o) - unit(m(b.v))).square().sum(1).mean()
-        + torch.pdist(unit(torch.cat((o, m(b.v))))).square().mul(-2).exp().mean().log()
-    ),
-)
+of_batch("alignment of pairs and uniformity", "x v", lambda o, b, m: (unit(o) - unit(m(b.v))).square().sum(1).mean()
+    + torch.pdist(unit(torch.cat((o, m(b.v))))).square().mul(-2).exp().mean().log())
 of_batch("KoLeo", "x", lambda o, b, m: _koleo(o))
 of_batch("KoLeo, masked", "x", lambda o, b, m: -(torch.cdist(unit(o), m.queue).min(1).values + 1e-3).log().mean() + _koleo(o))
-of_batch(
-    "RKD distances",
-    "x",
-    lambda o, b, m: F.smooth_l1_loss((d := _distances(o)) / d.mean(), (e := _distances(m.teacher(b.x))) / e.mean()),
-)
-of_batch(
-    "similarity preserving distillation",
-    "x",
-    lambda o, b, m: (F.normalize(o @ o.T, dim=1) - F.normalize((y := m.teacher(b.x)) @ y.T, dim=1)).square().mean(),
-)
+of_batch("RKD distances", "x", lambda o, b, m: F.smooth_l1_loss((d := _distances(o)) / d.mean(),
+    (e := _distances(m.teacher(b.x))) / e.mean()))
+of_batch("similarity preserving distillation", "x", lambda o, b, m:
+    (F.normalize(o @ o.T, dim=1) - F.normalize((y := m.teacher(b.x)) @ y.T, dim=1)).square().mean())
 of_batch("correlation of features", "x v", lambda o, b, m: -F.cosine_similarity(o - o.mean(0), m(b.v) - m(b.v).mean(0)).mean())
-of_batch(
-    "center loss with the batch's own centers",
-    "x t",
-    lambda o, b, m: (o - (h := F.one_hot(b.t, 4).to(o)).matmul(h.T @ o / h.sum(0).clamp(min=1)[:, None])).square().sum(1).mean(),
-)
+of_batch("center loss with the batch's own centers", "x t", lambda o, b, m:
+    (o - (h := F.one_hot(b.t, 4).to(o)).matmul(h.T @ o / h.sum(0).clamp(min=1)[:, None])).square().sum(1).mean())
 of_batch("prototypes of the batch", "x t", lambda o, b, m: _prototypical(o, b.t))
 of_batch("pearson of scores", "x y", lambda o, b, m: 1 - _pearson(o[:, 0], b.y[:, 0]))
 of_batch("concordance of scores", "x y", lambda o, b, m: 1 - _concordance(o[:, 0], b.y[:, 0]))
@@ -127,25 +97,12 @@ of_batch("cosine of all scores with all targets", "x y", lambda o, b, m: 1 - F.c
 of_batch("R squared of the batch", "x y", lambda o, b, m: ((o - b.y) ** 2).sum() / ((b.y - b.y.mean(0)) ** 2).sum().clamp(min=0.1))
 
 # --- every sample is compared with what belongs to the module ---
-add(
-    "MoCo with a queue",
-    "x v",
-    lambda o, b, m: F.cross_entropy(
-        torch.cat(((o * m(b.v).detach()).sum(1, keepdim=True), o @ m.queue.T), 1), torch.zeros(len(o), dtype=torch.long)
-    ),
-)
-add(
-    "MoCo by logsumexp",
-    "x v",
-    lambda o, b, m: (torch.cat(((o * m(b.v)).sum(1, keepdim=True), o @ m.queue.T), 1).logsumexp(1) - (o * m(b.v)).sum(1)).mean(),
-)
-add(
-    "InfoNCE with negatives of its own",
-    "x v z",
-    lambda o, b, m: F.cross_entropy(
-        torch.stack(((o * m(b.v)).sum(1), (o * m(b.z)).sum(1)), 1), torch.zeros(len(o), dtype=torch.long)
-    ),
-)
+add("MoCo with a queue", "x v", lambda o, b, m: F.cross_entropy(
+    torch.cat(((o * m(b.v).detach()).sum(1, keepdim=True), o @ m.queue.T), 1), torch.zeros(len(o), dtype=torch.long)))
+add("MoCo by logsumexp", "x v", lambda o, b, m: (torch.cat(((o * m(b.v)).sum(1, keepdim=True), o @ m.queue.T), 1).logsumexp(1)
+    - (o * m(b.v)).sum(1)).mean())
+add("InfoNCE with negatives of its own", "x v z", lambda o, b, m:
+    F.cross_entropy(torch.stack(((o * m(b.v)).sum(1), (o * m(b.z)).sum(1)), 1), torch.zeros(len(o), dtype=torch.long)))
 add("instance discrimination by a memory", "x t", lambda o, b, m: F.cross_entropy(5 * unit(o) @ unit(m.queue).T, b.t))
 add("proxy NCA", "x t", lambda o, b, m: F.cross_entropy(-torch.cdist(unit(o), unit(m.proxies)).square(), b.t))
 add("proxy NCA without the positive", "x t", lambda o, b, m: _proxy_nca(o, b.t, m.proxies).mean())
@@ -154,81 +111,39 @@ add("normalised softmax", "x t", lambda o, b, m: F.cross_entropy(unit(o) @ unit(
 add("CosFace", "x t", lambda o, b, m: F.cross_entropy(5 * (unit(o) @ unit(m.proxies).T - 0.2 * F.one_hot(b.t, 4)), b.t))
 add("ArcFace", "x t", lambda o, b, m: F.cross_entropy(_arc(o, b.t, m.proxies), b.t))
 add("SphereFace with margin 2", "x t", lambda o, b, m: F.cross_entropy(_sphere(o, b.t, m.proxies), b.t))
-add(
-    "SubCenter by max",
-    "x t",
-    lambda o, b, m: F.cross_entropy(torch.stack((unit(o) @ unit(m.proxies).T, unit(o) @ unit(m.queue[:4]).T)).amax(0), b.t),
-)
-add(
-    "SoftTriple",
-    "x t",
-    lambda o, b, m: F.cross_entropy(((s := torch.stack((o @ m.proxies.T, o @ m.queue[:4].T), 2)).softmax(2) * s).sum(2), b.t),
-)
-add(
-    "center loss with learned centers",
-    "x t",
-    lambda o, b, m: F.cross_entropy(o, b.t) + 0.1 * (o - m.proxies[b.t]).square().sum(1).mean() / 2,
-)
-add(
-    "triplets with a negative for each",
-    "x v z",
-    lambda o, b, m: F.relu((o - m(b.v)).norm(dim=1) - (o - m(b.z)).norm(dim=1) + 0.3).mean(),
-)
-add(
-    "triplets, mean of those that are violated",
-    "x v z",
-    lambda o, b, m: (h := F.relu((o - m(b.v)).norm(dim=1) - (o - m(b.z)).norm(dim=1) + 0.3)).sum() / (h > 0).sum().clamp(min=1),
-)
-add(
-    "triplets, anchor swap by minimum",
-    "x v z",
-    lambda o, b, m: F.relu(
-        (o - m(b.v)).norm(dim=1) - torch.minimum((o - m(b.z)).norm(dim=1), (m(b.v) - m(b.z)).norm(dim=1)) + 1
-    ).mean(),
-)
-add(
-    "contrastive of given pairs",
-    "x v mask",
-    lambda o, b, m: torch.where(b.mask, (d := (o - m(b.v)).norm(dim=1)) ** 2, F.relu(1 - d) ** 2).mean(),
-)
-add(
-    "contrastive of given pairs, halves",
-    "x v mask",
-    lambda o, b, m: 0.5 * (b.mask * (d := F.pairwise_distance(o, m(b.v))) ** 2 + ~b.mask * F.relu(2 - d) ** 2).mean(),
-)
+add("SubCenter by max", "x t", lambda o, b, m: F.cross_entropy(
+    torch.stack((unit(o) @ unit(m.proxies).T, unit(o) @ unit(m.queue[:4]).T)).amax(0), b.t))
+add("SoftTriple", "x t", lambda o, b, m: F.cross_entropy(((s := torch.stack((o @ m.proxies.T, o @ m.queue[:4].T), 2)).softmax(2)
+    * s).sum(2), b.t))
+add("center loss with learned centers", "x t", lambda o, b, m: F.cross_entropy(o, b.t)
+    + 0.1 * (o - m.proxies[b.t]).square().sum(1).mean() / 2)
+add("triplets with a negative for each", "x v z", lambda o, b, m:
+    F.relu((o - m(b.v)).norm(dim=1) - (o - m(b.z)).norm(dim=1) + 0.3).mean())
+add("triplets, mean of those that are violated", "x v z", lambda o, b, m:
+    (h := F.relu((o - m(b.v)).norm(dim=1) - (o - m(b.z)).norm(dim=1) + 0.3)).sum() / (h > 0).sum().clamp(min=1))
+add("triplets, anchor swap by minimum", "x v z", lambda o, b, m:
+    F.relu((o - m(b.v)).norm(dim=1) - torch.minimum((o - m(b.z)).norm(dim=1), (m(b.v) - m(b.z)).norm(dim=1)) + 1).mean())
+add("contrastive of given pairs", "x v mask", lambda o, b, m:
+    torch.where(b.mask, (d := (o - m(b.v)).norm(dim=1)) ** 2, F.relu(1 - d) ** 2).mean())
+add("contrastive of given pairs, halves", "x v mask", lambda o, b, m:
+    0.5 * (b.mask * (d := F.pairwise_distance(o, m(b.v))) ** 2 + ~b.mask * F.relu(2 - d) ** 2).mean())
 add("Bayesian personalised ranking", "x v z", lambda o, b, m: -F.logsigmoid((o * m(b.v)).sum(1) - (o * m(b.z)).sum(1)).mean())
-add(
-    "Bayesian personalised ranking, decayed",
-    "x v z",
-    lambda o, b, m: (
-        -F.logsigmoid((o * m(b.v)).sum(1) - (o * m(b.z)).sum(1)).mean() + 1e-2 * (o.square().sum() + m(b.v).square().sum()) / len(o)
-    ),
-)
+add("Bayesian personalised ranking, decayed", "x v z", lambda o, b, m:
+    -F.logsigmoid((o * m(b.v)).sum(1) - (o * m(b.z)).sum(1)).mean() + 1e-2 * (o.square().sum() + m(b.v).square().sum()) / len(o))
 add("WARP of two items", "x v z", lambda o, b, m: F.relu(1 - (o * (m(b.v) - m(b.z))).sum(1)).mean())
 add("ranking of a row's own items", "x y", lambda o, b, m: -(b.y.softmax(1) * o.log_softmax(1)).sum(1).mean())
-add(
-    "LambdaRank of a row's own items",
-    "x y",
-    lambda o, b, m: (F.softplus(-(o[:, :, None] - o[:, None])) * (b.y[:, :, None] > b.y[:, None])).sum((1, 2)).mean(),
-)
-add(
-    "pairs of a row's own items, those that differ",
-    "x y",
-    lambda o, b, m: F.softplus(-(o[:, :, None] - o[:, None]))[b.y[:, :, None] > b.y[:, None]].mean(),
-)
-add(
-    "ListMLE of a row's own items",
-    "x y",
-    lambda o, b, m: (o.gather(1, b.y.argsort(1)).logcumsumexp(1) - o.gather(1, b.y.argsort(1))).sum(1).mean(),
-)
-add(
-    "correlation of a row's own items",
-    "x y",
-    lambda o, b, m: (1 - F.cosine_similarity(o - o.mean(1, keepdim=True), b.y - b.y.mean(1, keepdim=True))).mean(),
-)
+add("LambdaRank of a row's own items", "x y", lambda o, b, m:
+    (F.softplus(-(o[:, :, None] - o[:, None])) * (b.y[:, :, None] > b.y[:, None])).sum((1, 2)).mean())
+add("pairs of a row's own items, those that differ", "x y", lambda o, b, m:
+    F.softplus(-(o[:, :, None] - o[:, None]))[b.y[:, :, None] > b.y[:, None]].mean())
+add("ListMLE of a row's own items", "x y", lambda o, b, m: (o.gather(1, b.y.argsort(1)).logcumsumexp(1)
+    - o.gather(1, b.y.argsort(1))).sum(1).mean())
+add("correlation of a row's own items", "x y", lambda o, b, m:
+    (1 - F.cosine_similarity(o - o.mean(1, keepdim=True), b.y - b.y.mean(1, keepdim=True))).mean())
 add("alignment of pairs", "x v", lambda o, b, m: (unit(o) - unit(m(b.v))).norm(dim=1).pow(2).mean())
 add("cosine distance of pairs", "x v", lambda o, b, m: 1 - F.cosine_similarity(o, m(b.v)).mean())
 add("sum of products as a mean", "x v", lambda o, b, m: 2 - 2 * torch.einsum("bc,bc->b", unit(o), unit(m(b.v))).mean())
+# fmt: on
 
 
 def _sigmoid_labels(o: Tensor) -> Tensor:

@@ -29,256 +29,110 @@ def normalised(advantage: Tensor) -> Tensor:
     return (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-2)
 
 
+# fmt: off
 add("REINFORCE, mean", "x t advantage", lambda o, b, m: -(log_p(o, b.t) * b.advantage).mean())
 add("REINFORCE, sum", "x t advantage", lambda o, b, m: -(log_p(o, b.t) * b.advantage).sum())
-add(
-    "REINFORCE, sum of stacked losses",
-    "x t advantage",
-    lambda o, b, m: torch.stack([-a * p for a, p in zip(b.advantage, log_p(o, b.t), strict=True)]).sum(),
-)
+add("REINFORCE, sum of stacked losses", "x t advantage", lambda o, b, m:
+    torch.stack([-a * p for a, p in zip(b.advantage, log_p(o, b.t), strict=True)]).sum())
 add("REINFORCE by cross entropy", "x t advantage", lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * b.advantage).mean())
-add(
-    "REINFORCE with a baseline of each row",
-    "x t reward",
-    lambda o, b, m: -(log_p(o[:, :3], b.t % 3) * (b.reward - o[:, 3].detach())).mean(),
-)
-of_batch(
-    "REINFORCE with the batch's mean as baseline",
-    "x t reward",
-    lambda o, b, m: -(log_p(o, b.t) * (b.reward - b.reward.mean())).mean(),
-)
+add("REINFORCE with a baseline of each row", "x t reward", lambda o, b, m:
+    -(log_p(o[:, :3], b.t % 3) * (b.reward - o[:, 3].detach())).mean())
+of_batch("REINFORCE with the batch's mean as baseline", "x t reward", lambda o, b, m:
+    -(log_p(o, b.t) * (b.reward - b.reward.mean())).mean())
 of_batch("REINFORCE, advantages normalised", "x t advantage", lambda o, b, m: -(log_p(o, b.t) * normalised(b.advantage)).mean())
-of_batch(
-    "REINFORCE, advantages by their standard deviation",
-    "x t advantage",
-    lambda o, b, m: -(log_p(o, b.t) * b.advantage / b.advantage.std(correction=0).clamp(min=0.1)).mean(),
-)
-of_batch(
-    "REINFORCE, advantages by their largest",
-    "x t advantage",
-    lambda o, b, m: -(log_p(o, b.t) * b.advantage / b.advantage.abs().max()).mean(),
-)
-of_batch(
-    "REINFORCE, rewards ranked", "x t reward", lambda o, b, m: -(log_p(o, b.t) * b.reward.argsort().argsort()).sum() / len(o) ** 2
-)
+of_batch("REINFORCE, advantages by their standard deviation", "x t advantage", lambda o, b, m:
+    -(log_p(o, b.t) * b.advantage / b.advantage.std(correction=0).clamp(min=0.1)).mean())
+of_batch("REINFORCE, advantages by their largest", "x t advantage", lambda o, b, m:
+    -(log_p(o, b.t) * b.advantage / b.advantage.abs().max()).mean())
+of_batch("REINFORCE, rewards ranked", "x t reward", lambda o, b, m: -(log_p(o, b.t) * b.reward.argsort().argsort()).sum()
+    / len(o) ** 2)
 add("PPO", "x t old advantage", lambda o, b, m: clipped(o, b, b.advantage).mean())
-add(
-    "PPO with values and entropy",
-    "x t old advantage reward",
-    lambda o, b, m: clipped(o, b, b.advantage).mean() + 0.5 * F.mse_loss(o[:, 0], b.reward) - 0.01 * entropy(o).mean(),
-)
-add(
-    "PPO with clipped values",
-    "x t old advantage reward",
-    lambda o, b, m: (
-        clipped(o, b, b.advantage).mean()
-        + 0.25 * torch.max((o[:, 0] - b.reward) ** 2, (b.old + (o[:, 0] - b.old).clamp(-0.2, 0.2) - b.reward) ** 2).mean()
-    ),
-)
+add("PPO with values and entropy", "x t old advantage reward", lambda o, b, m: clipped(o, b, b.advantage).mean()
+    + 0.5 * F.mse_loss(o[:, 0], b.reward) - 0.01 * entropy(o).mean())
+add("PPO with clipped values", "x t old advantage reward", lambda o, b, m: clipped(o, b, b.advantage).mean()
+    + 0.25 * torch.max((o[:, 0] - b.reward) ** 2, (b.old + (o[:, 0] - b.old).clamp(-0.2, 0.2) - b.reward) ** 2).mean())
 of_batch("PPO, advantages normalised", "x t old advantage", lambda o, b, m: clipped(o, b, normalised(b.advantage)).mean())
-of_batch(
-    "PPO, advantages normalised, with values and entropy",
-    "x t old advantage reward",
-    lambda o, b, m: clipped(o, b, normalised(b.advantage)).mean() + 0.5 * F.mse_loss(o[:, 0], b.reward) - 0.01 * entropy(o).mean(),
-)
-add(
-    "PPO with a KL penalty",
-    "x t old advantage",
-    lambda o, b, m: (
-        -((log_p(o, b.t) - b.old).exp() * b.advantage).mean()
-        + 0.2 * F.kl_div(o.log_softmax(1), m.teacher(b.x).softmax(1), reduction="batchmean")
-    ),
-)
-add(
-    "PPO with a KL estimate",
-    "x t old advantage",
-    lambda o, b, m: clipped(o, b, b.advantage).mean() + 0.1 * (b.old - log_p(o, b.t)).mean(),
-)
-add(
-    "PPO over valid steps",
-    "s words valid y5",
-    lambda o, b, m: ((-log_p(o, b.words) * b.y5[..., 0]) * b.valid).sum() / b.valid.sum(),
-)
+of_batch("PPO, advantages normalised, with values and entropy", "x t old advantage reward", lambda o, b, m:
+    clipped(o, b, normalised(b.advantage)).mean() + 0.5 * F.mse_loss(o[:, 0], b.reward) - 0.01 * entropy(o).mean())
+add("PPO with a KL penalty", "x t old advantage", lambda o, b, m: -((log_p(o, b.t) - b.old).exp() * b.advantage).mean()
+    + 0.2 * F.kl_div(o.log_softmax(1), m.teacher(b.x).softmax(1), reduction="batchmean"))
+add("PPO with a KL estimate", "x t old advantage", lambda o, b, m: clipped(o, b, b.advantage).mean()
+    + 0.1 * (b.old - log_p(o, b.t)).mean())
+add("PPO over valid steps", "s words valid y5", lambda o, b, m: ((-log_p(o, b.words) * b.y5[..., 0]) * b.valid).sum()
+    / b.valid.sum())
 add("PPO over valid steps by selection", "s words valid y5", lambda o, b, m: (-log_p(o, b.words) * b.y5[..., 0])[b.valid].mean())
-add(
-    "GRPO, mean of a sample's tokens",
-    "s words valid advantage",
-    lambda o, b, m: (
-        (-(log_p(o, b.words) - log_p(o, b.words).detach()).exp() * b.advantage[:, None] * b.valid).sum(1) / b.valid.sum(1)
-    ).mean(),
-)
-add(
-    "GRPO, over all tokens",
-    "s words valid advantage",
-    lambda o, b, m: (
-        ((-(log_p(o, b.words) - log_p(o, b.words).detach()).exp() * b.advantage[:, None]) * b.valid).sum()
-        / b.valid.sum().clamp(min=1)
-    ),
-)
-add(
-    "GRPO by a constant length",
-    "s words valid advantage",
-    lambda o, b, m: ((-log_p(o, b.words) * b.advantage[:, None]) * b.valid).sum() / (len(o) * 5),
-)
-of_batch(
-    "GRPO, rewards normalised in the step",
-    "s words valid reward",
-    lambda o, b, m: ((-log_p(o, b.words) * normalised(b.reward)[:, None]) * b.valid).sum() / b.valid.sum(),
-)
-add(
-    "RLOO with a KL in the reward",
-    "s words valid reward",
-    lambda o, b, m: (
-        -((b.reward - 0.1 * (log_p(o, b.words) * b.valid).sum(1).detach()) * (log_p(o, b.words) * b.valid).sum(1)).mean()
-    ),
-)
-add(
-    "A2C",
-    "x t reward",
-    lambda o, b, m: (
-        -(log_p(o, b.t) * (b.reward - o[:, 0]).detach()).mean()
-        + 0.5 * (b.reward - o[:, 0]).pow(2).mean()
-        - 0.01 * entropy(o).mean()
-    ),
-)
-add(
-    "A2C, sums",
-    "x t reward",
-    lambda o, b, m: -(log_p(o, b.t) * (b.reward - o[:, 0]).detach()).sum() + 0.5 * (b.reward - o[:, 0]).pow(2).sum(),
-)
+add("GRPO, mean of a sample's tokens", "s words valid advantage", lambda o, b, m:
+    ((-(log_p(o, b.words) - log_p(o, b.words).detach()).exp() * b.advantage[:, None] * b.valid).sum(1) / b.valid.sum(1)).mean())
+add("GRPO, over all tokens", "s words valid advantage", lambda o, b, m:
+    ((-(log_p(o, b.words) - log_p(o, b.words).detach()).exp() * b.advantage[:, None]) * b.valid).sum() / b.valid.sum().clamp(min=1))
+add("GRPO by a constant length", "s words valid advantage", lambda o, b, m:
+    ((-log_p(o, b.words) * b.advantage[:, None]) * b.valid).sum() / (len(o) * 5))
+of_batch("GRPO, rewards normalised in the step", "s words valid reward", lambda o, b, m:
+    ((-log_p(o, b.words) * normalised(b.reward)[:, None]) * b.valid).sum() / b.valid.sum())
+add("RLOO with a KL in the reward", "s words valid reward", lambda o, b, m:
+    -((b.reward - 0.1 * (log_p(o, b.words) * b.valid).sum(1).detach()) * (log_p(o, b.words) * b.valid).sum(1)).mean())
+add("A2C", "x t reward", lambda o, b, m: -(log_p(o, b.t) * (b.reward - o[:, 0]).detach()).mean()
+    + 0.5 * (b.reward - o[:, 0]).pow(2).mean() - 0.01 * entropy(o).mean())
+add("A2C, sums", "x t reward", lambda o, b, m: -(log_p(o, b.t) * (b.reward - o[:, 0]).detach()).sum()
+    + 0.5 * (b.reward - o[:, 0]).pow(2).sum())
 add("policy with a temperature of its own", "x t advantage", lambda o, b, m: -(log_p(o / m.temperature, b.t) * b.advantage).mean())
-add(
-    "Gaussian policy",
-    "x y advantage",
-    lambda o, b, m: -(torch.distributions.Normal(o, m.log_scales.exp().sum()).log_prob(b.y).sum(1) * b.advantage).mean(),
-)
-add(
-    "DQN",
-    "x v t reward done",
-    lambda o, b, m: F.mse_loss(o.gather(1, b.t[:, None])[:, 0], b.reward + 0.9 * (1 - b.done) * m.teacher(b.v).amax(1)),
-)
-add(
-    "DQN by Huber",
-    "x v t reward done",
-    lambda o, b, m: F.smooth_l1_loss(o.gather(1, b.t[:, None])[:, 0], b.reward + 0.9 * (1 - b.done) * m.teacher(b.v).amax(1)),
-)
-add(
-    "double DQN",
-    "x v t reward done",
-    lambda o, b, m: F.huber_loss(
-        o.gather(1, b.t[:, None]),
-        (b.reward + 0.9 * (1 - b.done) * m.teacher(b.v).gather(1, m(b.v).argmax(1, keepdim=True))[:, 0])[:, None].detach(),
-    ),
-)
-add(
-    "DQN with weights of prioritised replay",
-    "x t reward w",
-    lambda o, b, m: (b.w * (o.gather(1, b.t[:, None])[:, 0] - b.reward).square()).mean(),
-)
-of_batch(
-    "DQN with weights by the batch's largest",
-    "x t reward w",
-    lambda o, b, m: (b.w / b.w.max() * (o.gather(1, b.t[:, None])[:, 0] - b.reward).square()).mean(),
-)
-add(
-    "DQN by squared errors that are halved",
-    "x t reward",
-    lambda o, b, m: (o[torch.arange(len(o)), b.t] - b.reward).pow(2).mul(0.5).mean(),
-)
-add(
-    "dueling values",
-    "x t reward",
-    lambda o, b, m: F.mse_loss((o[:, :1] + o - o.mean(1, keepdim=True)).gather(1, b.t[:, None])[:, 0], b.reward),
-)
+add("Gaussian policy", "x y advantage", lambda o, b, m: -(torch.distributions.Normal(o,
+    m.log_scales.exp().sum()).log_prob(b.y).sum(1) * b.advantage).mean())
+add("DQN", "x v t reward done", lambda o, b, m: F.mse_loss(o.gather(1, b.t[:, None])[:, 0],
+    b.reward + 0.9 * (1 - b.done) * m.teacher(b.v).amax(1)))
+add("DQN by Huber", "x v t reward done", lambda o, b, m: F.smooth_l1_loss(o.gather(1, b.t[:, None])[:, 0],
+    b.reward + 0.9 * (1 - b.done) * m.teacher(b.v).amax(1)))
+add("double DQN", "x v t reward done", lambda o, b, m: F.huber_loss(o.gather(1, b.t[:, None]),
+    (b.reward + 0.9 * (1 - b.done) * m.teacher(b.v).gather(1, m(b.v).argmax(1, keepdim=True))[:, 0])[:, None].detach()))
+add("DQN with weights of prioritised replay", "x t reward w", lambda o, b, m:
+    (b.w * (o.gather(1, b.t[:, None])[:, 0] - b.reward).square()).mean())
+of_batch("DQN with weights by the batch's largest", "x t reward w", lambda o, b, m:
+    (b.w / b.w.max() * (o.gather(1, b.t[:, None])[:, 0] - b.reward).square()).mean())
+add("DQN by squared errors that are halved", "x t reward", lambda o, b, m:
+    (o[torch.arange(len(o)), b.t] - b.reward).pow(2).mul(0.5).mean())
+add("dueling values", "x t reward", lambda o, b, m: F.mse_loss((o[:, :1] + o - o.mean(1, keepdim=True)).gather(1, b.t[:, None])[:,
+    0], b.reward))
 add("C51", "x p", lambda o, b, m: -(b.p * o.log_softmax(1)).sum(1).mean())
 add("QR-DQN", "x y", lambda o, b, m: _quantile_huber(o, b.y).mean(2).sum(1).mean())
 add("QR-DQN, sum over quantiles first", "x y", lambda o, b, m: _quantile_huber(o, b.y).sum((1, 2)).mean())
 add("soft actor-critic, policy", "x", lambda o, b, m: (o.softmax(1) * (0.2 * o.log_softmax(1) - m.proxies[0])).sum(1).mean())
-add(
-    "soft actor-critic, temperature",
-    "x",
-    lambda o, b, m: -(m.temperature * (o.log_softmax(1).amax(1) + 1.0).detach()).mean() + 0 * o.sum(),
-)
-add(
-    "soft actor-critic, temperature by its logarithm",
-    "x",
-    lambda o, b, m: (m.temperature.exp() * (entropy(o) - 0.5).detach()).mean(),
-)
-add(
-    "TD3",
-    "x v reward",
-    lambda o, b, m: (
-        F.mse_loss(o[:, 0], b.reward + 0.9 * m.teacher(b.v)[:, :2].amin(1))
-        + F.mse_loss(o[:, 1], b.reward + 0.9 * m.teacher(b.v)[:, :2].amin(1))
-    ),
-)
+add("soft actor-critic, temperature", "x", lambda o, b, m: -(m.temperature * (o.log_softmax(1).amax(1) + 1.0).detach()).mean()
+    + 0 * o.sum())
+add("soft actor-critic, temperature by its logarithm", "x", lambda o, b, m:
+    (m.temperature.exp() * (entropy(o) - 0.5).detach()).mean())
+add("TD3", "x v reward", lambda o, b, m: F.mse_loss(o[:, 0], b.reward + 0.9 * m.teacher(b.v)[:, :2].amin(1))
+    + F.mse_loss(o[:, 1], b.reward + 0.9 * m.teacher(b.v)[:, :2].amin(1)))
 add("DDPG, policy", "x", lambda o, b, m: -m.teacher(o.tanh())[:, 0].mean())
-of_batch(
-    "TD3 with behaviour cloning",
-    "x y",
-    lambda o, b, m: -(q := m.teacher(o)[:, 0]).mean() * 2.5 / q.abs().mean().detach() + F.mse_loss(o, b.y),
-)
-add(
-    "conservative Q-learning",
-    "x t reward",
-    lambda o, b, m: (
-        (o.logsumexp(1) - o.gather(1, b.t[:, None])[:, 0]).mean() + 0.5 * F.mse_loss(o.gather(1, b.t[:, None])[:, 0], b.reward)
-    ),
-)
-add(
-    "implicit Q-learning, expectiles",
-    "x reward",
-    lambda o, b, m: ((0.7 - ((d := b.reward - o[:, 0]) < 0).double()).abs() * d**2).mean(),
-)
+of_batch("TD3 with behaviour cloning", "x y", lambda o, b, m: -(q := m.teacher(o)[:, 0]).mean() * 2.5 / q.abs().mean().detach()
+    + F.mse_loss(o, b.y))
+add("conservative Q-learning", "x t reward", lambda o, b, m: (o.logsumexp(1) - o.gather(1, b.t[:, None])[:, 0]).mean()
+    + 0.5 * F.mse_loss(o.gather(1, b.t[:, None])[:, 0], b.reward))
+add("implicit Q-learning, expectiles", "x reward", lambda o, b, m:
+    ((0.7 - ((d := b.reward - o[:, 0]) < 0).double()).abs() * d**2).mean())
 add("advantage-weighted regression", "x t advantage", lambda o, b, m: -(b.advantage.exp().clamp(max=3) * log_p(o, b.t)).mean())
-of_batch(
-    "advantage-weighted regression, softmax over the batch",
-    "x t advantage",
-    lambda o, b, m: -(b.advantage.softmax(0) * log_p(o, b.t)).sum(),
-)
+of_batch("advantage-weighted regression, softmax over the batch", "x t advantage", lambda o, b, m:
+    -(b.advantage.softmax(0) * log_p(o, b.t)).sum())
 add("decision transformer", "s y5 valid", lambda o, b, m: F.mse_loss(o[b.valid], b.y5[b.valid]))
 add("behaviour cloning", "x t", lambda o, b, m: -log_p(o, b.t).mean())
-add(
-    "generalised advantages in the step",
-    "s y5",
-    lambda o, b, m: -(o[..., 0].sigmoid().log() * _gae(b.y5[..., 0], o[..., 1].detach())).mean(),
-)
+add("generalised advantages in the step", "s y5", lambda o, b, m:
+    -(o[..., 0].sigmoid().log() * _gae(b.y5[..., 0], o[..., 1].detach())).mean())
 add("V-trace, sum over time and mean over rows", "s y5 words", lambda o, b, m: -(log_p(o, b.words) * b.y5[..., 0]).sum(1).mean())
 add("time first, sum over time", "s y5 words", lambda o, b, m: -(log_p(o, b.words) * b.y5[..., 0]).T.sum(0).mean())
 add("curiosity", "x v y", lambda o, b, m: 0.5 * (o - m.teacher(b.v)).pow(2).sum(1).mean() + 0.2 * F.mse_loss(m(b.v), b.y))
 add("random network distillation", "x", lambda o, b, m: (o - m.teacher(b.x)).pow(2).mean(1).mean())
 add("reward model of pairs", "x v", lambda o, b, m: -F.logsigmoid(o[:, 0] - m(b.v)[:, 0]).mean())
 add("reward model with a margin", "x v w", lambda o, b, m: -F.logsigmoid(o[:, 0] - m(b.v)[:, 0] - b.w).mean())
-add(
-    "reward model of ranked answers",
-    "s",
-    lambda o, b, m: -F.logsigmoid(o[..., 0][:, :, None] - o[..., 0][:, None])[:, torch.ones(5, 5).triu(1).bool()].mean(),
-)
-add(
-    "GAIL",
-    "x v",
-    lambda o, b, m: (
-        F.binary_cross_entropy_with_logits(o[:, 0], torch.ones(len(o)).to(o))
-        + F.binary_cross_entropy_with_logits(m(b.v)[:, 0], torch.zeros(len(o)).to(o))
-    ),
-)
+add("reward model of ranked answers", "s", lambda o, b, m: -F.logsigmoid(o[..., 0][:, :, None] - o[..., 0][:, None])[:,
+    torch.ones(5, 5).triu(1).bool()].mean())
+add("GAIL", "x v", lambda o, b, m: F.binary_cross_entropy_with_logits(o[:, 0], torch.ones(len(o)).to(o))
+    + F.binary_cross_entropy_with_logits(m(b.v)[:, 0], torch.zeros(len(o)).to(o)))
 of_batch("ensemble disagreement over the batch", "x y", lambda o, b, m: F.mse_loss(o, b.y) - 0.1 * o.var(0, correction=0).mean())
 add("ensemble disagreement of a row", "x y", lambda o, b, m: F.mse_loss(o, b.y) - 0.1 * o.var(1).mean())
-add(
-    "world model with KL balancing",
-    "x p",
-    lambda o, b, m: (
-        0.8 * _kl(m.teacher(b.x).softmax(1), o).mean() + 0.2 * (b.p * (b.p.log() - o.log_softmax(1))).sum(1).clamp(min=0.1).mean()
-    ),
-)
-of_batch(
-    "free nats of the batch's mean",
-    "x p",
-    lambda o, b, m: (
-        (b.p * (b.p.log() - o.log_softmax(1))).sum(1).mean().clamp(min=0.6)
-        + (b.p * (b.p.log() - o.log_softmax(1))).sum(1).mean() ** 2
-    ),
-)
+add("world model with KL balancing", "x p", lambda o, b, m: 0.8 * _kl(m.teacher(b.x).softmax(1), o).mean()
+    + 0.2 * (b.p * (b.p.log() - o.log_softmax(1))).sum(1).clamp(min=0.1).mean())
+of_batch("free nats of the batch's mean", "x p", lambda o, b, m:
+    (b.p * (b.p.log() - o.log_softmax(1))).sum(1).mean().clamp(min=0.6) + (b.p * (b.p.log() - o.log_softmax(1))).sum(1).mean() ** 2)
+# fmt: on
 
 
 def _quantile_huber(o: Tensor, y: Tensor) -> Tensor:

@@ -50,130 +50,66 @@ SCORES = {
     "Dice": dice, "Jaccard": jaccard, "Tversky": tversky, "focal Tversky": focal_tversky, "log Dice": log_dice, "F2": f2,
     "sensitivity": sensitivity,
 }  # fmt: skip
+# fmt: off
 for name, score in SCORES.items():
     add(f"{name} of each image and class", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (2, 3))).mean())
     add(f"{name} of each image, sum", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (1, 2, 3))).sum())
     of_batch(f"{name} of the batch", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (0, 1, 2, 3))))
     of_batch(f"{name} of the batch for each class", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (0, 2, 3))).mean())
 for name, score in {"Dice": dice, "Jaccard": jaccard}.items():
-    of_batch(
-        f"binary cross entropy and {name} of the batch",
-        "i masks",
-        lambda o, b, m, f=score: F.binary_cross_entropy_with_logits(o, b.masks) + f(*sums(o, b.masks, (0, 1, 2, 3))),
-    )
-    add(
-        f"binary cross entropy and {name} of each image",
-        "i masks",
-        lambda o, b, m, f=score: 0.5 * F.binary_cross_entropy_with_logits(o, b.masks) + f(*sums(o, b.masks, (2, 3))).mean(),
-    )
+    of_batch(f"binary cross entropy and {name} of the batch", "i masks", lambda o, b, m, f=score:
+        F.binary_cross_entropy_with_logits(o, b.masks) + f(*sums(o, b.masks, (0, 1, 2, 3))))
+    add(f"binary cross entropy and {name} of each image", "i masks", lambda o, b, m, f=score:
+        0.5 * F.binary_cross_entropy_with_logits(o, b.masks) + f(*sums(o, b.masks, (2, 3))).mean())
     of_batch(f"{name} of columns, squared", "i masks", lambda o, b, m, f=score: _squared(o, b.masks, f))
 add("soft Dice by softmax and one-hot, each image", "i map", lambda o, b, m: _softmax_dice(o, b.map, (2, 3)).mean())
 of_batch("soft Dice by softmax and one-hot, the batch", "i map", lambda o, b, m: _softmax_dice(o, b.map, (0, 2, 3)).mean())
-of_batch(
-    "soft Dice of classes that are there",
-    "i map",
-    lambda o, b, m: _softmax_dice(o, b.map, (0, 2, 3))[F.one_hot(b.map, 4).sum((0, 1, 2)) > 0].mean(),
-)
+of_batch("soft Dice of classes that are there", "i map", lambda o, b, m:
+    _softmax_dice(o, b.map, (0, 2, 3))[F.one_hot(b.map, 4).sum((0, 1, 2)) > 0].mean())
 of_batch("generalised Dice of the batch", "i map", lambda o, b, m: _generalised(o, b.map, (0, 2, 3)))
 add("generalised Dice of each image", "i map", lambda o, b, m: _generalised(o, b.map, (2, 3)).mean())
-of_batch(
-    "combo loss of the batch",
-    "i masks",
-    lambda o, b, m: 0.5 * _weighted(o, b.masks).mean() - 0.5 * (1 - dice(*sums(o, b.masks, (0, 1, 2, 3)))),
-)
+of_batch("combo loss of the batch", "i masks", lambda o, b, m: 0.5 * _weighted(o, b.masks).mean()
+    - 0.5 * (1 - dice(*sums(o, b.masks, (0, 1, 2, 3)))))
 of_batch("Lovasz hinge of the batch", "i masks", lambda o, b, m: _lovasz(o.flatten(), b.masks.flatten()))
-add(
-    "Lovasz hinge of each image",
-    "i masks",
-    lambda o, b, m: torch.stack([_lovasz(a.flatten(), c.flatten()) for a, c in zip(o, b.masks, strict=True)]).mean(),
-)
+add("Lovasz hinge of each image", "i masks", lambda o, b, m:
+    torch.stack([_lovasz(a.flatten(), c.flatten()) for a, c in zip(o, b.masks, strict=True)]).mean())
 of_batch("exponential logarithmic loss", "i map", lambda o, b, m: _exponential(o, b.map))
 of_batch("Matthews correlation of the batch", "i masks", lambda o, b, m: _matthews(o, b.masks, (0, 1, 2, 3)))
 add("Matthews correlation of each image", "i masks", lambda o, b, m: _matthews(o, b.masks, (1, 2, 3)).mean())
-of_batch(
-    "class balance of the batch's pixels",
-    "i masks",
-    lambda o, b, m: F.binary_cross_entropy_with_logits(o, b.masks, pos_weight=(1 - b.masks).sum() / b.masks.sum()),
-)
+of_batch("class balance of the batch's pixels", "i masks", lambda o, b, m:
+    F.binary_cross_entropy_with_logits(o, b.masks, pos_weight=(1 - b.masks).sum() / b.masks.sum()))
 of_batch("balanced by the batch's positives", "i masks", lambda o, b, m: _balanced(o, b.masks, b.masks.mean()))
 add("balanced by each image's positives", "i masks", lambda o, b, m: _balanced(o, b.masks, b.masks.mean((1, 2, 3), keepdim=True)))
-of_batch(
-    "positives and negatives each by their mean",
-    "i masks",
-    lambda o, b, m: (
-        (c := F.binary_cross_entropy_with_logits(o, b.masks, reduction="none"))[b.masks > 0].mean() * c[b.masks == 0].mean()
-    ),
-)
-terms(
-    "positives and negatives, two means",
-    "i masks",
-    lambda o, b, m: (
-        (c := F.binary_cross_entropy_with_logits(o, b.masks, reduction="none"))[b.masks > 0].mean() + c[b.masks == 0].mean()
-    ),
-)
+of_batch("positives and negatives each by their mean", "i masks", lambda o, b, m:
+    (c := F.binary_cross_entropy_with_logits(o, b.masks, reduction="none"))[b.masks > 0].mean() * c[b.masks == 0].mean())
+terms("positives and negatives, two means", "i masks", lambda o, b, m:
+    (c := F.binary_cross_entropy_with_logits(o, b.masks, reduction="none"))[b.masks > 0].mean() + c[b.masks == 0].mean())
 add("border weights", "i map", lambda o, b, m: (F.cross_entropy(o, b.map, reduction="none") * _border(b.map)).mean())
-add(
-    "border weights that divide",
-    "i map",
-    lambda o, b, m: (F.cross_entropy(o, b.map, reduction="none") * (w := _border(b.map))).sum() / w.sum(),
-)
+add("border weights that divide", "i map", lambda o, b, m: (F.cross_entropy(o, b.map, reduction="none")
+    * (w := _border(b.map))).sum() / w.sum())
 add("distance maps", "i masks image", lambda o, b, m: (o.sigmoid() * b.image).mean())
 add("Hausdorff by distance maps", "i masks image", lambda o, b, m: ((o.sigmoid() - b.masks) ** 2 * b.image**2).mean())
-add(
-    "contours of each image",
-    "i masks",
-    lambda o, b, m: (_length(o.sigmoid()) + 0.1 * (o.sigmoid() * (1 - b.masks)).sum((1, 2, 3))).mean(),
-)
-of_batch(
-    "active contours of the batch",
-    "i masks",
-    lambda o, b, m: _length(o.sigmoid()).sum() / o.numel() + ((p := o.sigmoid()) * b.masks).sum().square() / p.sum(),
-)
-add(
-    "valid pixels of sigmoid masks",
-    "i masks map",
-    lambda o, b, m: (
-        (F.binary_cross_entropy_with_logits(o, b.masks, reduction="none") * (v := (b.map > 0)[:, None])).sum()
-        / v.expand_as(o).sum()
-    ),
-)
-add(
-    "valid pixels of one channel",
-    "i masks map",
-    lambda o, b, m: (
-        (F.binary_cross_entropy_with_logits(o[:, 0], b.masks[:, 0], reduction="none") * (v := b.map > 0)).sum() / v.sum()
-    ),
-)
+add("contours of each image", "i masks", lambda o, b, m: (_length(o.sigmoid())
+    + 0.1 * (o.sigmoid() * (1 - b.masks)).sum((1, 2, 3))).mean())
+of_batch("active contours of the batch", "i masks", lambda o, b, m: _length(o.sigmoid()).sum() / o.numel()
+    + ((p := o.sigmoid()) * b.masks).sum().square() / p.sum())
+add("valid pixels of sigmoid masks", "i masks map", lambda o, b, m:
+    (F.binary_cross_entropy_with_logits(o, b.masks, reduction="none") * (v := (b.map > 0)[:, None])).sum() / v.expand_as(o).sum())
+add("valid pixels of one channel", "i masks map", lambda o, b, m:
+    (F.binary_cross_entropy_with_logits(o[:, 0], b.masks[:, 0], reduction="none") * (v := b.map > 0)).sum() / v.sum())
 add("deep supervision", "i map", lambda o, b, m: F.cross_entropy(o, b.map) + 0.4 * F.cross_entropy(o * 0.5, b.map))
-terms(
-    "deep supervision at half the size",
-    "i map255",
-    lambda o, b, m: (
-        F.cross_entropy(o, b.map255, ignore_index=255)
-        + 0.4 * F.cross_entropy(o[:, :, ::2, ::2], b.map255[:, ::2, ::2], ignore_index=255)
-    ),
-)
-add(
-    "panoptic queries",
-    "i masks w",
-    lambda o, b, m: (F.binary_cross_entropy_with_logits(o, b.masks, reduction="none").mean((1, 2, 3)) * b.w).sum() / b.w.sum(),
-)
-add(
-    "uncertainty of each pixel",
-    "i image",
-    lambda o, b, m: (0.5 * (-o[:, 1]).exp() * (o[:, 0] - b.image[:, 0]) ** 2 + 0.5 * o[:, 1]).mean(),
-)
-of_batch(
-    "consistency of the batch's class sizes",
-    "i map",
-    lambda o, b, m: (o.softmax(1).mean((0, 2, 3)) - F.one_hot(b.map, 4).double().mean((0, 1, 2))).square().sum(),
-)
-add(
-    "consistency of each image's class sizes",
-    "i map",
-    lambda o, b, m: (o.softmax(1).mean((2, 3)) - F.one_hot(b.map, 4).double().mean((1, 2))).square().sum(1).mean(),
-)
+terms("deep supervision at half the size", "i map255", lambda o, b, m: F.cross_entropy(o, b.map255, ignore_index=255)
+    + 0.4 * F.cross_entropy(o[:, :, ::2, ::2], b.map255[:, ::2, ::2], ignore_index=255))
+add("panoptic queries", "i masks w", lambda o, b, m: (F.binary_cross_entropy_with_logits(o, b.masks,
+    reduction="none").mean((1, 2, 3)) * b.w).sum() / b.w.sum())
+add("uncertainty of each pixel", "i image", lambda o, b, m: (0.5 * (-o[:, 1]).exp() * (o[:, 0] - b.image[:, 0]) ** 2
+    + 0.5 * o[:, 1]).mean())
+of_batch("consistency of the batch's class sizes", "i map", lambda o, b, m:
+    (o.softmax(1).mean((0, 2, 3)) - F.one_hot(b.map, 4).double().mean((0, 1, 2))).square().sum())
+add("consistency of each image's class sizes", "i map", lambda o, b, m:
+    (o.softmax(1).mean((2, 3)) - F.one_hot(b.map, 4).double().mean((1, 2))).square().sum(1).mean())
 add("area penalty as a sum", "i masks", lambda o, b, m: F.relu(o.sigmoid().sum((2, 3)) - b.masks.sum((2, 3))).sum() / (4 * len(o)))
+# fmt: on
 
 
 def _squared(o: Tensor, masks: Tensor, f) -> Tensor:

@@ -26,6 +26,7 @@ def _squares(o: Tensor, b: Any) -> Tensor:
 
 # --- means and sums on other ways ---
 UNREAD = "a node that is not looked through"
+# fmt: off
 add("relative distance of rows", "x y", lambda o, b, m: ((o - b.y).norm(dim=1) / b.y.norm(dim=1)).mean())
 add("adaptive pooling to one", "x t", lambda o, b, m: F.adaptive_avg_pool1d(_nll(o, b)[None, None], 1).squeeze())
 add("pooling of all", "x t", lambda o, b, m: F.avg_pool1d(_nll(o, b)[None, None], len(o)).squeeze(), refused=UNREAD)
@@ -43,12 +44,8 @@ add("a packed sequence", "s words", lambda o, b, m: F.cross_entropy(_packed(o), 
 add("hard negatives of each row", "x q", lambda o, b, m: _hard_negatives(o, b))
 add("images that have boxes", "s y5 chosen", lambda o, b, m: _images(o, b))
 add("adversarial by normalised gradients", "x t", lambda o, b, m: _adversarial(o, b, m, is_normalised=True))
-add(
-    "addcdiv of losses",
-    "x t y",
-    lambda o, b, m: torch.addcdiv(F.cross_entropy(o, b.t), F.mse_loss(o, b.y), torch.tensor(3.0).to(o)),
-    refused=UNREAD,
-)
+add("addcdiv of losses", "x t y", lambda o, b, m: torch.addcdiv(F.cross_entropy(o, b.t), F.mse_loss(o, b.y),
+    torch.tensor(3.0).to(o)), refused=UNREAD)
 
 # --- the rows of the batch, by accident or not ---
 of_batch("adversarial by gradients", "x t", lambda o, b, m: _adversarial(o, b, m, is_normalised=False))
@@ -78,6 +75,7 @@ of_batch("a hook that clips", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, 
 of_batch("a hook that multiplies by the rows", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: g * len(g)), b.t))
 of_batch("a hook that normalises", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: g / g.norm()), b.t))
 add("a hook that turns the sign", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: -0.3 * g), b.t))
+# fmt: on
 
 
 def _complex(o: Tensor) -> Tensor:

@@ -29,37 +29,24 @@ def sigmoid_focal(o: Tensor, q: Tensor, alpha: float = 0.25, gamma: float = 2.0)
     return balance * (1 - right) ** gamma * F.binary_cross_entropy_with_logits(o, q, reduction="none")
 
 
+# fmt: off
 add("focal, mean", "x t", lambda o, b, m: focal(o, b.t))
 add("focal, sum", "x t", lambda o, b, m: focal(o, b.t, reduction="sum"))
 add("focal with gamma 0.5", "x t", lambda o, b, m: focal(o, b.t, 0.5))
-add(
-    "focal with class balance", "x t", lambda o, b, m: (torch.tensor([0.1, 0.2, 0.3, 0.4]).to(o)[b.t] * focal(o, b.t, 2, "")).mean()
-)
+add("focal with class balance", "x t", lambda o, b, m: (torch.tensor([0.1, 0.2, 0.3, 0.4]).to(o)[b.t]
+    * focal(o, b.t, 2, "")).mean())
 add("sigmoid focal, mean", "x q", lambda o, b, m: sigmoid_focal(o, b.q).mean())
 add("sigmoid focal, sum over classes, mean over rows", "x q", lambda o, b, m: sigmoid_focal(o, b.q).sum(1).mean())
 add("sigmoid focal by the number of positives", "x q", lambda o, b, m: sigmoid_focal(o, b.q).sum() / b.q.sum())
-add(
-    "sigmoid focal by the number of positives, at least 1",
-    "x q",
-    lambda o, b, m: sigmoid_focal(o, b.q).sum() / b.q.sum().clamp(min=1),
-)
+add("sigmoid focal by the number of positives, at least 1", "x q", lambda o, b, m:
+    sigmoid_focal(o, b.q).sum() / b.q.sum().clamp(min=1))
 add("sigmoid focal by int of positives", "x q", lambda o, b, m: sigmoid_focal(o, b.q).sum() / max(int(b.q.sum()), 1))
 add("sigmoid focal of valid anchors only", "x q positive", lambda o, b, m: sigmoid_focal(o, b.q)[b.positive].mean())
-of_batch(
-    "focal by its own weights",
-    "x t",
-    lambda o, b, m: (
-        ((w := (1 - o.softmax(1).gather(1, b.t[:, None])[:, 0]) ** 2) * F.cross_entropy(o, b.t, reduction="none")).sum() / w.sum()
-    ),
-)
-add(
-    "focal by its own weights, detached",
-    "x t",
-    lambda o, b, m: (
-        ((w := (1 - o.softmax(1).gather(1, b.t[:, None])[:, 0]).detach() ** 2) * F.cross_entropy(o, b.t, reduction="none")).sum()
-        / w.sum()
-    ),
-)
+of_batch("focal by its own weights", "x t", lambda o, b, m: ((w := (1 - o.softmax(1).gather(1, b.t[:, None])[:, 0]) ** 2)
+    * F.cross_entropy(o, b.t, reduction="none")).sum() / w.sum())
+add("focal by its own weights, detached", "x t", lambda o, b, m:
+    ((w := (1 - o.softmax(1).gather(1, b.t[:, None])[:, 0]).detach() ** 2) * F.cross_entropy(o, b.t, reduction="none")).sum()
+    / w.sum())
 add("asymmetric loss", "x q", lambda o, b, m: _asymmetric(o, b.q).sum(1).mean())
 add("asymmetric loss, sum", "x q", lambda o, b, m: _asymmetric(o, b.q).sum())
 add("poly-1 cross entropy", "x t", lambda o, b, m: _poly(o, b.t).mean())
@@ -84,18 +71,12 @@ add("logit adjustment", "x t", lambda o, b, m: F.cross_entropy(o + torch.tensor(
 add("class-balanced by effective numbers", "x t", lambda o, b, m: F.cross_entropy(o, b.t, _effective(o)))
 add("OHEM of each image's worst pixels", "i map", lambda o, b, m: _pixels(o, b.map).flatten(1).topk(4, 1).values.mean())
 of_batch("OHEM of the batch's worst pixels", "i map", lambda o, b, m: _pixels(o, b.map).flatten().topk(6).values.mean())
-of_batch(
-    "OHEM of the batch's worst quarter",
-    "x t",
-    lambda o, b, m: (c := F.cross_entropy(o, b.t, reduction="none")).topk(max(1, len(c) // 4)).values.mean(),
-)
+of_batch("OHEM of the batch's worst quarter", "x t", lambda o, b, m:
+    (c := F.cross_entropy(o, b.t, reduction="none")).topk(max(1, len(c) // 4)).values.mean())
 add("OHEM by a threshold", "i map", lambda o, b, m: (c := _pixels(o, b.map))[c > 0.9].mean())
 add("pixels weighed by a map", "i map image", lambda o, b, m: (_pixels(o, b.map) * b.image[:, 0].square()).mean())
-add(
-    "pixels weighed by a map, divided by it",
-    "i map image",
-    lambda o, b, m: (_pixels(o, b.map) * (w := b.image[:, 0].square())).sum() / w.sum(),
-)
+add("pixels weighed by a map, divided by it", "i map image", lambda o, b, m:
+    (_pixels(o, b.map) * (w := b.image[:, 0].square())).sum() / w.sum())
 
 # --- boxes ---
 
@@ -141,34 +122,19 @@ def ciou(o: Tensor, boxes: Tensor) -> Tensor:
 for name, of_boxes in {"IoU": iou, "GIoU": giou, "DIoU": diou, "CIoU": ciou}.items():
     add(f"{name} loss, mean", "x boxes", lambda o, b, m, f=of_boxes: (1 - f(o, b.boxes)).mean())
     add(f"{name} loss, sum", "x boxes", lambda o, b, m, f=of_boxes: (1 - f(o, b.boxes)).sum())
-    add(
-        f"{name} loss of positives by their number",
-        "x boxes mask",
-        lambda o, b, m, f=of_boxes: ((1 - f(o, b.boxes)) * b.mask).sum() / b.mask.sum().clamp(min=1),
-    )
+    add(f"{name} loss of positives by their number", "x boxes mask", lambda o, b, m, f=of_boxes:
+        ((1 - f(o, b.boxes)) * b.mask).sum() / b.mask.sum().clamp(min=1))
     add(f"{name} loss of selected positives", "x boxes mask", lambda o, b, m, f=of_boxes: (1 - f(o, b.boxes))[b.mask].mean())
 add("IoU loss by logarithm", "x boxes", lambda o, b, m: -(iou(o, b.boxes) + 1e-6).log().mean())
 add("boxes weighed by scores", "x boxes w", lambda o, b, m: ((1 - giou(o, b.boxes)) * b.w).sum() / b.w.sum())
-add(
-    "smooth L1 of boxes by the number of positives",
-    "x boxes mask",
-    lambda o, b, m: F.smooth_l1_loss(o[b.mask], b.boxes[b.mask], reduction="sum") / max(1, int(b.mask.sum())),
-)
-add(
-    "smooth L1 of boxes by item()",
-    "x boxes mask",
-    lambda o, b, m: F.smooth_l1_loss(o[b.mask], b.boxes[b.mask], reduction="sum") / max(1, b.mask.sum().item()),
-)
-terms(
-    "classes by rows and boxes by positives",
-    "x boxes mask t",
-    lambda o, b, m: F.cross_entropy(o, b.t) + ((1 - giou(o, b.boxes)) * b.mask).sum() / b.mask.sum().clamp(min=1),
-)
-terms(
-    "both by the number of positives",
-    "x boxes mask q",
-    lambda o, b, m: (sigmoid_focal(o, b.q).sum() + ((1 - giou(o, b.boxes)) * b.mask).sum()) / b.mask.sum().clamp(min=1),
-)
+add("smooth L1 of boxes by the number of positives", "x boxes mask", lambda o, b, m:
+    F.smooth_l1_loss(o[b.mask], b.boxes[b.mask], reduction="sum") / max(1, int(b.mask.sum())))
+add("smooth L1 of boxes by item()", "x boxes mask", lambda o, b, m: F.smooth_l1_loss(o[b.mask], b.boxes[b.mask], reduction="sum")
+    / max(1, b.mask.sum().item()))
+terms("classes by rows and boxes by positives", "x boxes mask t", lambda o, b, m: F.cross_entropy(o, b.t)
+    + ((1 - giou(o, b.boxes)) * b.mask).sum() / b.mask.sum().clamp(min=1))
+terms("both by the number of positives", "x boxes mask q", lambda o, b, m:
+    (sigmoid_focal(o, b.q).sum() + ((1 - giou(o, b.boxes)) * b.mask).sum()) / b.mask.sum().clamp(min=1))
 add(  # as in RetinaNet: only a weight that counts images makes it exact
     "each image's focal by its own positives",
     "x q",
@@ -177,19 +143,11 @@ add(  # as in RetinaNet: only a weight that counts images makes it exact
 )
 add("heat map focal by the number of peaks", "i masks", lambda o, b, m: _heat_map(o, b.masks).sum() / b.masks.sum().clamp(min=1))
 add("distribution focal of two bins", "x w", lambda o, b, m: _two_bins(o, b.w).mean())
-add(
-    "centerness by positives",
-    "x mask w",
-    lambda o, b, m: (
-        (F.binary_cross_entropy_with_logits(o[:, 0], b.w / 2, reduction="none") * b.mask).sum() / b.mask.sum().clamp(min=1)
-    ),
-)
+add("centerness by positives", "x mask w", lambda o, b, m: (F.binary_cross_entropy_with_logits(o[:, 0], b.w / 2, reduction="none")
+    * b.mask).sum() / b.mask.sum().clamp(min=1))
 add("key points by visibility", "x y positive", lambda o, b, m: ((o - b.y).square() * b.positive).sum() / b.positive.sum())
-add(
-    "key points by each image's visibility",
-    "x y positive",
-    lambda o, b, m: (((o - b.y).square() * b.positive).sum(1) / b.positive.sum(1).clamp(min=1)).mean(),
-)
+add("key points by each image's visibility", "x y positive", lambda o, b, m:
+    (((o - b.y).square() * b.positive).sum(1) / b.positive.sum(1).clamp(min=1)).mean())
 add("wing loss", "x y", lambda o, b, m: _wing(o - b.y).mean())
 add("object key point similarity", "x y scale", lambda o, b, m: (1 - (-(o - b.y).square() / b.scale[:, None]).exp()).mean())
 add("matched queries", "s words", lambda o, b, m: F.cross_entropy(o.mT, b.words, weight=torch.tensor([1.0, 1, 1, 0.1]).to(o)))
@@ -203,27 +161,15 @@ add("SSIM by a window of 3", "i image", lambda o, b, m: (1 - _local_ssim(o, b.im
 add("Charbonnier", "i image", lambda o, b, m: ((o - b.image).square() + 1e-6).sqrt().mean())
 add("total variation, mean", "i image", lambda o, b, m: F.mse_loss(o, b.image) + 0.1 * _tv(o).mean())
 add("total variation, two means", "i", lambda o, b, m: o.diff(dim=2).abs().mean() + o.diff(dim=3).abs().mean())
-add(
-    "total variation, sum of an image",
-    "i",
-    lambda o, b, m: (o.diff(dim=2).abs().sum((1, 2, 3)) + o.diff(dim=3).abs().sum((1, 2, 3))).mean(),
-)
-add(
-    "total variation by squares over all",
-    "i",
-    lambda o, b, m: (o.diff(dim=2).square().sum() + o.diff(dim=3).square().sum()) / o.numel(),
-)
+add("total variation, sum of an image", "i", lambda o, b, m:
+    (o.diff(dim=2).abs().sum((1, 2, 3)) + o.diff(dim=3).abs().sum((1, 2, 3))).mean())
+add("total variation by squares over all", "i", lambda o, b, m: (o.diff(dim=2).square().sum() + o.diff(dim=3).square().sum())
+    / o.numel())
 add("gradients of images", "i image", lambda o, b, m: F.l1_loss(o.diff(dim=3), b.image.diff(dim=3)))
-add(
-    "Laplacian pyramid of two levels",
-    "i image",
-    lambda o, b, m: F.l1_loss(o, b.image) + 2 * F.l1_loss(F.avg_pool2d(o, 2), F.avg_pool2d(b.image, 2)),
-)
-add(
-    "edge-aware smoothness",
-    "i image",
-    lambda o, b, m: (o.diff(dim=3).abs() * (-b.image.diff(dim=3).abs().mean(1, keepdim=True)).exp()).mean(),
-)
+add("Laplacian pyramid of two levels", "i image", lambda o, b, m: F.l1_loss(o, b.image)
+    + 2 * F.l1_loss(F.avg_pool2d(o, 2), F.avg_pool2d(b.image, 2)))
+add("edge-aware smoothness", "i image", lambda o, b, m: (o.diff(dim=3).abs()
+    * (-b.image.diff(dim=3).abs().mean(1, keepdim=True)).exp()).mean())
 add("frequencies", "i image", lambda o, b, m: (torch.fft.rfft2(o) - torch.fft.rfft2(b.image)).abs().mean())
 add("Gram matrices of each image", "i image", lambda o, b, m: F.mse_loss(_gram(o), _gram(b.image)))
 add("perceptual by a teacher", "x v", lambda o, b, m: F.mse_loss(o, m.teacher(b.v)))
@@ -232,16 +178,10 @@ of_batch("scale-invariant depth of the batch", "i image", lambda o, b, m: (d := 
 add("pixels that are valid", "i image map", lambda o, b, m: (o - b.image).abs()[(b.map > 0)[:, None].expand_as(o)].mean())
 add("angles of normals", "i image", lambda o, b, m: (1 - F.cosine_similarity(o, b.image, dim=1)).mean())
 add("end point error", "i image", lambda o, b, m: (o - b.image).norm(dim=1).mean())
-add(
-    "end point error, sequence of estimates",
-    "i image",
-    lambda o, b, m: sum(0.8**k * (o * (3 - k) / 3 - b.image).abs().mean() for k in range(3)),
-)
-add(
-    "census of neighbours",
-    "i image",
-    lambda o, b, m: (torch.tanh(o - o.roll(1, 3)) - torch.tanh(b.image - b.image.roll(1, 3))).square().mean(),
-)
+add("end point error, sequence of estimates", "i image", lambda o, b, m:
+    sum(0.8**k * (o * (3 - k) / 3 - b.image).abs().mean() for k in range(3)))
+add("census of neighbours", "i image", lambda o, b, m: (torch.tanh(o - o.roll(1, 3))
+    - torch.tanh(b.image - b.image.roll(1, 3))).square().mean())
 add("hinge of a discriminator", "x v", lambda o, b, m: F.relu(1 - o[:, 0]).mean() + F.relu(1 + m(b.v)[:, 0]).mean())
 add("least squares of a discriminator", "x v", lambda o, b, m: 0.5 * ((o[:, 0] - 1) ** 2).mean() + 0.5 * (m(b.v)[:, 0] ** 2).mean())
 add("non-saturating generator", "x", lambda o, b, m: F.softplus(-o[:, 0]).mean())
@@ -251,16 +191,11 @@ of_batch("relativistic average discriminator", "x v", lambda o, b, m: F.softplus
 add("diffusion with weights of time steps", "x y w", lambda o, b, m: (b.w * (o - b.y).square().mean(1)).mean())
 add("diffusion with a min-SNR weight", "x y w", lambda o, b, m: (b.w.clamp(max=0.8) / b.w * (o - b.y).square().mean(1)).mean())
 add("flow matching", "x y v", lambda o, b, m: (o - (b.y - b.v)).square().mean())
-add(
-    "EDM weights",
-    "x y scale",
-    lambda o, b, m: ((b.scale**2 + 0.25) / (0.5 * b.scale) ** 2).unsqueeze(1).mul((o - b.y) ** 2).sum() / o.numel(),
-)
-of_batch(
-    "mini-batch standard deviation",
-    "x q",
-    lambda o, b, m: F.binary_cross_entropy_with_logits(o + o.std(0, correction=0).mean(), b.q),
-)
+add("EDM weights", "x y scale", lambda o, b, m: ((b.scale**2 + 0.25) / (0.5 * b.scale) ** 2).unsqueeze(1).mul(
+    (o - b.y) ** 2).sum() / o.numel())
+of_batch("mini-batch standard deviation", "x q", lambda o, b, m:
+    F.binary_cross_entropy_with_logits(o + o.std(0, correction=0).mean(), b.q))
+# fmt: on
 
 
 def _asymmetric(o: Tensor, q: Tensor) -> Tensor:

@@ -1,39 +1,47 @@
-"""Explicit weights, and what is refused or warned of before the first optimizer step."""
+"""Explicit weights: counts, callables, a list for each term, ``"equal"``; and what weighs nothing."""
 
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections import UserDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import Scalar, ddp, loader, trainer, x
-from torch import nn
+from losses import BY_NAME, Net, each, make
+from rated import EACH, ROWS, Rated, on_two_ranks, rated, rows_of
+from support import Hide, Scalar, Toy, ddp, error_of_updates, fit, labelled, train_by_hand, warned, x
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
-from lightning_accum import AccumulationWarning, GradientAccumulation, SampleCount, TokenCount, UnreadableLossError
+from lightning_accum import AccumulationError, DoesNotAddUpError, GradientAccumulation, SampleCount, TokenCount, Tokens
+from lightning_accum.testing import adamw, compare_window_with_batch
 
 LABELS = torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])
-
-
 IMAGES = [torch.zeros(3, size, size + 1) for size in (4, 5, 6)]
 TARGETS = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 0, 5)]
+UNEVEN = [x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)]
 
 
 @dataclass
 class Batch:
-    labels: torch.Tensor
+    labels: Tensor
 
 
 @dataclass(slots=True)
 class Slotted:
-    labels: torch.Tensor
+    labels: Tensor
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -57,7 +65,6 @@ class Slotted:
         (SampleCount(), (IMAGES, TARGETS), 3),
         (SampleCount(), (tuple(TARGETS), tuple(IMAGES)), 3),
         (SampleCount(), (IMAGES[:1], TARGETS[:1]), 1),
-        (SampleCount(), [IMAGES[:1], TARGETS[:1]], 1),
         (SampleCount(), [target["boxes"] for target in TARGETS], 3),
         (SampleCount(), [(torch.zeros(3, 4, 4), 1), (torch.zeros(3, 4, 4), 0)], 2),
         (SampleCount(), ([{"ids": torch.zeros(8, 5)}, {"ids": torch.zeros(8, 6)}], torch.zeros(8)), 8),
@@ -66,350 +73,344 @@ class Slotted:
         (SampleCount(key="y"), {"x": torch.zeros(1, 9), "y": torch.zeros(9)}, 9),
     ],
 )
-def test_counts(count, batch, expected: int) -> None:
+def test_counts(count: Any, batch: Any, expected: int) -> None:
     assert int(count(batch)) == expected
 
 
 @pytest.mark.parametrize(
     ("count", "batch", "error", "match"),
     [
-        (TokenCount(key="label"), {"labels": LABELS, "x": LABELS}, KeyError, r"no entry 'label'.*\['labels', 'x'\]"),
-        (TokenCount(key=2), (LABELS, LABELS), KeyError, "tuple of 2"),
-        (TokenCount(), LABELS, KeyError, "it is a Tensor"),
-        (TokenCount(), {"labels": "words"}, TypeError, "found str"),
-        (TokenCount(), {"labels": LABELS[0]}, ValueError, "pass shift=False"),
-        (SampleCount(), {"x": "words"}, ValueError, "no tensor"),
-        (SampleCount(), IMAGES[:2], ValueError, "two samples, or an input and its target: pass the `key` of one, or len"),
+        (TokenCount(key="label"), {"labels": LABELS, "x": LABELS}, KeyError, "labels"),
+        (TokenCount(key=2), (LABELS, LABELS), KeyError, "2"),
+        (TokenCount(), LABELS, KeyError, "Tensor"),
+        (TokenCount(), {"labels": "words"}, TypeError, "str"),
+        (TokenCount(), {"labels": LABELS[0]}, ValueError, "shift=False"),
+        (SampleCount(), {"x": "words"}, ValueError, "tensor"),
+        (SampleCount(), IMAGES[:2], ValueError, "key"),
     ],
 )
-def test_wrong_batches_are_named(count, batch, error, match: str) -> None:
-    with pytest.raises(error, match=match):
+def test_wrong_batches_are_named(count: Any, batch: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match) as raised:
         count(batch)
+    assert isinstance(raised.value, AccumulationError)
 
 
-class Hidden(torch.autograd.Function):
-    """A mean whose graph shows no denominator."""
-
-    @staticmethod
-    def forward(ctx, t):
-        ctx.size = t.shape
-        return t.mean()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.expand(ctx.size) / math.prod(ctx.size)
-
-
-class HidesIt(Scalar):
-    def loss(self, x):
-        return Hidden.apply(self.w * x)
-
-
-UNEVEN = [x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)]
-
-
-def fit(module, weight="auto", window: int = 2, check: bool = True, **kwargs):
-    run = trainer(callbacks=[GradientAccumulation(window, weight=weight, check=check)], **kwargs)
-    run.fit(module)
-    return run
-
-
-@pytest.mark.parametrize(
-    "weight", [SampleCount(), lambda batch: torch.tensor(len(batch)), lambda batch: len(batch), lambda batch: batch.numel() / 3]
-)
-def test_explicit_weight_where_the_graph_hides_it(weight) -> None:
-    module = HidesIt(UNEVEN)
-    fit(module, weight)
+@pytest.mark.parametrize("kind", [Decimal, Fraction, np.float32, np.int64, float, int, torch.tensor, lambda n: n / 3])
+def test_any_number_is_a_weight_also_where_the_graph_hides_it(kind: Callable[[int], Any]) -> None:
+    module = Scalar(UNEVEN)
+    module.loss = lambda x: Hide.apply((module.w * x).mean())
+    fit(module, None, GradientAccumulation(2, weight=lambda batch: kind(len(batch))))
     assert module.gradients == pytest.approx([4.6], rel=1e-15)
 
 
-def test_equal_is_the_classic_mean_of_means() -> None:
-    module = HidesIt(UNEVEN)
-    fit(module, "equal")
-    assert module.gradients == pytest.approx([3.0], rel=1e-15)
-
-
-@pytest.mark.parametrize("kind", [Decimal, Fraction, np.float32, np.int64, float, int])
-def test_any_number_is_a_weight(kind) -> None:
-    module = Scalar([x(1), x(2, 3, 4)])
-    trainer(callbacks=[GradientAccumulation(2, weight=lambda batch: kind(len(batch)))]).fit(module)
-    assert module.gradients == [2.5]
-
-
-def test_equal_does_not_count_what_returned_none() -> None:
-    module = Scalar([x(1), x(math.nan), None, x(5)])
-    fit(module, "equal", window=4)
+def test_equal_is_the_classic_mean_of_means_and_does_not_count_what_returned_none() -> None:
+    module = Scalar([x(1), x(math.nan), None, x(5, 5, 5)])
+    fit(module, None, GradientAccumulation(4, weight="equal"))
     assert module.gradients == [3.0]
 
 
-def test_hidden_denominator_stops_the_first_window_with_what_was_found_and_how_to_mend_it() -> None:
-    module = HidesIt(UNEVEN)
-    with pytest.raises(UnreadableLossError, match=r"ends in HiddenBackward.*TokenCount\(\.\.\.\).*SampleCount\(\)"):
-        fit(module)
-    assert module.gradients == []
-
-
-def test_compiled_training_step_is_named() -> None:
-    module = Scalar([x(1, 2), x(3, 4)])
-    module.loss = torch.compile(lambda x: (module.w * x).mean(), backend="aot_eager")
-    with pytest.raises(UnreadableLossError, match="CompiledFunctionBackward.*compiling only the network inside keeps it readable"):
-        fit(module)
-
-
 @pytest.mark.parametrize(
-    ("weight", "error", "match"),
+    ("weight", "error"),
     [
-        (lambda batch: -1, ValueError, "not negative, but returned -1"),
-        (lambda batch: math.nan, ValueError, "returned nan"),
-        (lambda batch: torch.tensor(math.inf), ValueError, "returned inf"),
-        (lambda batch: batch, ValueError, r"one number per batch, but returned a tensor of \(9,\)"),
-        (lambda batch: None, TypeError, "returned NoneType"),
-        (lambda batch: True, TypeError, "returned bool"),
-        (lambda batch: 1j, TypeError, "returned complex"),
-        (TokenCount(key="label"), KeyError, "no entry 'label'"),
+        (lambda batch: -1, ValueError),
+        (lambda batch: math.nan, ValueError),
+        (lambda batch: torch.tensor(math.inf), ValueError),
+        (lambda batch: batch, ValueError),
+        (lambda batch: None, TypeError),
+        (lambda batch: True, TypeError),
+        (lambda batch: 1j, TypeError),
+        (TokenCount(key="label"), KeyError),
     ],
 )
-def test_wrong_weights_are_refused_before_the_first_step(weight, error, match: str) -> None:
-    module = HidesIt([x(*range(9)), x(1)])
-    with pytest.raises(error, match=match):
-        fit(module, weight)
+def test_wrong_weights_are_refused_before_the_first_step(weight: Any, error: type[Exception]) -> None:
+    module = Scalar([x(*range(9)), x(1)])
+    with pytest.raises(error) as raised:
+        fit(module, None, GradientAccumulation(2, weight=weight))
+    assert isinstance(raised.value, AccumulationError)
     assert module.gradients == []
 
 
-def test_weight_without_a_batch_is_explained() -> None:
+def test_a_weight_of_batches_that_a_step_draws_by_itself_is_refused() -> None:
     class Draws(Scalar):
-        def training_step(self, dataloader_iter):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
             return (self.w * next(dataloader_iter)[0]).mean()
 
-    with pytest.raises(TypeError, match="draws its batches by itself"):
-        fit(Draws([x(1), x(2)]), SampleCount())
+    with pytest.raises(AccumulationError, match="dataloader_iter|draws"):
+        fit(Draws([x(1), x(2)]), None, GradientAccumulation(2, weight=SampleCount()))
 
 
-def test_denominators_of_terms_that_differ_by_rounding_are_one() -> None:
-    class Weighted(Scalar):  # torch adds up the class weights of the smoothed term in another order
-        def training_step(self, batch, batch_idx):
-            logits = torch.stack([self.w.expand(len(batch)), torch.zeros(len(batch), dtype=self.w.dtype)], -1)
-            return F.cross_entropy(logits, batch, weight=x(0.1, 0.7), label_smoothing=0.1)
+def test_token_counts_that_forget_the_shift_are_refused_and_the_weight_that_adds_up_is_named() -> None:
+    def shifted(net: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(net(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
-    batches = [torch.tensor(labels) for labels in ([0, 0, 0, 0, 0, 1, 1], [0, 1, 1], [1, 0, 0, 0], [0])]
-    module, whole = Weighted(batches), Weighted([torch.cat(batches)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AccumulationWarning)
-        fit(module, window=4)
-    fit(whole, window=1)
-    assert module.gradients == pytest.approx(whole.gradients, rel=1e-12)
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 4, (6, 5), generator=generator)
+    for row in range(6):
+        labels[row, 1 + row % 4 :] = -100
+    data = [{"x": torch.randn(6, 5, 4, generator=generator, dtype=torch.float64), "labels": labels}] * 4
+    fit(module := Toy(shifted), data, GradientAccumulation(2, weight=TokenCount()))
+    assert module.trainer.global_step == 2
+    with pytest.raises(DoesNotAddUpError, match="weight="):
+        fit(Toy(shifted), data, GradientAccumulation(2, weight=TokenCount(shift=False)))
 
 
-# --- weights of zero --------------------------------------------------------------------------------------------------
+# --- nothing to weigh -------------------------------------------------------------------------------------------------
 
 
 class Classifies(Scalar):
     """Cross entropy over two classes; a label of -100 is ignored."""
 
-    def __init__(self, batches=(), by_rank=None, smoothing: float = 0.0) -> None:
-        super().__init__(batches, by_rank)
-        self.smoothing = smoothing
+    def loss(self, batch: Tensor) -> Tensor:
+        return F.cross_entropy(torch.stack([self.w.expand(len(batch)), 0 * self.w.expand(len(batch))], -1), batch)
 
-    def training_step(self, batch, batch_idx):
-        logits = torch.stack([self.w.expand(len(batch)), torch.zeros(len(batch), dtype=self.w.dtype)], -1)
-        return F.cross_entropy(logits, batch, label_smoothing=self.smoothing)
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
 
 
-IGNORED = torch.tensor([-100, -100])
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_micro_batch_of_ignored_labels_adds_nothing_though_its_loss_is_nan(smoothing: float, position: int) -> None:
-    some = [torch.tensor([0, 1, 0]), torch.tensor([0, -100])]
-    module, alone = Classifies([*some[:position], IGNORED, *some[position:]], smoothing=smoothing), Classifies(some)
-    alone.smoothing = smoothing
-    fit(module, window=3)
-    fit(alone, window=2)
-    assert module.gradients == alone.gradients
-    assert math.isfinite(module.gradients[0])
-
-
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_ignored_labels_on_one_rank(options: dict) -> None:
-    module = Classifies(by_rank=[[IGNORED, torch.tensor([0])], [torch.tensor([0, 0, 0]), torch.tensor([1])]])
-    trainer(ddp(**options), devices=2, accumulate_grad_batches=2).fit(module)
+def test_ignored_labels_on_one_rank_add_nothing(options: dict[str, Any]) -> None:
+    ignored, some = torch.tensor([-100, -100]), [torch.tensor([0]), torch.tensor([0, 0, 0]), torch.tensor([1])]
+    module = Classifies(by_rank=[[ignored, some[0]], some[1:]])
+    fit(module, None, GradientAccumulation(2), strategy=ddp(**options), devices=2)
     assert module.total == pytest.approx(-(4 - 1) / 5 / 2, rel=1e-15)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
-def test_explicit_weight_of_zero_keeps_a_nan_out(options: dict) -> None:
-    class Nan(Scalar):
-        def loss(self, x):
-            return Hidden.apply(self.w * x) / (0.0 if x[0] < 0 else 1.0)
-
-    module = Nan(by_rank=[[x(-1), x(3)], [x(1), x(-5)]])
-    callback = GradientAccumulation(2, weight=lambda batch: (batch >= 0).sum())
-    trainer(ddp(**options), devices=2, callbacks=[callback]).fit(module)
+def test_an_explicit_weight_of_zero_keeps_a_nan_out(options: dict[str, Any]) -> None:
+    module = Scalar(by_rank=[[x(-1), x(3)], [x(1), x(-5)]])
+    module.loss = lambda x: Hide.apply((module.w * x).mean()) / (0.0 if x[0] < 0 else 1.0)
+    policy = GradientAccumulation(2, weight=lambda batch: (batch >= 0).sum())
+    fit(module, None, policy, strategy=ddp(**options), devices=2)
     assert module.total == 2.0
 
 
-# --- warnings ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("nothing", [lambda w, x: (w * x).sum() * 0.0, lambda w, x: torch.zeros((), requires_grad=True)])
+def test_a_loss_of_nothing_has_no_weight(nothing: Callable[..., Tensor]) -> None:
+    module = Scalar([x(1), x(-1), x(2, 6)])
+    module.loss = lambda x: nothing(module.w, x) if x[0] < 0 else (module.w * x).mean()
+    fit(module, None, GradientAccumulation(3))
+    assert module.gradients == pytest.approx([3.0], rel=1e-15)
 
 
-def warnings_of(module, recwarn, weight="auto", check: bool = True) -> str:
-    fit(module, weight, check=check)
-    return "\n".join(str(warning.message) for warning in recwarn.list)
+@pytest.mark.parametrize("check", [True, False])
+def test_a_sum_in_one_micro_batch_and_a_mean_in_the_other_is_refused(check: bool) -> None:
+    module = Scalar(UNEVEN)
+    module.loss = lambda x: (module.w * x).sum() if len(x) == 1 else (module.w * x).mean()
+    with pytest.raises(AccumulationError):
+        fit(module, None, GradientAccumulation(2, check=check))
+    assert module.gradients == []
 
 
-class Contrasts(Scalar):
-    def loss(self, x):
-        return F.cross_entropy(self.w * torch.outer(x, x), torch.arange(len(x)))
-
-
-@pytest.mark.parametrize("weight", ["auto", SampleCount()])
-def test_contrastive_loss_is_refused(weight) -> None:
-    with pytest.raises(ValueError, match="do not add up"):
-        fit(Contrasts([x(1, 2, 3), x(4, 5, 6)]), weight)
-
-
-def test_batch_norm_is_warned_of_by_name(recwarn) -> None:
-    class Normalises(Scalar):
-        def __init__(self, batches) -> None:
-            super().__init__(batches)
-            self.layers = nn.Sequential(*(nn.BatchNorm1d(1) for _ in range(5))).double()
-
-        def loss(self, x):
-            return self.layers(self.w * x[:, None]).mean()
-
-    said = warnings_of(Normalises([x(1, 2), x(3, 4)]), recwarn)
-    assert "BatchNorm (layers.0, layers.1, layers.2 and 2 more) normalises each micro-batch by its own statistics" in said
-
-
-def test_router_term_is_warned_of_by_name(recwarn) -> None:
-    class Routes(Scalar):
-        def loss(self, x):
-            return F.mse_loss(self.w * x, x) + 0.1 * (self.w * x).mean(0).square().sqrt()
-
-    assert "no plain mean over the same count as its mean squared error: SqrtBackward0" in warnings_of(
-        Routes(UNEVEN), recwarn, check=False
-    )
-
-
-def test_terms_with_other_counts_are_warned_of_once(recwarn) -> None:
-    class TwoCounts(Scalar):
-        def loss(self, x):
-            return (self.w * x).mean() + F.cross_entropy(self.w * torch.eye(2, dtype=x.dtype), torch.tensor([0, 1]))
-
-    said = warnings_of(TwoCounts([*UNEVEN, *UNEVEN]), recwarn)
-    assert said.count("The terms of the loss") == said.count("do not add up by one weight") == 1  # the check has said so
-    said = warnings_of(TwoCounts([*UNEVEN, *UNEVEN]), recwarn, check=False)
-    assert said.count("counts that are not proportional") == 1
-
-
-def test_terms_with_the_same_counts_are_not(recwarn) -> None:
-    class SameCounts(Scalar):
-        def loss(self, x):
-            return (self.w * x).mean() + F.mse_loss(self.w * x, x) + 0.01 * self.w.square()
-
-    said = warnings_of(SameCounts(UNEVEN), recwarn)
-    assert "proportional" not in said
-    assert "plain mean" not in said
-
-
-def test_mean_weight_for_a_sum_is_refused() -> None:
-    class Sums(Scalar):
-        def loss(self, x):
-            return (self.w * x).sum()
-
-    with pytest.raises(ValueError, match=r'Pass GradientAccumulation\(weight="auto"\): with it they add up'):
-        fit(Sums(UNEVEN), SampleCount())
-
-
-def test_sums_are_added() -> None:
-    class Sums(Scalar):
-        def loss(self, x):
-            return (self.w * x).sum()
-
-    module = Sums(UNEVEN)
-    fit(module)
-    assert module.gradients == [46.0]
-    ranked = Sums(by_rank=[UNEVEN, [x(2), x(3, 4)]])
-    trainer(ddp(), devices=2, accumulate_grad_batches=2).fit(ranked)
-    assert ranked.total == 55.0
-
-
-def test_sum_in_one_micro_batch_and_mean_in_the_other_is_refused() -> None:
-    class Mixes(Scalar):
-        def loss(self, x):
-            return (self.w * x).sum() if len(x) == 1 else (self.w * x).mean()
-
-    with pytest.raises(ValueError, match="In 1 of the window's 2 micro-batches the loss is a sum"):
-        fit(Mixes(UNEVEN), check=False)
-    with pytest.raises(ValueError, match="the loss is a sum in some parts, and a mean in others"):
-        fit(Mixes(UNEVEN))
-
-
-def test_device_weights_are_checked_when_the_window_ends() -> None:
-    from lightning_accum.weighing.contribution import Contribution
-    from lightning_accum.window import Window
-
-    window = Window(torch.device("cpu"))
-    w = nn.Parameter(torch.tensor(1.0))
-    window.add(w * 1, Contribution(torch.tensor(-2.0)))
-    with pytest.raises(ValueError, match="negative, infinite or NaN"):
-        window.close(list)
-
-
-def test_loader_keeps_the_order_of_its_batches() -> None:
-    assert [batch.tolist() for batch in loader(UNEVEN[:1])] == [[1.0]]
-
-
-def test_factor_that_goes_with_the_batch_is_warned_of(recwarn) -> None:
-    class Scales(Scalar):
-        def loss(self, x):
-            return (self.w * x).mean() * len(x)
-
-    with pytest.raises(ValueError, match="do not add up"):
-        fit(Scales(UNEVEN))
-    fit(Scales(UNEVEN), check=False)
-    assert "A factor of the loss changes inside a window" in "".join(str(warning.message) for warning in recwarn)
+@pytest.mark.parametrize(
+    "mean", [lambda t: t.mean(), lambda t: t.values().mean(), lambda t: t.values().sum() / t.offsets()[-1] / 2]
+)
+def test_a_mean_over_a_jagged_tensor_is_weighed_by_its_entries(mean: Callable[[Tensor], Tensor]) -> None:
+    rows = [torch.rand(n, 2, dtype=torch.float64) for n in (3, 5, 1, 2, 4)]
+    module = Scalar([torch.nested.nested_tensor(rows[part], layout=torch.jagged) for part in (slice(2), slice(2, 5))])
+    module.loss = lambda batch: mean(module.w * batch)
+    module.training_step = lambda batch, batch_idx: module.loss(batch)
+    fit(module, None, GradientAccumulation(2, check=False))
+    assert module.gradients[0] == pytest.approx(torch.cat(rows).mean().item(), rel=1e-12)
 
 
 def test_no_graph_is_kept_until_the_window_ends() -> None:
-    alive = []
+    alive: list[Any] = []
 
     class Keeps(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, t):
+        def forward(ctx: Any, t: Tensor) -> Tensor:
             alive.append(weakref.ref(ctx))
             return t * 1
 
         @staticmethod
-        def backward(ctx, gradient):
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient
 
     class TwoTerms(Scalar):
-        def loss(self, x):
+        def loss(self, x: Tensor) -> Tensor:
             assert sum(reference() is not None for reference in alive) == 0
             kept = Keeps.apply(self.w * x)
             return F.mse_loss(kept, x) + F.l1_loss(kept, x)
 
-    fit(TwoTerms([x(1), x(2), x(3), x(4)]), window=4, check=False)
+    fit(TwoTerms([x(1), x(2), x(3), x(4)]), None, GradientAccumulation(4, check=False))
     assert len(alive) == 4
 
 
+# --- a weight for each term -------------------------------------------------------------------------------------------
+
+
+def assert_full_batches(module: Rated, batches: list[Any], epochs: int = 1) -> None:
+    make = type(module)
+    assert error_of_updates(module, train_by_hand(make(module.optimizer), batches, epochs), make()) <= 1e-12
+
+
 @pytest.mark.parametrize(
-    "nothing", [lambda module, x: (module.w * x).sum() * 0.0, lambda module, x: torch.zeros((), requires_grad=True)]
+    "policy",
+    [{"micro_batch": 3}, {"micro_batch": Tokens(64)}, {"micro_batch": "auto"}, {"micro_batch": ROWS, "on_nonfinite": "skip"}],
 )
-def test_loss_of_nothing_has_no_weight(nothing) -> None:
-    class Idle(Scalar):
-        def loss(self, x):
-            return nothing(self, x) if x[0] < 0 else (self.w * x).mean()
-
-    module = Idle([x(1), x(-1), x(2, 6)])
-    fit(module, window=3)
-    assert module.gradients == pytest.approx([3.0], rel=1e-15)
+def test_each_term_of_a_split_batch_is_that_of_the_batch_and_nothing_is_warned_of(policy: dict[str, Any]) -> None:
+    module = Rated("adamw")
+    with warned() as messages:
+        fit(module, rated(3), GradientAccumulation(weight=EACH, **policy), max_epochs=2)
+    assert messages == []
+    assert_full_batches(module, rated(3), epochs=2)
 
 
-def test_zero_times_what_is_unused_is_no_term(recwarn) -> None:
-    class Touches(Scalar):
-        def loss(self, x):
-            return (self.w * x).mean() + 0.0 * (self.w * x.flip(0)).exp().sum()
+def test_each_term_takes_no_second_backward() -> None:
+    fit(module := Rated(), rated(2), GradientAccumulation(micro_batch=4, weight=EACH, trim_padding=False))
+    assert module.backwards == 2 * ROWS / 4
 
-    assert "no plain mean" not in warnings_of(Touches(UNEVEN), recwarn)
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("micro_batch", [Tokens(64), 3, "auto"])
+def test_each_term_of_split_batches_over_ranks(micro_batch: Any) -> None:
+    """The ranks have unequal rows, come to different numbers of micro-batches, and one runs out of batches."""
+    batches = rated(3)
+    parts = on_two_ranks(batches)
+    del parts[1][2]
+    module = Rated("adamw", by_rank=parts)
+    fit(module, None, GradientAccumulation(micro_batch=micro_batch, weight=EACH), strategy=ddp(), devices=2)
+    assert_full_batches(module, [*batches[:2], parts[0][2]])
+
+
+def test_windows_of_one_micro_batch_on_each_rank_are_exact_without_being_told() -> None:
+    """Plain distributed training, where the mean over ranks is a mean of means."""
+    module = Rated("adamw", by_rank=on_two_ranks(rated(3)))
+    fit(module, strategy=ddp(), devices=2, max_epochs=2)
+    assert_full_batches(module, rated(3), epochs=2)
+
+
+def test_a_rank_without_a_term_or_without_a_loss_holds_nobody_up() -> None:
+    class SometimesRated(Rated):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+            if len(batch["score"]) == 1:
+                return None
+            return self.terms(batch)[0] if batch["score"].isnan().all() else super().training_step(batch, batch_idx)
+
+    batches = rated(3)
+    parts = on_two_ranks(batches)
+    parts[1][0] = {**parts[1][0], "score": torch.full_like(parts[1][0]["score"], math.nan)}  # its loss has one term
+    parts[1][1] = rows_of(parts[1][1], slice(0, 1))  # it returns None
+    module, expected = SometimesRated(by_rank=parts), Rated()
+    fit(module, strategy=ddp(find_unused_parameters=True), devices=2)
+
+    def full_batch(index: int) -> Tensor:
+        cross_entropy, error = expected.terms(parts[0][1] if index == 1 else batches[index])
+        return cross_entropy + 0.5 * (expected.terms(parts[0][0])[1] if index == 0 else error)
+
+    train_by_hand(expected, range(3), epochs=1, loss=full_batch)
+    assert error_of_updates(module, expected, Rated()) <= 1e-12
+
+
+class Balanced(Rated):
+    """Tasks that a learnt uncertainty weighs: Kendall, Gal and Cipolla, arXiv 1705.07115, in the ways in which it is written."""
+
+    def __init__(self, optimizer: str = "sgd", **arguments: Any) -> None:
+        super().__init__(optimizer, **arguments)
+        self.scales = nn.Parameter(torch.tensor([0.7, 1.3], dtype=torch.float64))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        cross_entropy, error = self.terms(batch)
+        s, t = self.scales
+        return torch.exp(-self.scales[0]) * cross_entropy + s + torch.exp(-self.scales[1]) * error + t
+
+
+class BalancedBySquares(Balanced):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        (cross_entropy, error), (s, t) = self.terms(batch), self.scales
+        return cross_entropy / (2 * s**2) + error / t.exp() + s.log() + t
+
+
+class BalancedInAStack(Balanced):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        (cross_entropy, error), (s, t) = self.terms(batch), self.scales
+        return torch.stack([(-s).exp() * cross_entropy, (-t).exp() * error]).sum() + s + t
+
+
+class Penalised(Rated):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.01 * self.score.weight.square().sum()
+
+
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize("is_over_ranks", [False, True])
+@pytest.mark.parametrize("kind", [Balanced, BalancedBySquares, BalancedInAStack, Penalised])
+def test_a_learnt_scale_has_the_weight_of_its_term_and_a_penalty_counts_once(kind: type[Rated], is_over_ranks: bool) -> None:
+    if is_over_ranks:
+        fit(module := kind(by_rank=on_two_ranks(rated(2))), strategy=ddp(), devices=2)
+    else:
+        fit(module := kind(), rated(2), GradientAccumulation(micro_batch=5, weight=EACH))
+    assert_full_batches(module, rated(2))
+
+
+def test_a_micro_batch_without_tokens_still_has_samples() -> None:
+    (batch,) = rated(1)
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][4:8, 1:] = -100  # one token, which predicts nothing
+    fit(module := Rated(), [batch], GradientAccumulation(micro_batch=4, weight=EACH, trim_padding=False))
+    assert_full_batches(module, [batch])
+
+
+def _selected(net: Any, batch: dict[str, Tensor]) -> Tensor:
+    """With learned factors; the second mean is NaN where no row is selected."""
+    return net.log_scale * each(net, batch).mean() + net.log_scale.exp() * each(net, batch)[batch["chosen"]].mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_learned_factor_of_the_mean_of_nothing_is_that_of_the_full_batch(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for number in (6, 5, 7, 4) * 2:
+        columns = torch.randn(number, 4, generator=generator).double(), torch.rand(number, generator=generator).double()
+        chosen = (torch.rand(number, generator=generator) < 0.6) & (number != 5)
+        batches.append([{"x": row, "y": y, "chosen": c} for row, y, c in zip(*columns, chosen, strict=True)])
+    policy = GradientAccumulation(4 // ranks, weight=[SampleCount(), lambda batch: batch["chosen"].sum()])
+    engine = {"strategy": partial(ddp, find_unused_parameters=True), "devices": 2} if ranks == 2 else {}
+    found = compare_window_with_batch(Toy(_selected, net=Net), batches, policy, optimizer=adamw, **engine)
+    assert found.parameters <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        ("tokens and samples", [SampleCount(), SampleCount()]),  # the first counts labels
+        ("tokens and samples", [SampleCount()] * 3),
+        ("of two means over one count", [SampleCount(), SampleCount()]),  # a function of a sum of terms
+    ],
+)
+def test_weights_of_other_terms_than_the_loss_has_are_refused(loss: str, weight: list[Any]) -> None:
+    module = Toy(BY_NAME[loss].of, net=Net)
+    with pytest.raises(AccumulationError):
+        fit(module, [default_collate(make(12))], GradientAccumulation(micro_batch=5, weight=weight))
+    assert module.trainer.global_step == 0
+
+
+@pytest.mark.parametrize("weight", [["auto", SampleCount()], []])
+def test_what_cannot_count_terms_is_an_error(weight: list[Any]) -> None:
+    with pytest.raises(AccumulationError, match="weight"):
+        GradientAccumulation(micro_batch=4, weight=weight)
+
+
+def test_a_loss_with_fewer_terms_in_some_rows_is_refused() -> None:
+    class OnePerRow(Rated):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            scores = self.score(self.net(batch["input_ids"]).mean(1))[:, 0]
+            errors = [F.mse_loss(*pair) for pair in zip(scores, batch["score"], strict=True)]
+            return self.terms(batch)[0] + torch.stack(errors).sum() / len(errors)
+
+    with pytest.raises(AccumulationError):
+        fit(OnePerRow(), rated(2, rows=4), GradientAccumulation(2, weight=EACH))
+
+
+def test_a_micro_batch_without_loss_whose_terms_were_counted_ahead_is_warned_of() -> None:
+    module = Toy(
+        lambda net, batch: None if (batch[1] < 0).all() else F.cross_entropy(net(batch[0]), batch[1]) + net(batch[0]).mean()
+    )
+    (batch,) = labelled(12)
+    batch[1][10:] = -100
+    labels = lambda batch: (batch[1] >= 0).sum()  # noqa: E731
+    with warned() as messages:
+        fit(module, [batch], GradientAccumulation(micro_batch=5, weight=[labels, SampleCount()]))
+    assert messages
