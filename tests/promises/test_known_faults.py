@@ -55,7 +55,7 @@ def exact_or_refused(
 
     def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
         made = optimizer(parameters)
-        made.register_step_pre_hook(lambda *_: seen_at_steps.append(len(caught)))
+        made.register_step_post_hook(lambda *_: seen_at_steps.append(len(caught)))
         return made
 
     refusal = None
