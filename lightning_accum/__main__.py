@@ -108,7 +108,7 @@ def _micro_batch(text: str) -> Any:
 def _figure(text: str) -> Path:
     """Not to fail after the verification."""
     if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'lightning-accum[demo]'")
+        raise argparse.ArgumentTypeError("it needs matplotlib: pip install matplotlib")
     if not Path(text).absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {str(Path(text).parent)!r}")
     if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -128,7 +128,7 @@ def _folder(text: str) -> Path:
 
 def _demo(arguments: argparse.Namespace) -> int:
     if find_spec("matplotlib") is None:
-        print("The demo needs matplotlib: pip install 'lightning-accum[demo]'", file=sys.stderr)
+        print("The demo needs matplotlib: pip install matplotlib scikit-learn", file=sys.stderr)
         return 1
     from lightning_accum.demo.run import run_demo
 

@@ -189,6 +189,10 @@ class GradientAccumulation(Callback):
                 f"GradientAccumulation needs a strategy of lightning_accum, but the Trainer has {type(trainer.strategy).__name__}."
                 f" {what_to_use_instead_of(trainer.strategy)}"
             )
+        if (number := sum(isinstance(callback, GradientAccumulation) for callback in callbacks_of(trainer))) > 1:
+            raise MisconfiguredError(
+                f"There are {number} GradientAccumulation callbacks: pass one, to the Trainer or from configure_callbacks."
+            )
         if self.policy.validate_every is not None:
             check_validation_is_left_to(self.policy.validate_every, trainer)
         size = 1 if isinstance(self.policy.window, Tokens) else self.policy.size_at(trainer.current_epoch, trainer.global_step)

@@ -68,6 +68,11 @@ class Ranks:
             # from host to host: the answer is needed there, and asking for it on the device would wait for all that it has to do
             self._world, self._device = dist.new_group(backend="gloo", timeout=timeout), torch.device("cpu")
 
+    def close(self) -> None:
+        """Give back the group that was made for these, at the end of a fit."""
+        if self._world is not None and dist.is_initialized():
+            dist.destroy_process_group(self._world)
+
     def agree(self, status: RankStatus) -> RankStatus:
         """What any of the ranks has. Called on all of them."""
         values = torch.tensor([int(value) for value in astuple(status)], device=self._device)

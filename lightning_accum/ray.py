@@ -9,7 +9,7 @@ from lightning_accum.strategies import DDPAccumulationStrategy, FSDPAccumulation
 try:
     from ray.train.lightning import RayDDPStrategy, RayFSDPStrategy
 except ImportError as error:
-    raise ImportError('lightning_accum.ray needs Ray Train: pip install "lightning-accum[ray]"') from error
+    raise ImportError('lightning_accum.ray needs Ray Train: pip install "ray[train]"') from error
 
 if not issubclass(RayDDPStrategy, DDPStrategy):
     raise ImportError(

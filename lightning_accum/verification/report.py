@@ -135,7 +135,7 @@ class Report:
             ModuleNotFoundError: matplotlib is not installed.
         """
         if find_spec("matplotlib") is None:
-            raise ModuleNotFoundError("report.plot() needs matplotlib: pip install 'lightning-accum[demo]'")
+            raise ModuleNotFoundError("report.plot() needs matplotlib: pip install matplotlib")
         from matplotlib.figure import Figure
 
         rows = [ParameterDifference("all parameters", self.gradient, self.update), *self.worst]

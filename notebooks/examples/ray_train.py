@@ -1,6 +1,6 @@
 """Ray Train: the workers are Ray's, on one machine or on a cluster, and each window is the loader batches of all of them.
 
-pip install "lightning-accum[ray]" && python ray_train.py --workers 2
+pip install "ray[train]" && python ray_train.py --workers 2
 """
 
 import argparse
