@@ -1,4 +1,4 @@
-"""Lightning's methods changed one by one, as a release might: a window is exact then, or an error names the method."""
+"""Lightning's methods changed one by one, as a release might, and hooks of a user's: a window is exact then, or it is told."""
 
 from __future__ import annotations
 import __future__
@@ -7,21 +7,27 @@ import inspect
 import linecache
 import re
 import textwrap
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import loader, relative_error, trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+from support import OPTIMIZERS, Toy, fit, relative_error, trainer, warned
+from torch import Tensor
 
-from lightning_accum import GradientAccumulation, SeamError, seams
-from lightning_accum.seams import LIGHTNING, Seam
+from lightning_accum import AccumulationError, GradientAccumulation, SeamError
+from lightning_accum.testing import assert_window_equals_batch
 
-SIZES = (3, 1, 4, 2, 2)
 GENERATOR = torch.Generator().manual_seed(0)
-BATCHES = [torch.randn(size, 3, generator=GENERATOR, dtype=torch.float64) for size in SIZES]
+BATCHES = [torch.randn(size, 4, generator=GENERATOR, dtype=torch.float64) for size in (3, 1, 4, 2, 2)]
 POLICIES: dict[str, dict[str, Any]] = {
     "windows of 2": {"window": 2},
     "windows of 2, carried on": {"window": 2, "tail": "carry"},
@@ -29,61 +35,45 @@ POLICIES: dict[str, dict[str, Any]] = {
     "split windows of 2": {"window": 2, "micro_batch": 2},
 }
 EPOCHS = 3
-BY_NAME = {str(seam): seam for seam in LIGHTNING if seam.read != "-"}
+HOLDERS = {
+    holder.__name__.rpartition(".")[2]: holder
+    for holder in (pl.Trainer, pl.LightningModule, LightningOptimizer, _FitLoop, _TrainingEpochLoop, _AutomaticOptimization)
+} | {"ClosureResult": ClosureResult, "Strategy": Strategy, "Precision": Precision, "call": call}
 
 
-class Line(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1, dtype=torch.float64)
-        with torch.no_grad():
-            self.layer.weight.copy_(torch.tensor([[0.3, -0.2]]))
-            self.layer.bias.fill_(0.1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.layer(batch[:, :2]).squeeze(1) - batch[:, 2]).square().mean()
+class Line(Toy):
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(lambda net, batch: net(batch).square().mean(), optimizer)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decay(optimizer), "interval": "step"}}
-
-    def train_dataloader(self) -> DataLoader:
-        return loader(BATCHES)
-
-
-def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.8)
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def by_hand(window: int = 1, tail: str = "step", micro_batch: int | None = None) -> list[Tensor]:
     """The parameters after the same training on whole windows."""
     module = Line()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    scheduler = decay(optimizer)
-    epochs = [BATCHES * EPOCHS] if tail == "carry" else [BATCHES] * EPOCHS
-    for epoch in epochs:
+    made = module.configure_optimizers()
+    for epoch in [BATCHES * EPOCHS] if tail == "carry" else [BATCHES] * EPOCHS:
         for begin in range(0, len(epoch), window):
-            optimizer.zero_grad()
+            made["optimizer"].zero_grad()
             module.training_step(torch.cat(epoch[begin : begin + window]), 0).backward()
-            optimizer.step()
-            scheduler.step()
+            made["optimizer"].step()
+            made["lr_scheduler"]["scheduler"].step()
     return list(module.parameters())
 
 
-def trained(policy: dict[str, Any]) -> list[Tensor]:
+def outcome(policy: dict[str, Any]) -> str:
+    """What became of a training: exact, told of by an error or a warning, or neither."""
     module = Line()
-    trainer(callbacks=[GradientAccumulation(**policy, check=False, log=False)], max_epochs=EPOCHS).fit(module)
-    return list(module.parameters())
-
-
-def outcome(policy: dict[str, Any], seam: Seam) -> str:
-    """What became of a training: exact, an error that names the method, or neither."""
-    try:
-        error = relative_error(trained(policy), by_hand(**policy))
-    except Exception as raised:
-        told = "\n".join([str(raised), *getattr(raised, "__notes__", [])])
-        return "named" if str(seam) in told else f"{type(raised).__name__} without its name: {told}"
-    return "exact" if error <= 1e-12 else f"silently {error:.2g} off"
+    with warned() as told:
+        try:
+            fit(module, BATCHES, GradientAccumulation(**policy, check=False, log=False), max_epochs=EPOCHS)
+        except Exception as raised:
+            return "told" if isinstance(raised, AccumulationError) else type(raised).__name__
+    error = relative_error(module.parameters(), by_hand(**policy))
+    return "exact" if error <= 1e-12 else "told" if told else f"silently {error:.2g} off"
 
 
 class Lightning:
@@ -92,30 +82,30 @@ class Lightning:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
 
-    def edit(self, seam: Seam, before: str, after: str) -> None:
+    def edit(self, name: str, before: str, after: str) -> None:
         """Have a method of other source, as a release would have it."""
-        holder, found = seam.holder(), seam.found()
-        function = inspect.unwrap(getattr(getattr(found, "fget", found), "__func__", getattr(found, "fget", found)))
+        holder, _, method = name.partition(".")
+        holder = HOLDERS[holder]
+        found = inspect.getattr_static(holder, method)
+        function = inspect.unwrap(getattr(found, "__func__", found))
         source = re.sub(r'r?""".*?"""', "...", textwrap.dedent(inspect.getsource(function)), flags=re.DOTALL)
         assert source.count(before) == 1, source
-        private = f"self._{holder.__name__.rpartition('.')[2]}__"  # as a class has it
+        private = f"self._{holder.__name__.rpartition('.')[2].lstrip('_')}__"  # as a class has it
         source = re.sub(r"self\.__(?=\w+(?<!__)\()", private, source.replace(before, after))
-        file, inner = f"<edited {seam}>", textwrap.indent(source, "    ")
-        text = f"def make(__class__):\n{inner}\n    return {seam.name}\n"
+        file, inner = f"<edited {name}>", textwrap.indent(source, "    ")
+        text = f"def make(__class__):\n{inner}\n    return {method}\n"
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         made: dict[str, Any] = {}
         postponed = __future__.annotations.compiler_flag
         exec(compile(text, file, "exec", flags=postponed, dont_inherit=True), function.__globals__, made)
-        self._monkeypatch.setattr(holder, seam.name, made["make"](holder))
+        self._monkeypatch.setattr(holder, method, made["make"](holder))
 
-    def rename(self, seam: Seam) -> None:
-        """Have a method under another name; nobody needs the old one."""
-        self._monkeypatch.setattr(seam.holder(), f"{seam.name}_", seam.found(), raising=False)
-        self._monkeypatch.delattr(seam.holder(), seam.name)
-
-    def copy(self, seam: Seam) -> None:
-        """Have another method that does what this one did, which nobody replaces."""
-        self._monkeypatch.setattr(seam.holder(), f"{seam.name}_", seam.found(), raising=False)
+    def copy(self, name: str, is_renamed: bool = False) -> None:
+        """Have a method under another name, too, or only there."""
+        holder, _, method = name.partition(".")
+        self._monkeypatch.setattr(HOLDERS[holder], f"{method}_", inspect.getattr_static(HOLDERS[holder], method), raising=False)
+        if is_renamed:
+            self._monkeypatch.delattr(HOLDERS[holder], method)
 
 
 @pytest.fixture
@@ -126,16 +116,7 @@ def lightning(monkeypatch: pytest.MonkeyPatch) -> Lightning:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_as_lightning_is_windows_are_exact(policy: str) -> None:
-    assert seams.changed() == []
-    assert relative_error(trained(POLICIES[policy]), by_hand(**POLICIES[policy])) <= 1e-12
-
-
-@pytest.mark.some_cases(30)
-@pytest.mark.parametrize("name", [name for name, seam in BY_NAME.items() if not seam.is_optional])
-def test_a_method_that_was_renamed_is_an_error_that_names_it(name: str, lightning: Lightning) -> None:
-    lightning.rename(BY_NAME[name])
-    with pytest.raises(SeamError, match=f"Lightning 2.7.0 does not have .*{name}.*issue tracker"):
-        trainer()
+    assert outcome(POLICIES[policy]) == "exact"
 
 
 FIT, EPOCH, AUTOMATIC = "_FitLoop", "_TrainingEpochLoop", "_AutomaticOptimization"
@@ -229,24 +210,109 @@ SIGNATURES = [
     ("LightningOptimizer.step", "optimizer_step(self._optimizer, closure,", "optimizer_step(closure, self._optimizer,",
      "Strategy.optimizer_step"),
 ]  # fmt: skip
-MUTATIONS = [
-    *((f"not called: {called}, {edited}, {index}", edited, old, new, called)
-      for index, (edited, old, new, called) in enumerate(NOT_CALLED)),
-    *((f"twice: {edited}, {index}", edited, old, new, edited) for index, (edited, old, new) in enumerate(TWICE)),
-    *((f"divided: {edited}, {index}", edited, old, new, edited) for index, (edited, old, new) in enumerate(DIVIDED)),
-    *((f"signature: {called}", edited, old, new, called) for edited, old, new, called in SIGNATURES),
-]  # fmt: skip
+MUTATIONS = {
+    **{f"not called: {called}, {index}": (edited, old, new, called) for index, (edited, old, new, called) in enumerate(NOT_CALLED)},
+    **{f"twice: {edited}, {index}": (edited, old, new, edited) for index, (edited, old, new) in enumerate(TWICE)},
+    **{f"divided: {edited}, {index}": (edited, old, new, edited) for index, (edited, old, new) in enumerate(DIVIDED)},
+    **{f"signature: {called}": (edited, old, new, called) for edited, old, new, called in SIGNATURES},
+}
 
 
 @pytest.mark.some_cases(24)
-@pytest.mark.parametrize(
-    ("policy", "edited", "before", "after", "called"),
-    [pytest.param(policy, *mutation, id=f"{name}-{policy}") for name, *mutation in MUTATIONS for policy in POLICIES],
-)
-def test_a_method_that_changed_leaves_windows_exact_or_is_an_error_that_names_it(
-    policy: str, edited: str, before: str, after: str, called: str, lightning: Lightning
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_method_of_lightnings_that_changed_leaves_windows_exact_or_it_is_told(
+    policy: str, name: str, lightning: Lightning
 ) -> None:
-    lightning.copy(BY_NAME[called])
-    lightning.edit(BY_NAME[edited], before, after)
-    assert edited in map(str, seams.changed())
-    assert outcome(POLICIES[policy], BY_NAME[edited]) in ("exact", "named")
+    edited, before, after, called = MUTATIONS[name]
+    lightning.copy(called)
+    lightning.edit(edited, before, after)
+    assert outcome(POLICIES[policy]) in ("exact", "told", *(["TypeError"] if "signature" in name else []))
+
+
+@pytest.mark.some_cases(8)
+@pytest.mark.parametrize("name", sorted({called for *_, called in NOT_CALLED if not called.startswith("LightningOptimizer")}))
+def test_a_method_of_lightnings_that_was_renamed_is_an_error_before_training(name: str, lightning: Lightning) -> None:
+    lightning.copy(name, is_renamed=True)
+    with pytest.raises(SeamError, match=name.partition(".")[2]):
+        trainer()
+
+
+# --- hooks of a user's, against plain Lightning on the full batches --------------------------------------------------------
+
+
+def divides_each(module: pl.LightningModule) -> None:
+    for parameter in module.parameters():
+        parameter.grad /= 2
+
+
+def clears(module: pl.LightningModule, *_: Any) -> None:
+    module.zero_grad()
+
+
+def backward_of_half(module: pl.LightningModule, loss: Tensor, *_: Any, **__: Any) -> None:
+    (loss / 2).backward()
+
+
+def backward_twice(module: pl.LightningModule, loss: Tensor, *_: Any, **__: Any) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def no_step(module: pl.LightningModule, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+    closure()
+    if module.trainer.current_epoch == 1:
+        optimizer.step()
+
+
+def nothing(module: pl.LightningModule, *_: Any, **__: Any) -> None: ...
+
+
+USERS: dict[str, tuple[str, Any]] = {
+    "backward of half the loss": ("backward", backward_of_half),
+    "backward twice": ("backward", backward_twice),
+    "no backward": ("backward", nothing),
+    "no step in an epoch": ("optimizer_step", no_step),
+    "gradients are never cleared": ("optimizer_zero_grad", nothing),
+    "half of what is there after each backward": ("on_after_backward", divides_each),
+    "half of it before a step": ("on_before_optimizer_step", lambda module, optimizer: divides_each(module)),
+    "nothing before a step": ("on_before_optimizer_step", clears),
+    "cleared before it is cleared": ("on_before_zero_grad", clears),
+    "cleared at the start of a batch": ("on_train_batch_start", clears),
+    "cleared at the end of a batch": ("on_train_batch_end", clears),
+}
+SILENT = {
+    *(("windows of 2", name) for name in USERS if "batch" in name),
+    *(
+        (policy, name)
+        for policy in ("windows of 2", "split")
+        for name in USERS
+        if name.startswith(("gradients are", "half of what"))
+    ),
+}
+UNWATCHED = pytest.mark.xfail(strict=True, reason="issue 22: gradients that others change inside a window are not missed")
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [pytest.param(p, n, marks=UNWATCHED if (p, n) in SILENT else ()) for p in ("windows of 2", "split") for n in USERS],
+)
+def test_a_hook_of_a_user_that_does_something_else_leaves_windows_exact_or_it_is_told(policy: str, name: str) -> None:
+    hook, does = USERS[name]
+
+    def make(optimizer: str) -> Line:
+        module = Line(optimizer)
+        setattr(module, hook, partial(does, module))
+        return module
+
+    rows, told = [list(batch) for batch in BATCHES], []
+    for optimizer in OPTIMIZERS:
+        try:
+            with warned() as told:
+                assert_window_equals_batch(
+                    partial(make, optimizer), rows, GradientAccumulation(**POLICIES[policy]), optimizers=[None]
+                )
+        except AccumulationError:
+            continue
+        except (AssertionError, ValueError):
+            assert told, hook
