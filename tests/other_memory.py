@@ -1,16 +1,21 @@
-"""A second memory for the CPU, with copies as late and as careless as a device may make them."""
+"""A second memory for the CPU, with copies as late and as careless as a device may make them; put in place privately, only here."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_accum.whole import offload
 
 
 class OtherMemory:
@@ -73,3 +78,16 @@ class OtherMemory:
 def _bytes(storage: torch.UntypedStorage) -> Any:
     """Without an operator, which :class:`Alive` would see."""
     return np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr()), dtype=np.uint8)
+
+
+@contextmanager
+def other_memory(smallest: int = 0) -> Iterator[OtherMemory]:
+    """The CPU is a device that has a host, to which tensors of more than so many bytes are moved."""
+    own, host = (offload.lane_for, offload._SMALL), OtherMemory()
+    offload.lane_for, offload._SMALL = host, smallest
+    try:
+        yield host
+    finally:
+        offload.lane_for, offload._SMALL = own
+    gc.collect()
+    assert host.is_quiet
