@@ -3,7 +3,7 @@
 ``python tests/lower_bounds.py`` makes a virtual environment in a temporary directory, installs each dependency, the demo's too,
 at its lower bound, both of Lightning's packages among them, and this package as a wheel, runs the tests there and exits with
 pytest's code. Arguments that are not listed by ``--help`` go to pytest:
-``python tests/lower_bounds.py tests/unit/test_graph.py -k cross_entropy``. Tests that need a peer, such as transformers, skip
+``python tests/lower_bounds.py tests/promises/test_losses.py -k cross_entropy``. Tests that need a peer, such as transformers, skip
 themselves where it is missing.
 
 Where packages come from is pip's own configuration. The Linux wheels of torch bring several GB of CUDA libraries; an index with

@@ -2,7 +2,7 @@
 
 ``python tests/newest.py`` makes a virtual environment in a temporary directory, installs the checkout with its ``[test]`` extra
 there, without any constraint that the caller has, runs the tests and exits with pytest's code. Arguments that are not listed by
-``--help`` go to pytest: ``python tests/newest.py tests/unit/test_graph.py -k mse``. On Linux torch brings several GB of CUDA
+``--help`` go to pytest: ``python tests/newest.py tests/promises/test_losses.py -k RMSE``. On Linux torch brings several GB of CUDA
 libraries; the environment variable ``TMPDIR`` moves the directory, and ``--environment DIR`` keeps it for the next time.
 
 ``python tests/newest.py --constraint .ci/constraints.txt`` does the same with the versions of CI.

@@ -177,7 +177,7 @@ add("discrete hazards", "x t event", lambda o, b, m: _hazards(o, b.t, b.event).m
 add("discrete hazards, sum over intervals", "x t event", lambda o, b, m: _hazards(o, b.t, b.event).sum(1).mean())
 add("Weibull survival", "x time event", lambda o, b, m: ((b.time * o[:, 0].exp()) ** 1.5
     - b.event * (1.5 * o[:, 0] + 0.5 * b.time.log())).mean())
-# every micro-batch has an event here: one that has none divides by 0, which is an error (see test_later_batches.py)
+# every micro-batch has an event here: one that has none divides by 0, which is an error (see test_check.py)
 add("exponential survival, by events", "x time event", lambda o, b, m:
     (b.time * o[:, 0].exp() - b.event * o[:, 0]).sum() / b.event.sum())
 add("accelerated failure times", "x time event", lambda o, b, m:
