@@ -46,20 +46,20 @@ class Holed(ShardedLanguage):
         return None
 
 
-def with_holes(by_rank: list[list[Any]], kinds: list[str], places: list[tuple[int, int]]) -> list[list[Any]]:
-    """At places of ranks, with each of the kinds in turn."""
+def assert_the_rest_is_the_window(
+    engine: str, options: Any, places: list[tuple[int, int]], kinds: list[str], rows: Any = ROWS, **policy: Any
+) -> None:
+    """With each of the kinds in turn at loader batches of ranks."""
+    by_rank: list[list[Any]] = dealt(rows, 2, engine)
     for index, (rank, place) in enumerate(places):
         by_rank[rank][place] = Hole(by_rank[rank][place], kinds[index % len(kinds)])
-    return by_rank
+    make, accumulation = partial(Holed, "adamw"), GradientAccumulation(2, **policy)
+    assert_one_window_one_batch(make, by_rank, windows_of(by_rank, 2), accumulation, engine, options, collate=collate)
 
 
 ENGINES = [
-    on("ddp"),
-    on("fsdp2"),
-    on("fsdp1"),
-    on("ddp", sync="micro_batch"),
-    on("fsdp2", sync="micro_batch"),
-    on("fsdp1", sync="micro_batch"),
+    *(on(engine) for engine in ("ddp", "fsdp2", "fsdp1")),
+    *(on(engine, sync="micro_batch") for engine in ("ddp", "fsdp2", "fsdp1")),
     on("ddp", find_unused_parameters=True),
     on("ddp", static_graph=True),
     on("fsdp2 and tensor"),
@@ -74,8 +74,7 @@ ENGINES = [
 @pytest.mark.parametrize(("engine", "options"), ENGINES)
 def test_nothing_on_one_of_two_ranks(engine: str, options: dict[str, Any], kind: str) -> None:
     """At a boundary, at a beginning, at a boundary, as the tail."""
-    by_rank = with_holes(dealt(ROWS, 2, engine), [kind], [(1, 1), (0, 2), (1, 5), (1, 6)])
-    assert_one_window_one_batch(partial(Holed, "adamw"), by_rank, windows_of(by_rank, 2), 2, engine, options, collate=collate)
+    assert_the_rest_is_the_window(engine, options, [(1, 1), (0, 2), (1, 5), (1, 6)], [kind])
 
 
 @pytest.mark.some_cases(4)
@@ -84,14 +83,13 @@ def test_nothing_on_one_of_two_ranks(engine: str, options: dict[str, Any], kind:
 def test_nothing_of_every_kind_on_either_of_two_ranks(engine: str, options: dict[str, Any], micro_batch: int | None) -> None:
     first = [(0, 0)] if engine == "ddp" else []  # a shard needs a batch first, and is told so
     places = [*first, (0, 1), (1, 2), (1, 3), (0, 4), (0, 5), (1, 6)]
-    by_rank, policy = with_holes(dealt(ROWS, 2, engine), KINDS, places), GradientAccumulation(2, micro_batch=micro_batch)
-    assert_one_window_one_batch(partial(Holed, "adamw"), by_rank, windows_of(by_rank, 2), policy, engine, options, collate=collate)
+    assert_the_rest_is_the_window(engine, options, places, KINDS, micro_batch=micro_batch)
 
 
 @pytest.mark.some_cases(3)
 @pytest.mark.parametrize(("engine", "options"), [on("accum"), *ENGINES])
 def test_a_window_of_nothing_takes_no_step(engine: str, options: dict[str, Any]) -> None:
-    by_rank = dealt(ROWS[:24] if engine != "accum" else ROWS[:12], 2, engine)
-    for own, kind in zip(by_rank, ["no batch", "None after the forward"], strict=False):
-        own[2], own[3] = Hole(own[2], kind), Hole(own[3], "all labels ignored")
-    assert_one_window_one_batch(partial(Holed, "adamw"), by_rank, windows_of(by_rank, 2), 2, engine, options, collate=collate)
+    ranks = range(1 if engine == "accum" else 2)
+    places = [(rank, place) for place in (2, 3) for rank in ranks]
+    kinds = [*["no batch", "None after the forward"][: len(ranks)], *["all labels ignored"] * len(ranks)]
+    assert_the_rest_is_the_window(engine, options, places, kinds, ROWS[: 12 * len(ranks)])
