@@ -1,98 +1,192 @@
-"""What is logged of a split batch is what plain Lightning logs of the whole one, also where that is not one mean of one name."""
+"""What a module, its callbacks and its loggers see of a split batch is what plain Lightning shows of the whole one."""
 
 from __future__ import annotations
 
-import warnings
+import csv
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import OPTIMIZERS, ddp, loader, trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from support import Toy, ddp, fit, loader, relative_error, trainer, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import MeanSquaredError, Metric, MetricTracker, PearsonCorrCoef
-from torchmetrics.aggregation import MeanMetric, RunningMean
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MeanSquaredError, MetricCollection, MetricTracker, PearsonCorrCoef
+from torchmetrics.aggregation import RunningMean
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score, MulticlassRecall
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from lightning_accum import GradientAccumulation
 
 CLASSES = 3
-Step = Callable[[pl.LightningModule, Metric, Tensor, Tensor], None]
 
 
-def batches(number: int = 4, rows: int = 10, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randn(rows, CLASSES, dtype=torch.float64, generator=generator),
-            torch.randint(0, CLASSES, (rows,), generator=generator),
-        )
-        for _ in range(number)
-    ]
+def batches(number: int = 5, size: int = 8) -> list[dict[str, Any]]:
+    """Rows of features each, classes, some of them ignored, and names; the last micro-batch of some is smaller."""
+    generator, made = torch.Generator().manual_seed(1), []
+    for index in range(number):
+        rows = size - index
+        target = torch.randint(0, CLASSES, (rows,), generator=generator)
+        target[torch.rand(rows, generator=generator) < 0.3] = -100
+        x = torch.randn(rows, 4, dtype=torch.float64, generator=generator)
+        made.append({"x": x, "y": target, "name": [f"{index}-{row}" for row in range(rows)]})
+    return made
 
 
-class Logging(pl.LightningModule):
-    """Logs as ``step`` says, and remembers what callbacks can see after each batch and each epoch."""
+class Classifier(Toy):
+    """Makes and logs whatever ``tell`` says of its logits, labels and loss."""
 
-    def __init__(self, metric: Any, step: Step) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net, self.metric, self.step = nn.Linear(CLASSES, CLASSES).double(), metric, step
+    def __init__(self, tell: Callable[..., Any], metrics: dict[str, Any] | None = None) -> None:
+        super().__init__(lambda net, batch: F.cross_entropy(net(batch["x"]), batch["y"]), net=lambda: nn.Linear(4, CLASSES))
+        self.tell, self.metrics = tell, nn.ModuleDict(metrics or {})
+        self.indices: list[int] = []
         self.seen: list[dict[str, float]] = []
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        logits = self.net(batch[0])
-        self.step(self, self.metric, logits, batch[1])
-        return F.cross_entropy(logits, batch[1])
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        self.indices.append(batch_idx)
+        assert len(batch["name"]) == len(batch["x"])
+        logits = self.net(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"], ignore_index=-100)
+        return self.tell(self, logits, batch["y"], loss, batch) or loss
 
-    def look(self) -> None:
+    def look(self, *_: Any) -> None:
         seen = self.trainer.callback_metrics.items()
         self.seen.append({name: value.item() for name, value in seen if not name.startswith("window/")})
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.look()
-
-    def on_train_end(self) -> None:
-        self.look()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS["sgd"](self.parameters())
+    on_train_batch_end = on_train_end = look
 
 
-def seen_by(metric: Any, step: Step, micro_batch: int | None) -> list[dict[str, float]]:
-    module = Logging(metric, step)
-    callbacks = [] if micro_batch is None else [GradientAccumulation(micro_batch=micro_batch)]
-    trainer("accum" if callbacks else "auto", callbacks=callbacks, max_epochs=2).fit(module, loader(batches()))
-    return module.seen
+BOTH = {"on_step": True, "on_epoch": True}
 
 
-def value_with_graph(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
-    module.log("rmse", metric(logits, F.one_hot(target, CLASSES).double()), on_step=True, on_epoch=True)
+def in_every_way(self: Any, logits: Tensor, y: Tensor, loss: Tensor, batch: Any) -> Any:
+    counted, metrics = y != -100, self.metrics
+    self.log("loss", loss, prog_bar=True, **BOTH)
+    self.log("detached", loss.detach(), on_step=True, on_epoch=False)
+    self.log("item", loss.item(), on_step=True, on_epoch=False)
+    self.log("penalty", logits.square().mean(), **BOTH)  # over all rows, not only those that count
+    self.log("samples", float(len(y)), reduce_fx="sum", **BOTH)
+    self.log("highest", logits.max(), reduce_fx="max", **BOTH)
+    self.log("lowest", logits.min(), reduce_fx="min", on_epoch=True)
+    self.log("total", F.cross_entropy(logits, y, ignore_index=-100, reduction="sum"), **BOTH)
+    self.log("of_rows", batch["x"][:, 0].mean(), batch_size=len(y), **BOTH)
+    self.log("right", (logits.argmax(1) == y)[counted].double().mean(), on_step=True, on_epoch=False)
+    self.log("positional", loss, False, None, False, True)
+    self.log_dict({"a": loss * 2, "b": logits.abs().sum() / logits.numel()}, **BOTH)
+    accuracy = metrics["accuracy"](logits, y)
+    self.log("accuracy_value", accuracy, on_step=False, on_epoch=True, batch_size=int(counted.sum()))
+    self.log("accuracy", metrics["accuracy"], **BOTH)
+    metrics["of_epoch"].update(logits, y)
+    self.log("of_epoch", metrics["of_epoch"], on_step=False, on_epoch=True)
+    metrics["collection"](logits, y)
+    self.log_dict(metrics["collection"], **BOTH)
+    metrics["auroc"](logits.softmax(-1), y)
+    self.log("auroc", metrics["auroc"], **BOTH)
+    metrics["largest"](logits.detach().abs())
+    self.log("largest", metrics["largest"], **BOTH)
+    metrics["mean"](loss.detach(), weight=counted.sum())
+    self.log("mean", metrics["mean"], **BOTH)
+    metrics["cat"].update(batch["x"][:, 0])
+    return {"loss": loss, "logits": logits.detach(), "name": batch["name"], "scale": 2.0}
 
 
-def only_updated(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
-    metric.update(logits, target)
-    module.log("accuracy", metric, on_step=True, on_epoch=True)
+def every_metric() -> dict[str, Any]:
+    shared = {"f1": MulticlassF1Score(CLASSES, ignore_index=-100), "acc": MulticlassAccuracy(CLASSES, ignore_index=-100)}
+    return {
+        "accuracy": MulticlassAccuracy(CLASSES, ignore_index=-100),
+        "of_epoch": MulticlassAccuracy(CLASSES, ignore_index=-100, average="macro"),
+        "collection": MetricCollection(shared, prefix="all/"),
+        "auroc": MulticlassAUROC(CLASSES, ignore_index=-100, thresholds=20),
+        **{"largest": MaxMetric(), "mean": MeanMetric(), "cat": CatMetric()},
+    }
 
 
-def of_each_class(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
-    module.log_dict(metric(logits, target), on_step=True, on_epoch=True)
+class Seen(Callback):
+    """Notes what the hooks of a batch get, and what metrics hold after it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(("start", batch_idx, batch["name"], trainer.global_step))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(("end", batch_idx, batch["name"], trainer.global_step))
+        self.seen.append({name: value for name, value in outputs.items() if name != "name"})
+        held = [module.metrics["accuracy"], module.metrics["mean"]]
+        self.seen.append([(metric.compute(), metric.update_called) for metric in held])
 
 
-def several_times(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
+def assert_same(found: Any, wanted: Any, where: str = "") -> None:
+    """The same numbers but for rounding in what is logged, which Lightning keeps in float32."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), where
+        for name in wanted:
+            assert_same(found[name], wanted[name], f"{where}.{name}")
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted), where
+        for index, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            assert_same(a, b, f"{where}[{index}]")
+    elif isinstance(wanted, (Tensor, float)):
+        torch.testing.assert_close(
+            torch.as_tensor(found), torch.as_tensor(wanted), rtol=1e-6, atol=1e-7, msg=lambda m: f"{where}: {m}"
+        )
+    else:
+        assert found == wanted, where
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("size", [3, 1, 4])
+def test_logs_outputs_metrics_and_hooks_are_those_of_the_whole_batch(size: int) -> None:
+    runs = []
+    for policy in ([], [GradientAccumulation(micro_batch=size)]):
+        module, seen, logger = Classifier(in_every_way, every_metric()), Seen(), CSVLogger("logs")
+        strategy = "accum" if policy else "auto"
+        run = fit(module, batches(), seen, *policy, strategy=strategy, logger=logger, log_every_n_steps=1, max_epochs=2)
+        with open(f"{logger.log_dir}/metrics.csv") as file:
+            rows = [{k: float(v) for k, v in row.items() if v and not k.startswith("window/")} for row in csv.DictReader(file)]
+        shown = (seen.seen, [row for row in rows if row.keys() - {"step", "epoch"}], module.seen, dict(run.progress_bar_metrics))
+        runs.append((*shown, sorted(set(module.indices)), module.metrics["cat"].compute(), run.global_step))
+    assert_same(runs[1], runs[0])
+    assert len(runs[0][1]) == 12
+    assert runs[0][3]
+
+
+def value_with_graph(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
+    self.log("rmse", self.metrics["it"](logits, F.one_hot(y.clamp(min=0), CLASSES).double()), **BOTH)
+
+
+def of_each_class(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
+    self.log_dict(self.metrics["it"](logits, y), **BOTH)
+
+
+def several_times(self: Any, logits: Tensor, y: Tensor, loss: Tensor, batch: Any) -> None:
     for scale in (1.0, 2.0, 4.0):
-        loss = F.cross_entropy(logits * scale, target)
-        module.log("loss", loss, on_step=True, on_epoch=True)
-        module.log("step", loss.item(), on_step=True, on_epoch=False)
-        module.log("sum", loss.detach() * len(target), reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log("loss", scale * loss, **BOTH)
+        self.log("step", (scale * loss).item(), on_step=True, on_epoch=False)
+        self.log("sum", scale * F.cross_entropy(logits.detach(), y, reduction="sum"), reduce_fx="sum", **BOTH)
 
 
-def one_metric_under_two_names(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
+def one_metric_under_two_names(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
     for name, values in (("a", logits), ("b", -logits)):
-        module.log(name, metric(values.argmax(1), target), on_step=True, on_epoch=True)
+        self.log(name, self.metrics["it"](values.argmax(1), y), **BOTH)
+
+
+def one_name(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
+    self.log("f1", self.metrics["it"](logits, y), **BOTH)
+
+
+def detached(self: Any, logits: Tensor, y: Tensor, loss: Tensor, batch: Any) -> None:
+    self.log("train_loss", loss.detach(), on_step=True, on_epoch=False)
+    self.log("kept", loss.data, on_step=True, on_epoch=False, batch_size=len(y))
+
+
+def of_epoch(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
+    self.metrics["it"](logits[:, 0].detach(), y.double())
+    self.log("r", self.metrics["it"], on_step=False, on_epoch=True)
 
 
 class NamedMetric(MulticlassF1Score):
@@ -103,194 +197,179 @@ class NamedMetric(MulticlassF1Score):
         return {"f1": value, "square": value.square()}
 
 
-def tracked(module: pl.LightningModule, metric: Any, logits: Tensor, target: Tensor) -> None:
-    module.log("f1", metric(logits, target), on_step=True, on_epoch=True)
-
-
 class Tracking(MetricTracker):
     """Starts with one metric."""
 
     def __init__(self) -> None:
-        super().__init__(MulticlassF1Score(CLASSES))
+        super().__init__(MulticlassF1Score(CLASSES, ignore_index=-100))
         self.increment()
 
 
-@pytest.mark.some_cases(5)
-@pytest.mark.parametrize(
-    ("make", "step"),
-    [
-        (lambda: MeanSquaredError(squared=False), value_with_graph),
-        (lambda: MulticlassAccuracy(CLASSES), only_updated),
-        (lambda: ClasswiseWrapper(MulticlassRecall(CLASSES, average=None)), of_each_class),
-        (lambda: NamedMetric(CLASSES), of_each_class),
-        (lambda: None, several_times),
-        (lambda: MulticlassAccuracy(CLASSES, average="micro"), one_metric_under_two_names),
-        (Tracking, tracked),
-    ],
-    ids=["graph", "update", "classwise", "dict", "several times", "two names", "tracker"],
-)
+LOGS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "graph": (value_with_graph, lambda: MeanSquaredError(squared=False)),
+    "classwise": (of_each_class, lambda: ClasswiseWrapper(MulticlassRecall(CLASSES, average=None, ignore_index=-100))),
+    "dict": (of_each_class, lambda: NamedMetric(CLASSES, ignore_index=-100)),
+    "several times": (several_times, MeanMetric),
+    "two names": (one_metric_under_two_names, lambda: MulticlassAccuracy(CLASSES, average="micro", ignore_index=-100)),
+    "tracker": (one_name, Tracking),
+    "detached": (detached, MeanMetric),
+    "of the epoch": (of_epoch, PearsonCorrCoef),
+}
+
+
+def seen_by(tell: Any, metric: Any, micro_batch: int | None, *callbacks: Callback) -> list[dict[str, float]]:
+    module, policy = (
+        Classifier(tell, {"it": metric}),
+        [] if micro_batch is None else [GradientAccumulation(micro_batch=micro_batch)],
+    )
+    fit(module, batches(4), *policy, *callbacks, strategy="accum" if policy else "auto", max_epochs=2)
+    return module.seen
+
+
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_logs_are_those_of_the_whole_batch(make: Callable[[], Any], step: Step, micro_batch: int) -> None:
-    whole, split = seen_by(make(), step, None), seen_by(make(), step, micro_batch)
-    assert len(whole) == len(split) == 9
-    for found, wanted in zip(split, whole, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-6, abs=1e-7)  # Lightning keeps what is logged in float32
+@pytest.mark.parametrize("name", LOGS)
+def test_what_is_logged_in_other_ways_is_that_of_the_whole_batch(name: str, micro_batch: int) -> None:
+    tell, make = LOGS[name]
+    whole, split = seen_by(tell, make(), None), seen_by(tell, make(), micro_batch)
+    assert len(whole) == 9
+    assert_same(split, whole)
     assert list(split[-1]) == list(whole[-1])  # in the order of logging
 
 
-class StoredLoss(pl.Callback):
-    """Logs what training_step has left, when its backward has freed the graph."""
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        pl_module.log("stored", pl_module.stored)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any) -> None:
-        pl_module.log("at_end", outputs["loss"])
-
-
-class LogsDetached(Logging):
-    """Logs its loss without the graph, as many modules do, and a loss over ignored labels: its weights are no batch sizes."""
-
-    def __init__(self, reduction: str, given: bool) -> None:
-        super().__init__(None, value_with_graph)
-        self.reduction, self.given = reduction, given
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        target = batch[1].masked_fill(batch[0][:, 0] > 0.3, -100)
-        loss = F.cross_entropy(self.net(batch[0]), target, reduction=self.reduction)
-        size = {"batch_size": len(target)} if self.given else {}
-        self.log("train_loss", loss.detach(), on_step=True, on_epoch=False, **size)
-        self.log("other", batch[0].mean(), on_step=True, on_epoch=False, **size)
-        self.log("kept", loss.data, on_step=True, on_epoch=False, **size)
-        return loss
-
-
-@pytest.mark.parametrize("callback", [None, StoredLoss])
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_loss_that_is_logged_without_its_graph_is_weighed_as_the_loss(reduction: str, given: bool, callback: Any) -> None:
-    seen = []
-    for micro_batch in (None, 3):
-        module = LogsDetached(reduction, given)
-        callbacks: list[Any] = [] if micro_batch is None else [GradientAccumulation(micro_batch=micro_batch)]
-        listening = [] if callback is None else [callback()]
-        module.stored = torch.zeros(())
-        trainer("accum" if callbacks else "auto", callbacks=[*callbacks, *listening]).fit(module, loader(batches()))
-        seen.append(module.seen)
-    for found, wanted in zip(*seen, strict=True):
-        for name in ("train_loss", "kept", *(["other"] if given else [])):
-            assert found[name] == pytest.approx(wanted[name], rel=1e-6)
-
-
-class StoresLoss(Logging):
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        logits = self.net(batch[0])
-        self.stored = F.cross_entropy(logits, batch[1]) / 2 + 10 * F.mse_loss(logits, torch.zeros_like(logits))
+def test_a_stored_loss_that_a_hook_logs_after_backward_is_that_of_the_whole_batch() -> None:
+    def stores(self: Any, logits: Tensor, y: Tensor, loss: Tensor, batch: Any) -> Tensor:
+        self.stored = F.cross_entropy(logits, y.clamp(min=0)) / 2 + 10 * F.mse_loss(logits, torch.zeros_like(logits))
         return self.stored
 
+    class Logs(Callback):
+        def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            pl_module.log("stored", pl_module.stored)
 
-def test_a_stored_loss_that_a_hook_logs_after_backward_is_that_of_the_whole_batch() -> None:
-    logged = []
-    for callbacks in ([], [GradientAccumulation(micro_batch=4)]):
-        module = StoresLoss(None, value_with_graph)
-        trainer("accum" if callbacks else "auto", callbacks=[*callbacks, StoredLoss()]).fit(module, loader(batches()))
-        logged.append(module.seen[-1])
-    assert set(logged[1]) == {"stored", "at_end"}
-    assert logged[1] == pytest.approx(logged[0], rel=1e-6)
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+            pl_module.log("at_end", outputs["loss"])
 
-
-def test_a_running_metric_keeps_what_it_holds_from_batch_to_batch() -> None:
-    def step(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
-        metric(target.double().mean())
-        module.log("running", metric, on_step=True, on_epoch=True)
-
-    metric = RunningMean(window=6)
-    with pytest.warns(UserWarning, match=r"shows a RunningMean.*each micro-batch is an update"):
-        split = seen_by(metric, step, 5)
-    targets = torch.stack([target for _, target in batches()]).double()
-    last_six = targets.reshape(-1, 5).mean(1)[-6:].mean().item()  # two micro-batches to a batch
-    assert split[-1]["running_epoch"] == pytest.approx(last_six, rel=1e-6)
-    assert "running_step" not in split[-1]
+    whole, split = (seen_by(stores, MeanMetric(), size, Logs())[-1] for size in (None, 4))
+    assert set(whole) == {"stored", "at_end"}
+    assert_same(split, whole)
 
 
-def test_a_metric_that_cannot_be_put_together_says_so_once() -> None:
-    def step(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
-        module.log("r", metric(logits[:, 0].detach(), target.double()), on_step=True, on_epoch=True)
+def running(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
+    self.metrics["it"](y.double().mean())
+    self.log("it", self.metrics["it"], **BOTH)
 
-    def of_epoch(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
-        metric(logits[:, 0].detach(), target.double())
-        module.log("r", metric, on_step=False, on_epoch=True)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        seen_by(PearsonCorrCoef(), step, 5)
-    assert len([warning for warning in caught if "'training_step.r' shows a PearsonCorrCoef" in str(warning.message)]) == 1
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*cannot be put together.*")
-        split = seen_by(PearsonCorrCoef(), of_epoch, 5)
-        seen_by(MeanMetric(), lambda module, metric, logits, target: module.log("m", metric(logits.detach())), 5)
-    assert split[-1]["r"] == pytest.approx(seen_by(PearsonCorrCoef(), of_epoch, None)[-1]["r"], rel=1e-6)
+def correlated(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
+    self.log("it", self.metrics["it"](logits[:, 0].detach(), y.double()), **BOTH)
+
+
+@pytest.mark.parametrize(("tell", "make"), [(running, lambda: RunningMean(window=6)), (correlated, PearsonCorrCoef)])
+def test_a_metric_that_cannot_be_put_together_is_warned_of_once_by_its_name(tell: Any, make: Any) -> None:
+    with warned() as told:
+        seen = seen_by(tell, make(), 4)
+    assert len([message for message in told if type(make()).__name__ in message]) == 1
+    assert "it_step" not in seen[-1] or tell is correlated
 
 
 def test_nothing_stays_of_a_name_that_only_a_failed_attempt_logged() -> None:
-    def step(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
-        module.log("size", float(len(target)), reduce_fx="max")
-        if module.seen and len(target) > 5:  # in the second batch
-            module.log("large", 1.0, on_epoch=True)
+    def tell(self: Any, logits: Tensor, y: Tensor, *_: Any) -> None:
+        self.log("size", float(len(y)), reduce_fx="max")
+        if self.seen and len(y) > 5:  # in the second batch
+            self.log("large", 1.0, on_epoch=True)
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    module = Logging(None, step)
-    fit = trainer(callbacks=[GradientAccumulation(micro_batch="auto")])
-    fit.fit(module, loader(batches(2)))
-    assert "size" in module.seen[-1]
-    assert "large" not in module.seen[-1]
+    module = Classifier(tell)
+    fit(module, batches(2), GradientAccumulation(micro_batch="auto"))
+    assert set(module.seen[-1]) == {"size"}
 
 
 def test_a_value_that_lightning_refuses_is_refused_where_it_is_logged() -> None:
-    def step(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
+    def tell(self: Any, *_: Any) -> None:
         with pytest.raises(ValueError, match="`list` values cannot be logged"):
-            module.log("sizes", [1.0, 2.0])
+            self.log("sizes", [1.0, 2.0])
 
-    assert len(seen_by(None, step, 4)) == 9
-
-
-def positional(module: pl.LightningModule, metric: Metric, logits: Tensor, target: Tensor) -> None:
-    module.log("loss", F.cross_entropy(logits, target), False, None, False, True)
+    assert len(seen_by(tell, MeanMetric(), 4)) == 9
 
 
-def test_arguments_of_log_may_be_positional() -> None:
-    assert seen_by(None, positional, 4)[-1] == pytest.approx(seen_by(None, positional, None)[-1], rel=1e-6)
+def test_outputs_of_sorted_rows_come_back_in_the_order_of_the_batch() -> None:
+    class Rows(Toy):
+        def __init__(self) -> None:
+            super().__init__(lambda net, batch: None, net=lambda: nn.Linear(1, 1, bias=False))
+            nn.init.ones_(self.net.weight)
+            self.widths: list[int] = []
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+            mask = batch["attention_mask"]
+            lengths = self.net(mask.sum(1).double()[:, None])[:, 0]
+            self.widths.append(mask.shape[1])
+            loss = (lengths[:, None] * mask).sum() / mask.sum()
+            return {"loss": loss, "lengths": lengths, "hidden": mask * 1.0, "text": "x"}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.outputs = outputs
+
+    lengths = torch.tensor([3, 1, 6, 2, 5, 4])
+    module = Rows()
+    fit(module, [{"attention_mask": (torch.arange(6) < lengths[:, None]).long()}], GradientAccumulation(micro_batch=2))
+    outputs = module.outputs
+    assert module.widths[-3:] == [6, 4, 2]
+    assert torch.equal(outputs["lengths"], lengths.double())
+    assert not outputs["lengths"].requires_grad
+    assert [tuple(hidden.shape) for hidden in outputs["hidden"]] == [(2, 6), (2, 4), (2, 2)]  # cannot be put together
+    assert outputs["text"] == ["x", "x", "x"]
+    assert outputs["loss"].item() == pytest.approx((lengths.double().square().sum() / lengths.sum()).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_micro_batches_without_a_loss_weigh_nothing(is_heard: bool) -> None:
+    class Sometimes(Classifier):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            return None if (batch["y"] == -100).all() else super().training_step(batch, batch_idx)
+
+    class Listens(Callback):
+        def on_after_backward(self, trainer: pl.Trainer, module: Any) -> None: ...
+
+    data = batches(3)
+    data[0]["y"][:4] = -100  # the first micro-batch has nothing to train on
+    whole, split = Sometimes(lambda *_: None), Sometimes(lambda *_: None)
+    fit(whole, data, strategy="auto")
+    fit(split, data, GradientAccumulation(micro_batch=4), *([Listens()] if is_heard else []))
+    assert relative_error(split.parameters(), whole.parameters()) <= 1e-12
+
+
+class OfRanks(pl.LightningModule):
+    """Logs the mean of its numbers, and the numbers of each class that it has, in the order of the classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(2, 4, dtype=torch.float64))
+
+    def train_dataloader(self) -> Any:  # three micro-batches on one rank, one on the other
+        share = [[0.0, 0, 2, 2, 1, 1], [2.0, 0]][self.trainer.global_rank]
+        return loader([torch.tensor(share, dtype=torch.float64)] * 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = ((self.w + 1) * batch).mean()
+        self.log("loss", loss.detach(), sync_dist=True, batch_size=4, **BOTH)
+        for value in range(CLASSES):
+            if rows := int((batch == value).sum()) or self.trainer.global_rank:
+                self.log(f"{value}", torch.tensor(float(value)), sync_dist=True, batch_size=rows, **BOTH)
+        return loss
+
+    def on_train_end(self) -> None:
+        for row, when in enumerate(("step", "epoch")):
+            for column, name in enumerate(("loss", "0", "1", "2")):
+                self.seen[row, column] = self.trainer.callback_metrics[f"{name}_{when}"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 @pytest.mark.timeout(60)
-def test_ranks_pair_their_reductions_whichever_name_comes_first() -> None:
-    targets = [torch.tensor([0, 0, 2, 2, 1, 1, 0, 0]), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])]
-
-    class OfClasses(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(1, CLASSES)
-            self.register_buffer("logged", torch.zeros(2, CLASSES))
-
-        def train_dataloader(self) -> Any:
-            return loader([(torch.ones(8, 1), targets[self.trainer.global_rank])] * 2)
-
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            for c in range(CLASSES):
-                if rows := int((batch[1] == c).sum()):
-                    self.log(f"{c}", torch.tensor(float(c)), sync_dist=True, on_step=True, on_epoch=True, batch_size=rows)
-            return F.cross_entropy(self.net(batch[0]), batch[1])
-
-        def on_train_end(self) -> None:
-            for row, when in enumerate(("step", "epoch")):
-                for c in range(CLASSES):
-                    self.logged[row, c] = self.trainer.callback_metrics[f"{c}_{when}"]
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    split, whole = OfClasses(), OfClasses()
-    trainer(ddp(), devices=2, callbacks=[GradientAccumulation(micro_batch=4)]).fit(split)
+def test_logs_over_two_ranks_are_reduced_once_a_batch_in_one_order() -> None:
+    split, whole = OfRanks(), OfRanks()
+    trainer(ddp(), devices=2, callbacks=[GradientAccumulation(micro_batch=2)]).fit(split)
     trainer("ddp_fork", devices=2).fit(whole)
-    torch.testing.assert_close(split.logged, whole.logged)
-    assert split.logged[0].tolist() == [0.0, 1.0, 2.0]
+    torch.testing.assert_close(split.seen, whole.seen)
+    assert split.seen[0].tolist() == [1.0, 0.0, 1.0, 2.0]
