@@ -1,9 +1,9 @@
-"""A training in new processes that is interrupted and goes on, against one that is not: to the bit."""
+"""A training in new processes that is interrupted and goes on, against one that is not."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from sharded import ShardedLanguage, whole_parameters
-from support import SaveAfter, StatefulLoader, pad, sentences, trainer
+from support import SaveAfter, StatefulLoader, pad, relative_error, sentences, trainer
 
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
 
@@ -48,36 +48,27 @@ class Record(Callback):
             self.losses[int(trainer.callback_metrics["window/optimizer_steps"])] = float(trainer.callback_metrics["window/loss"])
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        parameters, record = whole_parameters(pl_module), {"losses": self.losses}
+        self.on_train_batch_end(trainer)  # a window that ended with training
+        parameters = whole_parameters(pl_module)
         if trainer.global_rank == 0:
-            record["parameters"] = parameters
-            record["global_step"] = trainer.global_step
-            record["schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-            record["total_weight"] = float(trainer.callback_metrics["window/total_weight"])
+            schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+            weight = float(trainer.callback_metrics["window/total_weight"])
+            record = {"losses": self.losses, "parameters": parameters, "steps": trainer.global_step, "weight": weight}
             if not isinstance(trainer.strategy, ModelParallelAccumulationStrategy):
                 record["optimizers"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
-            torch.save(record, "record.pt")
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.losses[-trainer.current_epoch] = -1.0
+            torch.save({**record, "schedulers": schedulers}, "record.pt")
 
 
 def train(
-    make: Callable[[], Any],
-    ranks: int,
-    save_after: int | None = None,
-    ends: bool = False,
-    resumes: bool = False,
-    module: type[Module] = Module,
-    **policy: Any,
+    make: Callable[[], Any], ranks: int, after: int | None = None, ends: bool = False, resumes: bool = False, **policy: Any
 ) -> dict[str, Any] | None:
-    """Train for an epoch in new processes. Returns what it ended with; None where it was interrupted."""
+    """Train for an epoch in new processes: in single precision on one rank, in double over several. None if it was interrupted."""
     Path("record.pt").unlink(missing_ok=True)
+    module = policy.pop("module", Module)().to(torch.float32 if ranks == 1 else torch.float64)
 
     def fit() -> None:
-        callbacks = [GradientAccumulation(**policy), SaveAfter(save_after, ends=ends), Record()]
-        run = trainer(make(), devices=ranks, callbacks=callbacks)
-        run.fit(module(), ckpt_path="inside.ckpt" if resumes else None)
+        run = trainer(make(), devices=ranks, callbacks=[GradientAccumulation(**policy), SaveAfter(after, ends=ends), Record()])
+        run.fit(module, ckpt_path="inside.ckpt" if resumes else None)
 
     if ranks > 1:  # forks by itself
         try:
@@ -93,6 +84,23 @@ def train(
     return None if ends else torch.load("record.pt", weights_only=False)
 
 
+def assert_goes_on(make: Callable[[], Any], ranks: int, stops: Sequence[int], **policy: Any) -> None:
+    """A training that ends after a loader batch and goes on is one without a stop: to the bit on one rank, else to rounding."""
+    expected = train(make, ranks, **policy)
+    for after in stops:
+        train(make, ranks, after, ends=True, **policy)
+        found = train(make, ranks, resumes=True, **policy)
+        begun = min(found["losses"])
+        losses = {step: loss for step, loss in expected["losses"].items() if step >= begun}
+        wanted = {**expected, "losses": losses}
+        for name, value in wanted.items() if ranks == 1 else []:
+            assert is_same(found[name], value), f"checkpoint after {after}: {name}"
+        of_losses = [[torch.tensor(list(record["losses"].values()), dtype=torch.float64)] for record in (found, wanted)]
+        assert (found["steps"], found["weight"]) == (wanted["steps"], wanted["weight"])
+        assert relative_error(*of_losses) < 1e-12
+        assert relative_error(found["parameters"].values(), wanted["parameters"].values()) < 1e-12
+
+
 def is_same(a: Any, b: Any) -> bool:
     """To the bit."""
     if isinstance(a, torch.Tensor):
@@ -102,10 +110,3 @@ def is_same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
-
-
-def assert_goes_on(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
-    for step, loss in found.pop("losses").items():
-        assert expected["losses"][step] == loss, f"{where}: loss of window {step}"
-    for name, value in found.items():
-        assert is_same(expected[name], value), f"{where}: {name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import SHORT, Unsized, assert_one_window_one_batch, on, windows_of
+from harness import ENGINES as HELD
+from harness import Unsized, assert_one_window_one_batch, on, windows_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from sharded import DoublePrecision, ShardedScalar, fsdp1, fsdp2, needs_sharding_on_cpu, total_of
-from support import ListOfBatches, ddp, loader, relative_error, trainer, x
+from sharded import ShardedScalar, needs_sharding_on_cpu, total_of
+from support import ListOfBatches, Toy, fit, loader, x
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
@@ -28,8 +30,6 @@ ENGINES = pytest.mark.parametrize(
     "engine", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu), pytest.param("fsdp1", marks=needs_sharding_on_cpu)]
 )
 LENGTHS_KNOWN = pytest.mark.parametrize("has_length", [True, False], ids=["sized", "iterable"])
-
-# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def batches(*lengths: int) -> list[list[Tensor]]:
@@ -53,13 +53,13 @@ class Uneven(ShardedScalar):
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.has_length = has_length
 
-    def data_rank(self) -> int:
+    def own(self, by_rank: Sequence[Any]) -> Any:
         if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
-            return self.device_mesh["data_parallel"].get_local_rank()
-        return self.trainer.global_rank
+            return by_rank[self.device_mesh["data_parallel"].get_local_rank()]
+        return by_rank[self.trainer.global_rank]
 
     def train_dataloader(self) -> DataLoader:
-        own = self.by_rank[self.data_rank()]
+        own = self.own(self.by_rank)
         return DataLoader(ListOfBatches(own) if self.has_length else Unsized(own), batch_size=None)
 
     def configure_optimizers(self) -> Any:
@@ -68,36 +68,30 @@ class Uneven(ShardedScalar):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def facts(self) -> dict[str, Any]:
-        epoch_loop = self.trainer.fit_loop.epoch_loop
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
         return {
             "global_step": self.trainer.global_step,
             "epoch": self.trainer.current_epoch,
             "scheduler": self.lr_schedulers().last_epoch,
-            "batches": epoch_loop.batch_progress.total.completed,
-            "batches of the epoch": epoch_loop.batch_progress.current.completed,
+            "batches": progress.total.completed,
+            "batches of the epoch": progress.current.completed,
             "length": self.trainer.num_training_batches,
         }
 
     def on_train_end(self) -> None:
-        torch.save(self.facts(), f"rank{self.global_rank}.pt")
+        metrics = {name: value.item() for name, value in self.trainer.callback_metrics.items()}
+        torch.save((self.facts(), metrics), f"rank{self.global_rank}.pt")
 
 
 def facts_of(ranks: int) -> list[dict[str, Any]]:
-    return [torch.load(f"rank{rank}.pt") for rank in range(ranks)]
+    return [torch.load(f"rank{rank}.pt")[0] for rank in range(ranks)]
 
 
-def fit(engine: str, module: pl.LightningModule, ranks: int = 2, window: int = 1, **kwargs: Any) -> float:
+def total(engine: str, module: pl.LightningModule, window: int = 1, /, *callbacks: pl.Callback, **kwargs: Any) -> float:
     """The sum of all gradients that were stepped."""
-    options: dict[str, Any] = {"devices": ranks, "max_epochs": EPOCHS, "accumulate_grad_batches": window}
-    if engine == "ddp":
-        options["strategy"] = ddp(timeout=SHORT)
-    elif engine == "fsdp1":
-        options |= {"strategy": fsdp1(timeout=SHORT), "plugins": [DoublePrecision()]}
-    else:
-        options["strategy"] = fsdp2(ranks, timeout=SHORT)
-    run = trainer(**{**options, **kwargs})
-    run.fit(module)
-    module.metrics_of_run = {name: value.item() for name, value in run.callback_metrics.items()}
+    of, strategy = HELD[engine], kwargs.pop("options", {})
+    options = {"strategy": of.strategy(**strategy), "devices": of.ranks, "plugins": of.plugins(), "max_epochs": EPOCHS, **kwargs}
+    run = fit(module, None, GradientAccumulation(window), *callbacks, **options)
     return total_of(run) if hasattr(run, "whole") else -module.layer.weight.item()
 
 
@@ -110,9 +104,8 @@ def fit(engine: str, module: pl.LightningModule, ranks: int = 2, window: int = 1
 @ENGINES
 def test_two_ranks_equal_the_full_batch_and_count_alike(engine: str, has_length: bool, window: int) -> None:
     by_rank = batches(5, 2) if window != 2 else batches(2, 5)
-    total = fit(engine, Uneven(by_rank, has_length), window=window)
-    expected = means(by_rank, window)
-    assert total == pytest.approx(EPOCHS * sum(expected), rel=1e-12)
+    found, expected = total(engine, Uneven(by_rank, has_length), window), means(by_rank, window)
+    assert found == pytest.approx(EPOCHS * sum(expected), rel=1e-12)
     steps = EPOCHS * len(expected)
     own = {"global_step": steps, "epoch": EPOCHS, "scheduler": steps, "batches": 5 * EPOCHS, "batches of the epoch": 5}
     assert facts_of(2) == [{**own, "length": 5 if has_length else float("inf")}] * 2
@@ -127,42 +120,30 @@ CASES = [  # an engine, so many loader batches of each rank, and how they make w
     on("fsdp2 and tensor", (1, 4), {"window": 3}),
     on("ddp", (5, 2), {"window": 3, "tail": "carry"}),
     on("ddp of 3", (0, 5, 2), {"window": 3}, sync="micro_batch"),
-    on("ddp of 3", (0, 5, 2), {"window": 3}, find_unused_parameters=True),
-    on("ddp of 3", (0, 5, 2), {"window": 3}, static_graph=True),
-    on("ddp of 3", (0, 5, 2), {"window": 3}, gradient_as_bucket_view=True),
+    *(
+        on("ddp of 3", (0, 5, 2), {"window": 3}, **{option: True})
+        for option in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+    ),
+    *(on(engine, (6, 9), {"window": window, "micro_batch": 2}) for engine, window in (("ddp", 1), ("ddp", 2), ("fsdp2", 2))),
+    on("fsdp1", (6, 9), {"window": 2, "micro_batch": 2}),
 ]
 
 
-def assert_full_batches(
-    engine: str,
-    by_rank: Sequence[Sequence[Tensor]],
-    policy: dict[str, Any],
-    options: Any = None,
-    windows: Any = None,
-    **kwargs: Any,
-) -> None:
+def assert_full_batches(engine: str, by_rank: Any, policy: dict[str, Any], options: Any = None, windows: Any = None, **kw: Any):
     """Of a mean of numbers: the gradient of each window is the mean of all of its own."""
     windows = windows or windows_of(by_rank, policy["window"], EPOCHS, policy.get("tail", "step"))
     rows, accumulation = [[list(batch) for batch in own] for own in by_rank], GradientAccumulation(**policy)
-    arguments = {"collate": torch.stack, "max_epochs": EPOCHS, **kwargs}
+    arguments = {"collate": torch.stack, "max_epochs": EPOCHS, **kw}
     assert_one_window_one_batch(ShardedScalar, rows, windows, accumulation, engine, options, **arguments)
 
 
-@pytest.mark.some_cases(16)
+@pytest.mark.some_cases(18)
 @LENGTHS_KNOWN
 @pytest.mark.parametrize(("engine", "options", "lengths", "policy"), CASES)
 def test_ranks_that_end_at_different_times_equal_the_full_batch(
     engine: str, options: dict[str, Any], lengths: tuple[int, ...], policy: dict[str, Any], has_length: bool
 ) -> None:
     assert_full_batches(engine, batches(*lengths), policy, options, has_length=has_length)
-
-
-@pytest.mark.some_cases(6)
-@LENGTHS_KNOWN
-@pytest.mark.parametrize(("engine", "options", "window"), [on("ddp", 1), on("ddp", 2), on("fsdp2", 2), on("fsdp1", 2)])
-def test_so_do_split_batches(engine: str, options: dict[str, Any], window: int, has_length: bool) -> None:
-    by_rank = [[x(1, 2, 3, 4, 5), x(6, 7, 8)], [x(10, 20, 30), x(40), x(50, 60), x(70, 80, 90, 100, 110)]]
-    assert_full_batches(engine, by_rank, {"window": window, "micro_batch": 2}, options, has_length=has_length)
 
 
 class StopsInside(pl.Callback):
@@ -174,46 +155,43 @@ class StopsInside(pl.Callback):
 
 @needs_sharding_on_cpu
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1"])
-def test_early_stop_inside_a_window_where_a_rank_has_no_batch(engine: str) -> None:
+def test_an_early_stop_inside_a_window_ends_ranks_without_a_batch_too(engine: str) -> None:
     by_rank = batches(3, 0)
     assert_full_batches(engine, by_rank, {"window": 2}, windows=[list(by_rank[0][0])], callbacks=[StopsInside()])
 
 
 @LENGTHS_KNOWN
-def test_limited_batches(has_length: bool) -> None:
+def test_limited_batches_are_limited_on_every_rank(has_length: bool) -> None:
     by_rank = batches(5, 2)
     windows = windows_of([rank[:3] for rank in by_rank], 2, EPOCHS)
     assert_full_batches("ddp", by_rank, {"window": 2}, windows=windows, limit_train_batches=3, has_length=has_length)
+
+
+class Streams(Unsized):
+    """Others in each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches.pop(0))
 
 
 class ByEpoch(Uneven):
     """In each epoch the loaders have other lengths."""
 
     def train_dataloader(self) -> DataLoader:
-        by_epoch = [by_rank[self.data_rank()] for by_rank in self.by_rank]
+        by_epoch = [self.own(by_rank) for by_rank in self.by_rank]
         if self.has_length:
             return DataLoader(ListOfBatches(by_epoch[self.trainer.current_epoch]), batch_size=None)
         return DataLoader(Streams(by_epoch), batch_size=None)
 
 
-class Streams(IterableDataset):
-    """Others in each epoch."""
-
-    def __init__(self, by_epoch: Sequence[Sequence[Any]]) -> None:
-        self.by_epoch = list(by_epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.by_epoch.pop(0))
-
-
 @pytest.mark.some_cases(3)
 @LENGTHS_KNOWN
 @ENGINES
-def test_lengths_that_change_from_epoch_to_epoch(engine: str, has_length: bool) -> None:
+def test_lengths_may_change_from_epoch_to_epoch(engine: str, has_length: bool) -> None:
     by_epoch = [batches(3, 1), batches(0, 2), batches(4, 4), batches(1, 3)]
     reload = {"reload_dataloaders_every_n_epochs": 1} if has_length else {}
-    total = fit(engine, ByEpoch(by_epoch, has_length), window=2, max_epochs=len(by_epoch), **reload)
-    assert total == pytest.approx(sum(mean for by_rank in by_epoch for mean in means(by_rank, 2)), rel=1e-12)
+    found = total(engine, ByEpoch(by_epoch, has_length), 2, max_epochs=len(by_epoch), **reload)
+    assert found == pytest.approx(sum(mean for by_rank in by_epoch for mean in means(by_rank, 2)), rel=1e-12)
 
 
 class Combined(Uneven):
@@ -222,7 +200,7 @@ class Combined(Uneven):
     mode = ""
 
     def train_dataloader(self) -> CombinedLoader:
-        own = self.by_rank[self.data_rank()]
+        own = self.own(self.by_rank)
         return CombinedLoader({"one": loader(own), "two": loader([batch + 1 for batch in own * 2])}, self.mode)
 
     def training_step(self, batch: dict[str, Tensor | None], batch_idx: int) -> Tensor:
@@ -230,23 +208,22 @@ class Combined(Uneven):
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
-def test_combined_loaders(mode: str) -> None:
+def test_combined_loaders_may_be_uneven_too(mode: str) -> None:
     by_rank = batches(2, 5)
     module = Combined(by_rank)
     module.mode = mode
-    total = fit("ddp", module, window=2)
+    found = total("ddp", module, 2)
 
     def of(own: list[Tensor]) -> list[Tensor]:
         twos, ones = [batch + 1 for batch in own * 2], {"max_size_cycle": own * 2, "max_size": own + [x()] * len(own)}
         return [torch.cat(pair) for pair in zip(ones.get(mode, own), twos, strict=False)]
 
-    assert total == pytest.approx(EPOCHS * sum(means([of(own) for own in by_rank], 2)), rel=1e-12)
+    assert found == pytest.approx(EPOCHS * sum(means([of(own) for own in by_rank], 2)), rel=1e-12)
 
 
 @LENGTHS_KNOWN
-def test_no_rank_has_any_batch(has_length: bool) -> None:
-    assert fit("ddp", Uneven(batches(0, 0), has_length), window=2) == 0.0
-    assert not Path("rank0.pt").exists() or facts_of(2)[0]["global_step"] == 0
+def test_if_no_rank_has_any_batch_nothing_is_trained(has_length: bool) -> None:
+    assert total("ddp", Uneven(batches(0, 0), has_length), 2) == 0.0
 
 
 # --- what standing in leaves alone ------------------------------------------------------------------------------------
@@ -261,7 +238,6 @@ class Logs(Uneven):
         options = {"sync_dist": True, "on_epoch": True}
         self.log("mean", batch.mean(), on_step=True, batch_size=len(batch), **options)
         self.log("sum", batch.sum(), on_step=True, reduce_fx="sum", batch_size=len(batch), **options)
-        self.log("mean without a size", batch.mean(), on_step=False, **options)
         self.log("largest", batch.max(), on_step=False, reduce_fx="max", batch_size=len(batch), **options)
         self.log("not synced", batch.mean(), on_step=True, on_epoch=True, batch_size=len(batch))
         self.of_metric(batch)  # forward: of the batch, and of the epoch
@@ -279,17 +255,14 @@ class Logs(Uneven):
 @ENGINES
 def test_what_is_logged_in_an_epoch_counts_every_sample_once(engine: str, has_length: bool) -> None:
     by_rank = batches(2, 5)
-    module = Logs(by_rank, has_length)
-    fit(engine, module, window=2)
+    total(engine, Logs(by_rank, has_length), 2)
     of_ranks = [torch.cat(batches_of_rank) for batches_of_rank in by_rank]
     values = torch.cat(of_ranks)
-    found = {name.removesuffix("_epoch"): value for name, value in module.metrics_of_run.items()}
+    found = {name.removesuffix("_epoch"): value for name, value in torch.load("rank0.pt")[1].items()}
     # torchmetrics sums in float32: seven means, with some ten roundings of 2**-24 together; whole numbers are exact
-    for name in ("mean", "mean without a size", "of metric", "at the end"):
+    for name in ("mean", "of metric", "at the end"):
         assert found[name] == pytest.approx(values.mean().item(), rel=1e-6), name
-    assert found["sum"] == values.sum()
-    assert found["largest"] == values.max()
-    assert found["count"] == len(values)
+    assert (found["sum"], found["largest"], found["count"]) == (values.sum(), values.max(), len(values))
     assert found["not synced"] == pytest.approx(of_ranks[0].mean().item(), rel=1e-6)
 
 
@@ -300,35 +273,29 @@ class Changes(Uneven):
         super().__init__(*args)
         self.calls, self.seen = 0, []
         self.norm = nn.BatchNorm1d(1, affine=False).double()
-        self.register_buffer("drawn", torch.zeros(1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.calls += 1
         self.seen.append(batch.sum().item())
-        self.drawn += torch.rand(1)
         return self.loss(batch) + self.norm(batch[:, None]).sum() * 0
 
     def facts(self) -> dict[str, Any]:
         norm = {name: buffer.item() for name, buffer in self.norm.named_buffers()}
-        return {"calls": self.calls, "seen": self.seen, "drawn": self.drawn.item(), **norm}
+        return {"calls": self.calls, "seen": self.seen, **norm}
 
 
 @pytest.mark.some_cases(3)
 @LENGTHS_KNOWN
 @ENGINES
-def test_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_length: bool) -> None:
+def test_a_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_length: bool) -> None:
     by_rank = [[x(1, 2), x(3, 5)], [x(6, 7), x(8, 1), x(9, 2), x(4, 4), x(5, 3)]]
-    options = {"strategy": ddp(timeout=SHORT, broadcast_buffers=False)} if engine == "ddp" else {}
-    module = Changes(by_rank, has_length)
-    fit(engine, module, window=2, **options)
-    for rank, own in enumerate(by_rank):
-        found = facts_of(2)[rank]
+    total(engine, Changes(by_rank, has_length), 2, options={"broadcast_buffers": False} if engine == "ddp" else {})
+    for own, found in zip(by_rank, facts_of(2), strict=True):
         norm = nn.BatchNorm1d(1, affine=False).double()
         for batch in own * EPOCHS:
             norm(batch[:, None])
-        assert found["seen"] == [batch.sum().item() for batch in own] * EPOCHS
-        assert found["calls"] == len(own) * EPOCHS
-        assert {name: found[name] for name, _ in norm.named_buffers()} == {n: b.item() for n, b in norm.named_buffers()}
+        buffers = {name: buffer.item() for name, buffer in norm.named_buffers()}
+        assert found == {"calls": len(own) * EPOCHS, "seen": [batch.sum().item() for batch in own] * EPOCHS, **buffers}
 
 
 # --- what Lightning does beside ---------------------------------------------------------------------------------------
@@ -361,9 +328,8 @@ class Validates(Uneven):
 @ENGINES
 def test_validation_is_on_all_ranks_at_once(engine: str, has_length: bool, interval: float, expected: list[int]) -> None:
     by_rank = batches(5, 2)
-    options = {"val_check_interval": interval, "num_sanity_val_steps": 0}
-    total = fit(engine, Validates(by_rank, has_length), window=2, **options)
-    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
+    found = total(engine, Validates(by_rank, has_length), 2, val_check_interval=interval, num_sanity_val_steps=0)
+    assert found == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
     assert facts_of(2) == [{"validated at": expected}] * 2
 
 
@@ -371,14 +337,11 @@ def test_validation_is_on_all_ranks_at_once(engine: str, has_length: bool, inter
 @LENGTHS_KNOWN
 @ENGINES
 def test_checkpoints_are_of_every_other_optimizer_step(engine: str, has_length: bool) -> None:
-    path = Path("checkpoints").absolute()
-    callbacks = [ModelCheckpoint(path, filename="{step}", every_n_train_steps=2, save_top_k=-1)]
-    by_rank = batches(2, 5)
-    options = {"callbacks": callbacks, "enable_checkpointing": True}
-    if engine == "fsdp1":  # whole checkpoints crash torch itself on a CPU
-        options["strategy"] = fsdp1(timeout=SHORT, state_dict_type="sharded")
-    total = fit(engine, Uneven(by_rank, has_length), window=2, **options)
-    assert total == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
+    path, by_rank = Path("checkpoints").absolute(), batches(2, 5)
+    saves = ModelCheckpoint(path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    options = {"state_dict_type": "sharded"} if engine == "fsdp1" else {}  # whole ones crash torch itself on a CPU
+    found = total(engine, Uneven(by_rank, has_length), 2, saves, enable_checkpointing=True, options=options)
+    assert found == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
     assert sorted(os.listdir(path)) == [f"step={step}.ckpt" for step in (2, 4, 6)]
 
 
@@ -411,7 +374,7 @@ class MapStyle(Uneven):
         return DataLoader(self.dataset, batch_size=2, sampler=sampler)
 
     def facts(self) -> dict[str, Any]:
-        return {"asked": self.dataset.asked, "batches": self.trainer.fit_loop.epoch_loop.batch_progress.total.completed}
+        return {"asked": self.dataset.asked}
 
 
 def asked_in_epochs(ranks: int) -> list[list[list[int]]]:
@@ -429,60 +392,35 @@ def means_of_asked(ranks: int, window: int) -> list[float]:
 
 @pytest.mark.some_cases(3)
 @pytest.mark.parametrize("samples", [7, 10])
-@pytest.mark.parametrize("ranks", [2, 3])
-@ENGINES
-def test_every_sample_of_a_map_style_dataset_counts_once(engine: str, ranks: int, samples: int) -> None:
-    module = MapStyle(samples)
-    total = fit(engine, module, ranks, window=10, use_distributed_sampler=True)  # the epoch is one window
+@pytest.mark.parametrize(("engine", "options", "window"), [*(on(e, 10) for e in ("ddp", "ddp of 3", "fsdp2")), on("ddp of 3", 1)])
+def test_every_sample_of_a_map_style_dataset_counts_once(engine: str, options: Any, window: int, samples: int) -> None:
+    found, ranks = total(engine, MapStyle(samples), window, use_distributed_sampler=True), HELD[engine].ranks
     for epoch in asked_in_epochs(ranks):
         assert sorted(chain(*epoch)) == list(range(samples))
-    assert total == pytest.approx(EPOCHS * sum(i**2 for i in range(samples)) / samples, rel=1e-12)
-
-
-def test_windows_inside_an_epoch_of_a_map_style_dataset() -> None:
-    total = fit("ddp", MapStyle(7), 3, window=1, use_distributed_sampler=True)
-    assert total == pytest.approx(sum(means_of_asked(3, 1)), rel=1e-12)
-    assert {len(asked) for asked in asked_in_epochs(3)[0]} == {2, 3}
-    assert [facts["batches"] for facts in facts_of(3)] == [2 * EPOCHS] * 3  # also where they have one batch
+    assert found == pytest.approx(sum(means_of_asked(ranks, window)), rel=1e-12)
 
 
 @pytest.mark.parametrize("use_distributed_sampler", [True, False])
-def test_sampler_of_the_user_is_left_as_it_is(use_distributed_sampler: bool) -> None:
-    total = fit("ddp", MapStyle(7, has_own_sampler=True), window=2, use_distributed_sampler=use_distributed_sampler)
+def test_a_sampler_of_the_user_is_left_as_it_is(use_distributed_sampler: bool) -> None:
+    found = total("ddp", MapStyle(7, has_own_sampler=True), 2, use_distributed_sampler=use_distributed_sampler)
     for epoch in asked_in_epochs(2):
         counts = Counter(chain(*epoch))
         assert sorted(counts) == list(range(7))
         assert sorted(counts.values()) == [1] * 6 + [2]  # torch's repeats one
-    assert total == pytest.approx(sum(means_of_asked(2, 2)), rel=1e-12)
+    assert found == pytest.approx(sum(means_of_asked(2, 2)), rel=1e-12)
 
 
 # --- sparse gradients ---------------------------------------------------------------------------------------------------
 
 
-class Embeds(pl.LightningModule):
-    """A table whose gradients are sparse, beside a layer whose are not. Each rank has batches of its own."""
-
-    def __init__(self, by_rank: Sequence[Sequence[Any]]) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.table, self.layer = nn.Embedding(9, 2, sparse=True).double(), nn.Linear(2, 1).double()
-        self.by_rank = by_rank
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(self.table(batch)).square().mean()
-
-    def train_dataloader(self) -> DataLoader:
-        return loader(self.by_rank[self.trainer.global_rank])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 @pytest.mark.parametrize("tail", [[], [None, None]], ids=["out of data", "without a batch"])
 def test_a_rank_takes_part_in_the_reduction_of_sparse_gradients_without_data(tail: list[None]) -> None:
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(0, 9, (n,), generator=generator) for n in (5, 2, 4, 1, 3, 2)]
-    module, whole = Embeds([ids[:4], [*ids[4:], *tail]]), Embeds([[torch.cat(ids[:2] + ids[4:]), torch.cat(ids[2:4])]])
-    trainer(ddp(), devices=2, max_epochs=EPOCHS, callbacks=[GradientAccumulation(2)]).fit(module)
-    trainer("auto", max_epochs=EPOCHS).fit(whole)
-    assert relative_error(module.parameters(), whole.parameters()) < 1e-12
+    def embeds() -> Toy:
+        table = partial(nn.Embedding, 9, 2, sparse=True)
+        return Toy(lambda net, ids: net(ids).square().mean(), net=lambda: nn.Sequential(table(), nn.Linear(2, 1)))
+
+    rows = [list(torch.arange(n) * n % 9) for n in (5, 2, 4, 1, 3, 2)]
+    by_rank: list[list[Any]] = [rows[:4], [*rows[4:], *tail]]
+    optimizers = (partial(torch.optim.SGD, lr=0.1),)
+    windows = windows_of(by_rank, 2)
+    assert_one_window_one_batch(embeds, by_rank, windows, 2, "ddp", collate=torch.stack, optimizers=optimizers)
