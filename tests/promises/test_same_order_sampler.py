@@ -1,0 +1,162 @@
+"""SameOrderSampler: every sample once, in an order that does not know how many ranks there are."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from datetime import timedelta
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Scalar, trainer
+from torch import distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_accum import SameOrderSampler
+
+
+def dealt(sampler: SameOrderSampler, num_replicas: int) -> list[list[int]]:
+    """What each rank gets, after its length was asked."""
+    shares = []
+    for rank in range(num_replicas):
+        sampler.deal(num_replicas, rank)
+        shares.append(list(sampler))
+        assert (len(sampler), sampler.num_replicas, sampler.rank) == (len(shares[-1]), num_replicas, rank)
+    return shares
+
+
+def permutation(samples: int, seed: int) -> list[int]:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("samples", [0, 1, 2, 3, 7, 12, 60, 61])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
+def test_ranks_together_get_every_sample_once_in_torchs_order_where_torch_repeats_nothing(
+    num_replicas: int, samples: int, shuffle: bool
+) -> None:
+    sampler = SameOrderSampler(range(samples), shuffle=shuffle, seed=11)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        shares = dealt(sampler, num_replicas)
+        assert sorted(sample for share in shares for sample in share) == list(range(samples))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        for rank in range(num_replicas if samples and samples % num_replicas == 0 else 0):
+            peer = DistributedSampler(range(samples), num_replicas, rank, shuffle=shuffle, seed=11)
+            peer.set_epoch(epoch)
+            assert shares[rank] == list(peer)
+
+
+@pytest.mark.parametrize("samples", [3, 24, 29])
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_windows_are_slices_of_one_permutation_on_any_number_of_ranks(num_replicas: int, samples: int) -> None:
+    dataset, window = range(samples), 8
+    sampler = SameOrderSampler(dataset, seed=5)
+    sampler.set_epoch(3)
+    by_rank = []
+    for rank in range(num_replicas):
+        sampler.deal(num_replicas, rank)
+        by_rank.append([batch.tolist() for batch in DataLoader(dataset, batch_size=window // num_replicas, sampler=sampler)])
+    windows = [sorted(i for batch in batches for i in batch) for batches in zip_longest(*by_rank, fillvalue=[])]
+    order = permutation(samples, seed=5 + 3)
+    assert windows == [sorted(order[start : start + window]) for start in range(0, samples, window)]
+
+
+def test_every_epoch_has_its_own_order_and_always_the_same() -> None:
+    sampler, orders = SameOrderSampler(range(60)), []
+    for epoch in (0, 1, 2, 0, 1, 2):
+        sampler.set_epoch(epoch)
+        orders.append(tuple(sampler))
+    assert len(set(orders)) == 3
+    assert orders[:3] == orders[3:]
+
+
+def test_the_length_follows_a_dataset_that_grows_and_a_pickled_sampler_goes_on_alike() -> None:
+    dataset = [0, 1, 2]
+    sampler = SameOrderSampler(dataset, seed=2)
+    dataset += [3, 4]
+    assert len(sampler) == 5
+    sampler.set_epoch(4)
+    sampler.deal(2, rank=1)
+    copy = pickle.loads(pickle.dumps(sampler))
+    assert (list(copy), len(copy), copy.num_replicas, copy.rank) == (list(sampler), 2, 2, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_gives_the_samples_of_its_rank_and_epoch(workers: int) -> None:
+    dataset = [10 * i for i in range(11)]
+    sampler = SameOrderSampler(dataset)
+    loader = DataLoader(dataset, batch_size=2, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+    sampler.deal(2, rank=1)
+    assert len(loader) == 3
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        samples = [10 * i for i in permutation(11, seed=epoch)[1::2]]
+        assert [batch.tolist() for batch in loader] == [samples[:2], samples[2:4], samples[4:]]
+
+
+def note_what_a_rank_gets(rank: int, folder: Path, sampler: SameOrderSampler) -> None:
+    alone = (len(sampler), sampler.num_replicas, sampler.rank)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2, timeout=timeout)
+    grouped = (len(sampler), sampler.num_replicas, sampler.rank, list(sampler))
+    sampler.deal(3, rank=2)
+    (folder / f"{rank}.json").write_text(json.dumps([alone, grouped, list(sampler)]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.exhaustive
+def test_ranks_are_those_of_the_process_group_until_they_are_dealt(tmp_path: Path) -> None:
+    sampler = SameOrderSampler(range(7), shuffle=False)
+    assert len(sampler) == 7  # asked for before there is a process group
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=note_what_a_rank_gets, args=(rank, tmp_path, sampler)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    left, right = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert left == [[7, 1, 0], [4, 2, 0, [0, 2, 4, 6]], [2, 5]]
+    assert right == [[7, 1, 0], [3, 2, 1, [1, 3, 5]], [2, 5]]
+
+
+def test_lightning_leaves_the_loader_alone() -> None:
+    class Sees(Scalar):
+        def train_dataloader(self) -> DataLoader:
+            dataset = torch.arange(8, dtype=torch.float64)
+            return DataLoader(dataset, batch_size=2, sampler=SameOrderSampler(dataset, shuffle=False))
+
+        def on_train_start(self) -> None:
+            assert type(self.trainer.train_dataloader.sampler) is SameOrderSampler
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert batch.tolist() == [4 * batch_idx + self.trainer.global_rank + 2 * i for i in range(2)]
+            return self.loss(batch)
+
+    module = Sees()
+    trainer("ddp_fork", devices=2, use_distributed_sampler=True).fit(module)
+    assert module.total == (0 + 1 + 2 + 3) / 4 + (4 + 5 + 6 + 7) / 4
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("dataset", [Stream(), iter([1, 2])])
+def test_a_dataset_without_an_order_to_choose_is_named(dataset: Any) -> None:
+    with pytest.raises(TypeError, match=type(dataset).__name__):
+        SameOrderSampler(dataset)
+
+
+@pytest.mark.parametrize(("num_replicas", "rank"), [(0, 0), (-1, 0), (2, 2), (2, -1)])
+def test_a_rank_that_does_not_exist_is_named_and_changes_nothing(num_replicas: int, rank: int) -> None:
+    sampler = SameOrderSampler(range(3))
+    with pytest.raises(ValueError, match="num_replicas"):
+        sampler.deal(num_replicas, rank)
+    assert sorted(sampler) == [0, 1, 2]

@@ -1,0 +1,562 @@
+"""What training_step gets of a loader batch that is split: the same rows of every part, without padding, and no more."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections import Counter, OrderedDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from support import Scalar, Toy, fit, joined, labelled, relative_error, warned, x
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, MeanMetric
+
+from lightning_accum import AccumulationError, GradientAccumulation, Tokens, UnsplittableBatchError
+from lightning_accum.testing import assert_window_equals_batch
+
+
+class Gets(Scalar):
+    """Keeps what training_step gets, of a loss that depends on no row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batches.append(batch)
+        return self.w * 1.0
+
+
+def pieces(data: Any, micro_batch: Any = 3, number: int | None = None, **policy: Any) -> list[Any]:
+    """What training_step gets of one batch or of a loader, without what tries out first."""
+    module = Gets()
+    if not isinstance(data, DataLoader):
+        data = DataLoader([data], batch_size=None, collate_fn=lambda batch: batch)
+    fit(module, data, GradientAccumulation(micro_batch=micro_batch, **{"weight": "equal", "check": False, **policy}))
+    return module.batches if number is None else module.batches[-number:]
+
+
+# --- which containers ----------------------------------------------------------------------------------------------------
+
+
+def rows(*shape: int, start: int = 0) -> Tensor:
+    """A tensor whose entries all differ."""
+    return torch.arange(start, start + int(torch.tensor(shape).prod())).reshape(shape)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in types and values, looked at from outside."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (Tensor, np.ndarray)):
+        return left.dtype == right.dtype and left.tolist() == right.tolist()
+    if isinstance(left, collections.abc.Mapping):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple, UserList)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if hasattr(left, "__dataclass_fields__"):
+        return all(same(getattr(left, f.name), getattr(right, f.name)) for f in fields(left))
+    return bool(left == right)
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+Triple = namedtuple("Triple", "x y name")
+
+
+@dataclass
+class Record:
+    x: Any
+    name: Any = None
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Any
+    name: Any = None
+
+
+SMALL = (1, "8", None, True, torch.half, torch.Size([8]), torch.tensor(3.0), b"8", {"n": 8}, 1j)
+X, Y, NAMES = rows(8, 3), rows(8, start=100), list("abcdefgh")
+CONTAINERS: dict[str, Callable[[slice], Any]] = {
+    "a tensor": lambda s: X[s],
+    "a tuple": lambda s: (X[s], Y[s]),
+    "a list": lambda s: [X[s], Y[s]],
+    "a dict": lambda s: {"x": X[s], 3: Y[s]},
+    "an OrderedDict": lambda s: OrderedDict(y=Y[s], x=X[s]),
+    "a defaultdict": lambda s: defaultdict(list, x=X[s]),
+    "a BatchEncoding": lambda s: pytest.importorskip("transformers").BatchEncoding({"input_ids": X[s]}),
+    "a named tuple": lambda s: Pair(X[s], (Y[s], NAMES[s])),
+    "a collections.namedtuple": lambda s: Triple(X[s], Y[s], NAMES[s]),
+    "a dataclass": lambda s: Record(X[s], NAMES[s]),
+    "a dataclass with slots": lambda s: Slotted(X[s], NAMES[s]),
+    "NumPy arrays": lambda s: {"x": X[s], "a": np.arange(16).reshape(8, 2)[s]},
+    "texts": lambda s: {"x": X[s], "t": NAMES[s], "u": tuple(NAMES)[s]},
+    "rows of lists": lambda s: (X[s], [[1] * n for n in range(8)][s]),
+    "rows with gaps": lambda s: (X[s], ([None, {"a": 1}] * 4)[s]),
+    "images of different shapes": lambda s: ([torch.ones(3, n, 4) for n in (4, 5, 6, 7) * 2][s], Y[s]),
+    "images and targets": lambda s: ([torch.ones(3, n, 4) for n in range(8)][s], [{"boxes": rows(n, 4)} for n in range(8)][s]),
+    "nested": lambda s: {"in": {"x": [X[s], (Y[s],)]}, "y": Y[s]},
+    "small things": lambda s: (X[s], *SMALL),
+    "shared tensors": lambda s: {"x": X[s], "y": Y[s], "table": torch.ones(5, 2), "empty": torch.ones(0, 4)},
+    "shared texts": lambda s: {"x": X[s], "classes": ["cat", "dog"]},
+    "an entry called batch": lambda s: {"batch": X[s], "y": Y[s]},
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_micro_batches_have_the_same_rows_of_every_part_and_its_type(name: str) -> None:
+    of, batch = CONTAINERS[name], CONTAINERS[name](slice(None))
+    found = pieces(batch)
+    assert len(found) == 3
+    for piece, part in zip(found, (slice(0, 3), slice(3, 6), slice(6, 8)), strict=True):
+        assert same(piece, of(part)), (piece, of(part))
+    assert same(batch, of(slice(None)))  # is left as it is
+
+
+def test_a_list_of_as_many_entries_as_the_loader_puts_samples_into_a_batch_has_one_a_sample() -> None:
+    for images in ([torch.full((3, 4, 4), float(i)) for i in range(4)], [torch.full((3, i + 4, 4), float(i)) for i in range(4)]):
+        found = pieces(DataLoader(images, batch_size=4, collate_fn=list), 3)
+        assert [len(piece) for piece in found] == [3, 1]
+        assert torch.equal(found[1][0], images[3])
+
+
+def test_the_size_that_most_tensors_have_is_that_of_rows_and_a_table_stays_shared_in_a_last_batch_of_as_many() -> None:
+    data = {size: {"x": rows(size), "y": rows(size, 2), "table": torch.ones(5, 2)} for size in (8, 5)}
+    module = Gets()
+    fit(module, [data[8], data[5]], GradientAccumulation(micro_batch=3, weight="equal", check=False))
+    assert [len(piece["x"]) for piece in module.batches] == [3, 3, 2, 3, 2]
+    assert all(torch.equal(piece["table"], torch.ones(5, 2)) for piece in module.batches)
+
+
+class Opaque:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def to(self, device: Any) -> Opaque:
+        return self
+
+
+def ragged() -> Tensor:
+    return torch.nested.nested_tensor([torch.rand(2), torch.rand(3)], layout=torch.jagged)
+
+
+def graphs(*nodes: int) -> dict[str, Tensor]:
+    """Graphs packed end to end, as graph libraries collate them: nodes, the graph of each, and one label a graph."""
+    position = [torch.arange(3.0 * n).double().reshape(n, 3) / 10 for n in nodes]
+    owner = torch.arange(len(nodes)).repeat_interleave(torch.tensor(nodes))
+    return {"position": torch.cat(position), "batch": owner, "energy": torch.stack([p.cos().sum() for p in position])}
+
+
+UNSPLITTABLE: dict[str, tuple[Any, str]] = {
+    "two sizes": ({"x": rows(8, 3), "y": rows(7)}, "x.*y"),
+    "no rows": ({"n": 3, "t": torch.tensor(1.0)}, "t"),
+    "a text": ("text", "str"),
+    "packed": ({"x": X, "p": pack_sequence([rows(3), rows(2)])}, "p is a PackedSequence"),
+    "nested": ((X, [ragged()]), r"\[1\]\[0\]"),
+    "sparse": ({"x": X, "s": torch.eye(8).to_sparse()}, "s is a Tensor"),
+    "a class of its own": ({"x": X, "o": Opaque({"deep": [X]})}, "o is a Opaque"),
+    "graphs packed end to end": (graphs(5, 9, 4, 7), "batch"),
+    "texts packed end to end": (
+        {"input_ids": rows(18), "labels": rows(18), "cu_seqlens": torch.tensor([0, 5, 14, 18])},
+        "cu_seqlens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSPLITTABLE)
+def test_a_batch_that_cannot_be_split_is_named_with_the_way_out_before_anything_runs(name: str) -> None:
+    batch, named = UNSPLITTABLE[name]
+    module = Gets()
+    with pytest.raises(UnsplittableBatchError, match=named) as raised:
+        fit(module, [batch], GradientAccumulation(micro_batch=2))
+    assert "split=" in str(raised.value)
+    assert not module.batches
+
+
+def test_more_rows_than_the_loader_puts_samples_into_a_batch_are_refused() -> None:
+    data = DataLoader(list(range(8)), batch_size=4, collate_fn=lambda samples: {"x": rows(3 * len(samples), 2)})
+    with pytest.raises(UnsplittableBatchError, match="x"):
+        pieces(data, 2)
+
+
+def test_a_tensor_whose_size_changes_with_the_batch_is_not_taken_for_a_table() -> None:
+    batches = [{"x": rows(4, 2), "y": rows(4), "point": torch.rand(n, 3)} for n in (9, 7)]
+    with pytest.raises(UnsplittableBatchError, match="point"):
+        fit(Gets(), batches, GradientAccumulation(micro_batch=2, weight="equal", check=False))
+
+
+# --- a function that splits ----------------------------------------------------------------------------------------------
+
+
+def by_graph(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    each = [{"position": batch["position"][batch["batch"] == g], "energy": e} for g, e in enumerate(batch["energy"])]
+    parts = [each[i : i + size] for i in range(0, len(each), size)]
+    return [
+        {
+            "position": torch.cat([graph["position"] for graph in part]),
+            "batch": torch.arange(len(part)).repeat_interleave(torch.tensor([len(graph["position"]) for graph in part])),
+            "energy": torch.stack([graph["energy"] for graph in part]),
+        }
+        for part in parts
+    ]
+
+
+def test_a_function_splits_packed_graphs_exactly() -> None:
+    def loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = torch.zeros_like(batch["energy"]).index_add(0, batch["batch"], net(batch["position"])[:, 0])
+        return F.mse_loss(found, batch["energy"])
+
+    assert_window_equals_batch(
+        lambda: Toy(loss, net=lambda: nn.Linear(3, 1)),
+        [[2, 5, 3, 4], [6, 1]],
+        GradientAccumulation(micro_batch=2, split=by_graph),
+        collate=lambda nodes: graphs(*nodes),
+    )
+
+
+def by_value(batch: Opaque, size: int) -> list[Opaque]:
+    return [Opaque(batch.value[i : i + size]) for i in range(0, len(batch.value), size)]
+
+
+@pytest.mark.parametrize("size", [2, Tokens(3), "auto"], ids=str)
+def test_a_function_splits_what_shows_no_rows(size: Any) -> None:
+    expected = {2: [[1, 2], [3, 4], [15]], Tokens(3): [[1, 2, 3], [4, 15]], "auto": [[1, 2, 3, 4, 15]]}[size]
+    assert [part.value for part in pieces(Opaque([1, 2, 3, 4, 15]), size, split=by_value)] == expected
+
+
+@pytest.mark.parametrize("returned", [None, [], 3, iter([1])], ids=repr)
+def test_a_function_that_returns_no_list_is_named(returned: Any) -> None:
+    def splits_badly(batch: Any, size: int) -> Any:
+        return returned
+
+    with pytest.raises(UnsplittableBatchError, match="splits_badly"):
+        pieces(X, 2, split=splits_badly)
+
+
+# --- lengths -------------------------------------------------------------------------------------------------------------
+
+LENGTH = 9
+Spans = Sequence[tuple[int, int]]
+
+
+def lay_out(side: str, seed: int, count: int = 6, length: int = LENGTH) -> list[tuple[int, int]]:
+    """Where each row begins and stops, at random. The first row has no padding."""
+    dice, found = random.Random(seed), [(0, length)]
+    while len(found) < count:
+        width = dice.randint(1, length - 2)
+        start = {"left": length - width, "right": 0, "both": dice.randint(0, length - width)}[side]
+        found.append((start, start + width))
+    return found
+
+
+def fill(spans: Spans, padding: int, length: int = LENGTH) -> Tensor:
+    """Rows of numbers that all differ, counting down so that they are no positions."""
+    tensor = torch.full((len(spans), length), padding)
+    for row, (start, stop) in enumerate(spans):
+        tensor[row, start:stop] = 1001 - row * length - torch.arange(start, stop)
+    return tensor
+
+
+def mask_of(spans: Spans, length: int = LENGTH) -> Tensor:
+    return torch.tensor([[int(start <= column < stop) for column in range(length)] for start, stop in spans])
+
+
+RIGHT, LEFT, BOTH = (lay_out(side, seed) for seed, side in enumerate(("right", "left", "both")))
+ALL = [(0, LENGTH)] * 6
+IN_PADDING: dict[str, Callable[[Tensor], Tensor]] = {
+    "positions that go on": lambda mask: torch.arange(LENGTH).expand(mask.shape),
+    "positions of tokens": lambda mask: mask.cumsum(1) - 1,
+    "positions, 1 elsewhere": lambda mask: (mask.cumsum(1) - 1).masked_fill(mask == 0, 1),
+    "segments": lambda mask: torch.arange(LENGTH).expand(mask.shape) // 5 * mask,
+    "special tokens": lambda mask: 1 - mask,
+    "floating numbers": lambda mask: torch.rand(mask.shape),
+    "boxes": lambda mask: torch.randint(1, 9, (*mask.shape, 4)) * mask[..., None],
+    "a causal mask": lambda mask: torch.ones(LENGTH, LENGTH, dtype=torch.long).tril().expand(len(mask), LENGTH, LENGTH),
+    "numbers of another width": lambda mask: torch.randint(0, 9, (len(mask), 4)),
+}
+
+
+def masked(spans: Spans, **more: Any) -> dict[str, Tensor]:
+    return {"ids": fill(spans, 0), "attention_mask": mask_of(spans), **more}
+
+
+MORE_LABELS = torch.randint(1, 9, (6, LENGTH)).cumsum(1)
+# the batch, and the spans to which its rows are trimmed
+TRIMMED: dict[str, tuple[dict[str, Tensor], Spans]] = {
+    **{f"{side} of a mask": (masked(s, labels=fill(s, -100)), s) for side, s in (("right", RIGHT), ("left", LEFT), ("both", BOTH))},
+    **{str(t): (masked(RIGHT) | {"attention_mask": mask_of(RIGHT).to(t)}, RIGHT) for t in (torch.bool, torch.float32, torch.uint8)},
+    **{f"beside {name}": (masked(BOTH, more=make(mask_of(BOTH))), BOTH) for name, make in IN_PADDING.items()},
+    "a key padding mask": ({"ids": fill(RIGHT, 0), "src_key_padding_mask": mask_of(RIGHT) == 0}, RIGHT),
+    "an additive mask": (
+        {"ids": fill(RIGHT, 0), "key_padding_mask": torch.zeros(6, LENGTH).masked_fill(mask_of(RIGHT) == 0, -torch.inf)},
+        RIGHT,
+    ),
+    "labels and constant padding": ({"ids": fill(RIGHT, 50256), "labels": fill(RIGHT, -100)}, RIGHT),
+    "labels beside positions": (
+        {"ids": fill(RIGHT, 0), "labels": fill(RIGHT, -100), "position_ids": torch.arange(LENGTH).repeat(6, 1)},
+        RIGHT,
+    ),
+    "prompts without labels": (
+        {
+            "ids": torch.tensor([[5, 6, 7, 8, 9, 4], [5, 6, 7, 0, 0, 0], [5, 0, 0, 0, 0, 0]]),
+            "labels": torch.tensor([[-100, -100, 7, 8, 9, 4], [-100, 6, -100, -100, -100, -100], [-100] * 6]),
+        },
+        [(0, 6), (0, 3), (0, 1)],
+    ),
+    "an end that is the padding token": (
+        {"ids": torch.tensor([[5, 6, 7, 8], [5, 2, 2, 2]]), "labels": torch.tensor([[5, 6, 7, 8], [5, 2, -100, -100]])},
+        [(0, 4), (0, 2)],
+    ),
+    "holes in a row": (
+        {"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0]]), "ids": torch.tensor([[5, 6, 7, 8], [5, 4, 7, 0]])},
+        [(0, 4), (0, 3)],
+    ),
+    # not padding, or not safe to trim
+    "nothing tells of padding": ({"ids": fill(RIGHT, 0), "x": torch.rand(6, LENGTH)}, ALL),
+    "padding in front without a mask": ({"ids": fill(LEFT, 0), "labels": fill(LEFT, -100)}, ALL),
+    "ignored labels of other inputs": ({"ids": fill(ALL, 0), "labels": fill(RIGHT, -100)}, ALL),
+    "labels that disagree": (masked(RIGHT, labels=fill(lay_out("right", 7), -100)), ALL),
+    "numbers that rise in leaps": (masked(RIGHT, labels=MORE_LABELS), ALL),
+}
+
+
+def assert_trimmed(found: Sequence[dict[str, Tensor]], batch: dict[str, Tensor], spans: Spans) -> None:
+    """Micro-batches of one row each: longest first, and of each row what is in its span."""
+    length, name = len(batch["ids"][0]), next(name for name in batch if batch[name].dim() == 2)
+    assert [piece[name].shape[1] for piece in found] == sorted((stop - start for start, stop in spans), reverse=True)
+    left = [batch["ids"][row, start:stop].tolist() for row, (start, stop) in enumerate(spans)]
+    assert sorted(piece["ids"][0].tolist() for piece in found) == sorted(left)
+    for piece in found:
+        assert all(piece[name].shape[1] == piece["ids"].shape[1] for name in batch if batch[name].shape[1:] == (length,))
+
+
+@pytest.mark.parametrize("name", TRIMMED)
+def test_rows_are_trimmed_to_what_masks_and_labels_show_and_the_longest_come_first(name: str) -> None:
+    batch, spans = TRIMMED[name]
+    assert_trimmed(pieces(batch, 1, number=len(spans)), batch, spans)
+
+
+@pytest.mark.parametrize(
+    ("key", "entry", "is_trimmed"),
+    [
+        ("valid", {"valid": mask_of(RIGHT)}, True),
+        ("n", {"n": mask_of(RIGHT).sum(1)}, True),
+        ("n", {"n": torch.full((6,), LENGTH)}, False),
+        (False, {"attention_mask": mask_of(RIGHT)}, False),
+    ],
+)
+def test_trim_padding_names_a_mask_or_lengths_or_leaves_padding(key: Any, entry: dict[str, Tensor], is_trimmed: bool) -> None:
+    batch = {"ids": fill(RIGHT, 0), **entry}
+    assert_trimmed(pieces(batch, 1, number=6, trim_padding=key), batch, RIGHT if is_trimmed else ALL)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{"x": torch.rand(2, 3)}, {"x": torch.rand(2, 3), "n": torch.rand(2)}, {"x": torch.rand(2, 3), "n": torch.tensor([2, 4])}],
+)
+def test_a_key_that_tells_no_lengths_is_named(batch: dict[str, Tensor]) -> None:
+    with pytest.raises(AccumulationError, match="'n'"):
+        pieces(batch, 1, trim_padding="n")
+
+
+@pytest.mark.parametrize("size", [1, 3, Tokens(30), "auto"], ids=str)
+def test_an_encoder_and_a_decoder_are_trimmed_each_to_its_own_longest(size: Any) -> None:
+    source, target = lay_out("both", 3, length=12), lay_out("right", 103, length=7)
+    batch = {"input_ids": fill(source, 0, 12), "attention_mask": mask_of(source, 12), "labels": fill(target, -100, 7)}
+    found = pieces(batch, size)
+    for piece in found[-1 if size == "auto" else -6 // (size if isinstance(size, int) else 6) :]:
+        own = [row for row in range(6) if batch["labels"][row, 0] in piece["labels"][:, 0]]
+        start, stop = min(source[row][0] for row in own), max(source[row][1] for row in own)
+        assert piece["input_ids"].shape == piece["attention_mask"].shape == (len(own), stop - start)
+        assert piece["labels"].shape == (len(own), max(target[row][1] for row in own))
+
+
+def test_classes_that_are_as_many_as_columns_by_chance_are_not_trimmed() -> None:
+    batches, module = [], Gets()
+    for length in (8, LENGTH, 10):
+        spans = [(0, length), (0, 4), (0, 2)]
+        ids, mask = fill(spans, 0, length), mask_of(spans, length)
+        batches.append({"ids": ids, "attention_mask": mask, "classes": torch.rand(3, LENGTH)})
+    fit(module, batches, GradientAccumulation(micro_batch=1, weight="equal", check=False))
+    assert {piece["classes"].shape[1] for piece in module.batches} == {LENGTH}
+    assert [piece["ids"].shape[1] for piece in module.batches[-6:]] == [LENGTH] * 3 + [10, 4, 2]
+
+
+# --- which rows make a micro-batch ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trim", [True, False, "attention_mask"])
+@pytest.mark.parametrize("size", [1, 3, 5, Tokens(9), Tokens(20), Tokens(37), "auto"], ids=str)
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.some_cases(21)
+def test_every_row_is_in_one_micro_batch_and_nothing_but_padding_is_missing(side: str, size: Any, trim: Any) -> None:
+    spans = lay_out(side, 5, count=11)
+    batch = {**masked(spans, hot=fill(spans, 0)[..., None] * torch.tensor([1, 2])), "target": torch.arange(11)}
+    found, seen = [], set()
+    for piece in reversed(pieces(batch, size, trim_padding=trim)):  # what was tried first comes again
+        if seen.isdisjoint(piece["target"].tolist()):
+            found.append(piece)
+            seen.update(piece["target"].tolist())
+    assert seen == set(range(11))
+    for piece in found:
+        own = piece["target"].tolist()
+        start, stop = (min(spans[row][0] for row in own), max(spans[row][1] for row in own)) if trim else (0, LENGTH)
+        for name in ("ids", "attention_mask", "hot"):
+            assert torch.equal(piece[name], batch[name][own, start:stop]), name
+        assert not isinstance(size, Tokens) or len(own) * (stop - start) <= size.count
+        assert not isinstance(size, int) or len(own) <= size
+    lengths = [stop - start for piece in reversed(found) for start, stop in (spans[row] for row in piece["target"].tolist())]
+    assert not trim or size == "auto" or lengths == sorted(lengths, reverse=True)
+
+
+def test_a_row_longer_than_allowed_is_a_micro_batch_of_its_own_and_is_warned_of_once() -> None:
+    batch = {"ids": fill(ALL, 0), "target": torch.arange(6)}
+    with warned() as told:
+        fit(module := Gets(), [batch] * 2, GradientAccumulation(micro_batch=Tokens(5), weight="equal", check=False))
+    assert [len(piece["ids"]) for piece in module.batches] == [1] * 12
+    assert [message for message in told if "5" in message] == told != []
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("batch", [(torch.rand(4), torch.rand(4)), {"pixels": torch.rand(8, 3, 32, 32), "y": torch.arange(8)}])
+def test_micro_batches_in_tokens_need_tokens(batch: Any) -> None:
+    with pytest.raises(UnsplittableBatchError, match="micro_batch="):
+        pieces(batch, Tokens(8))
+
+
+@pytest.mark.parametrize("size", [6, 1000, Tokens(6 * LENGTH), "auto"], ids=str)
+def test_a_batch_that_fits_is_not_cut_or_sorted(size: Any) -> None:
+    batch = masked(BOTH)
+    (piece,) = pieces(batch, size)
+    assert same(piece, batch)
+
+
+# --- what a failed attempt changed ---------------------------------------------------------------------------------------
+
+
+class Table(OrderedDict):
+    """Like the outputs of Hugging Face's models, which forbid to be updated."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError
+
+
+class Changes(Toy):
+    """Has state of every kind, which each call of training_step changes; has room for four rows."""
+
+    def __init__(self, does: Callable[[Any], Any], makes: Callable[[], Any], room: float) -> None:
+        super().__init__(lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]))
+        self.does, self.room, self.seen = does, room, []
+        self.it = makes()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        noise = self.does(self)
+        self.seen.append(noise if isinstance(noise, float) else len(batch[0]))
+        if len(batch[0]) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
+
+
+class Buffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("replaced", torch.ones(2))
+        self.register_buffer("hidden", torch.ones(1), persistent=False)
+        self.norm = nn.BatchNorm1d(2)
+
+    def change(self) -> None:
+        self.scale.add_(1)
+        self.replaced = self.replaced + 1
+        self.hidden.mul_(2)
+        self.norm(torch.ones(3, 2))
+
+
+def append_nested(module: Changes) -> None:
+    module.it["history"][0].append(1)
+    module.it["history"].append([2])
+
+
+def new_and_deleted(module: Changes) -> None:
+    module.new = getattr(module, "new", 0) + 1
+    if len(module.seen) == 1:
+        del module.it
+
+
+STATES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
+    "random state of torch": (lambda module: torch.rand(()).item(), int),
+    "random state of Python and NumPy": (lambda module: random.random() + np.random.rand(), int),
+    "a generator of torch": (lambda module: torch.rand((), generator=module.it).item(), lambda: torch.Generator().manual_seed(1)),
+    "a generator of NumPy": (lambda module: module.it.random(), lambda: np.random.default_rng(2)),
+    "dropout": (lambda module: module.it(torch.ones(64)).sum().item(), lambda: nn.Dropout(0.5)),
+    "buffers": (lambda module: module.it.change(), Buffers),
+    "a mean metric": (lambda module: module.it(torch.tensor(2.0 + len(module.seen))), MeanMetric),
+    "a metric of lists": (lambda module: module.it.update(torch.ones(1)), CatMetric),
+    "a list": (lambda module: module.it.append(1), list),
+    "a dict": (lambda module: module.it.__setitem__("n", module.it.get("n", 0) + 1), dict),
+    "a counter": (lambda module: module.it.update("ab"), Counter),
+    "a deque": (lambda module: module.it.append(len(module.it)), lambda: deque([0], maxlen=3)),
+    "a dict that forbids updates": (lambda module: module.it.__setitem__("n", module.it["n"] + 1), lambda: Table(n=1)),
+    "nested containers": (append_nested, lambda: {"history": [[1]]}),
+    "a number": (lambda module: setattr(module, "it", module.it + 1), int),
+    "a tensor in place": (lambda module: module.it.mul_(2), lambda: torch.ones(1)),
+    "an array in place": (lambda module: module.it.__iadd__(1), lambda: np.ones(1)),
+    "new and deleted attributes": (new_and_deleted, list),
+    "training mode": (lambda module: module.it.train(not module.it.training), nn.Dropout),
+}
+
+
+def state_of(module: Changes) -> Any:
+    it = getattr(module, "it", "deleted")
+    if isinstance(it, nn.Module):
+        buffers = {name: buffer.tolist() for name, buffer in it.named_buffers()}
+        return buffers, it.training, it.compute().tolist() if hasattr(it, "compute") else None
+    if isinstance(it, (torch.Generator, np.random.Generator)):
+        return None  # its numbers are in ``seen``
+    return repr(it), getattr(module, "new", None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", STATES)
+def test_an_attempt_that_ran_out_of_memory_leaves_the_module_as_if_the_size_had_been_known(name: str) -> None:
+    does, makes = STATES[name]
+    found = []
+    for room, size in ((4, "auto"), (8, 4)):
+        module, batches = Changes(does, makes, room), labelled(8, 8)
+        held = module.it
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        fit(module, batches, GradientAccumulation(micro_batch=size, check=False))
+        is_same = getattr(module, "it", None) is held
+        found.append((module.seen, state_of(module), is_same, list(module.parameters())))
+    assert found[0][:3] == found[1][:3]
+    assert len(found[0][0]) == 4
+    assert relative_error(found[0][3], found[1][3]) == 0
+
+
+def test_a_module_that_never_failed_is_the_one_that_trained_on_the_whole_batch() -> None:
+    batches = labelled(8, 8)
+    module, whole = Changes(lambda module: None, object, 4), Changes(lambda module: None, object, 8)
+    fit(module, batches, GradientAccumulation(micro_batch="auto"))
+    fit(whole, [joined([batch]) for batch in batches], strategy="auto")
+    assert relative_error(module.parameters(), whole.parameters()) <= 1e-12
+
+
+def test_none_batches_and_tails_of_windows_of_split_batches() -> None:
+    module = Scalar([x(1, 2, 3), None, x(4), x(5, 6), None])
+    run = fit(module, None, GradientAccumulation(2, micro_batch=2))
+    assert run.global_step == 2
+    assert module.total == pytest.approx(6 / 3 + 15 / 3, rel=1e-12)
