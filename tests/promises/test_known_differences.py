@@ -22,14 +22,24 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from sharded import ShardedScalar, fsdp2, needs_sharding_on_cpu, total_of
 from support import SaveAfter, Toy, ddp, error_of_updates, fit, labelled, loader, trainer, warned, x
-from test_known_refusals import cross_entropy, until
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accum import GradientAccumulation, SampleCount, verify
 from lightning_accum.testing import EXACT
 
 EXAMPLES = Path(__file__).parents[2] / "notebooks" / "examples"
+
+
+def until(issue: int, why: str, raises: type[BaseException] = AssertionError) -> pytest.MarkDecorator:
+    """What is wrong today, and the issue that mends it."""
+    return pytest.mark.xfail(strict=True, raises=raises, reason=f"issue {issue}: {why}")
+
+
+def cross_entropy(net: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(net(batch[0]), batch[1])
+
 
 # --- 24 to 26: hooks and closures -------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from losses import BY_NAME, Net, make
+from losses import BY_NAME, Loss, Net, ce, make
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,12 +57,16 @@ class Lists(TorchFunctionMode):  # these do not pass through a dispatch mode
         return args[0].cpu().tolist() if func is Tensor.tolist and isinstance(args[0], OnDevice) else func(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["cross entropy", "RMSE", "learnt weighting of tasks", "1e-08 beside the count", "tokens and samples", "explicit: labels"],
-)
+NAMES = ["cross entropy", "RMSE", "learnt weighting of tasks", "1e-08 beside the count", "tokens and samples", "explicit: labels"]
+FACTORS = {  # on the device, of types that Python's numbers might have
+    f"factor of type {dtype}": Loss(f"factor of type {dtype}", lambda net, b, dtype=dtype: ce(net, b) * b["mask"].any().to(dtype))
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.float64)
+}
+
+
+@pytest.mark.parametrize("name", [*NAMES, *FACTORS])
 def test_a_micro_batch_copies_nothing_to_the_host_and_a_window_at_most_once(name: str) -> None:
-    (_, loss, _, weight), net, found = BY_NAME[name], Net().double(), []
+    (_, loss, _, weight), net, found = {**BY_NAME, **FACTORS}[name], Net().double(), []
     with Device() as device, Lists():
         for module in list(net.modules()):
             for key, parameter in list(module.named_parameters(recurse=False)):
