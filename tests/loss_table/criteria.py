@@ -11,13 +11,12 @@ from torch.nn import functional as F
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("criteria")
 add, of_batch = table.adds_up, table.batch
 
-
 def class_weights(o: Tensor) -> Tensor:
     return torch.tensor([0.3, 1.7, 0.9, 1.2]).to(o)
-
 
 # cross entropy: with everything that it takes
 CLASSES = "one for each class"
@@ -45,7 +44,6 @@ BINARY_CROSS_ENTROPIES: list[tuple[str, str, dict[str, Any]]] = [
     (" of masks", "i masks", {}),
 ]
 
-
 def of_labels(criterion: Callable[..., Tensor], inputs: str, **options: Any) -> Callable[[Tensor, Any, Any], Tensor]:
     def loss(o: Tensor, b: Any, m: Any) -> Tensor:
         given = {name: class_weights(o) if value == CLASSES else value for name, value in options.items()}
@@ -53,8 +51,6 @@ def of_labels(criterion: Callable[..., Tensor], inputs: str, **options: Any) -> 
 
     return loss
 
-
-# fmt: off
 for reduction in ("mean", "sum"):
     kw = {"reduction": reduction}
     for words, inputs, options in CROSS_ENTROPIES:
@@ -148,8 +144,6 @@ of_batch("cross entropy with class weights of the batch", "x t", lambda o, b, m:
     F.cross_entropy(o, b.t, weight=(1 / (1 + b.t.bincount(minlength=4))).to(o)))
 of_batch("binary cross entropy with pos_weight of the batch", "x q", lambda o, b, m:
     F.binary_cross_entropy_with_logits(o, b.q, pos_weight=(1 + (1 - b.q).sum(0)) / (1 + b.q.sum(0))))
-# fmt: on
-
 
 def _ctc(o: Tensor, b, reduction: str = "mean", joined: bool = False, zero_infinity: bool = False, frames: int = 5) -> Tensor:
     """Of 5 frames and up to 2 labels."""
@@ -160,7 +154,6 @@ def _ctc(o: Tensor, b, reduction: str = "mean", joined: bool = False, zero_infin
     steps = torch.full((len(o),), frames)
     log_probabilities = o.log_softmax(-1).transpose(0, 1)
     return F.ctc_loss(log_probabilities, labels, steps, lengths, reduction=reduction, zero_infinity=zero_infinity)
-
 
 def _two_clusters(o: Tensor, t: Tensor) -> Tensor:
     """The log-probability of a class: of its cluster, and within it."""

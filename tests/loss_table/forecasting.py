@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("forecasting")
 add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
 
-# fmt: off
 # --- functions of a mean ---
 of_mean("RMSE", "x y", lambda o, b, m: F.mse_loss(o, b.y).sqrt())
 of_mean("RMSE by a power", "x y", lambda o, b, m: F.mse_loss(o, b.y) ** 0.5)
@@ -243,13 +243,10 @@ of_batch("risks of environments, their variance", "x y", lambda o, b, m: (o - b.
     + F.mse_loss(o, b.y))
 of_batch("group robustness by the worst class", "x t", lambda o, b, m:
     ((c := F.one_hot(b.t, 4).to(o)).T @ F.cross_entropy(o, b.t, reduction="none") / c.sum(0).clamp(min=1)).max())
-# fmt: on
-
 
 def _pinball(o: Tensor, y: Tensor) -> Tensor:
     levels = LEVELS.to(o)
     return torch.max(levels * (y - o), (levels - 1) * (y - o))
-
 
 def _soft_dtw(o: Tensor, y: Tensor) -> Tensor:
     cost = (o[:, :, None] - y[:, None]).square()
@@ -261,23 +258,19 @@ def _soft_dtw(o: Tensor, y: Tensor) -> Tensor:
             best[i, j] = cost[:, i, j] + least
     return best[3, 3]
 
-
 def _multivariate(o: Tensor) -> distributions.MultivariateNormal:
     scale = torch.diag_embed(F.softplus(o[:, 2:]) + 0.2)
     return distributions.MultivariateNormal(o[:, :2], scale_tril=scale)
-
 
 def _zero_inflated(o: Tensor, counts: Tensor) -> Tensor:
     of_poisson = counts * o[:, 1] - o[:, 1].exp() - torch.lgamma(counts + 1)
     at_zero = torch.logaddexp(F.logsigmoid(o[:, 0]), F.logsigmoid(-o[:, 0]) + of_poisson)
     return -torch.where(counts == 0, at_zero, F.logsigmoid(-o[:, 0]) + of_poisson)
 
-
 def _crps(mean: Tensor, scale: Tensor, y: Tensor) -> Tensor:
     z = (y - mean) / scale
     density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
     return scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))
-
 
 def _evidential(o: Tensor, y: Tensor) -> Tensor:
     v, alpha, beta = F.softplus(o[:, 1]) + 0.1, F.softplus(o[:, 2]) + 1.1, F.softplus(o[:, 3]) + 0.1
@@ -286,12 +279,10 @@ def _evidential(o: Tensor, y: Tensor) -> Tensor:
     likelihood = 0.5 * (math.pi / v).log() - alpha * omega.log() + (alpha + 0.5) * (difference**2 * v + omega).log()
     return likelihood + alpha.lgamma() - (alpha + 0.5).lgamma() + 0.1 * difference.abs() * (2 * v + alpha)
 
-
 def _cox(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
     order = time.argsort(descending=True)
     risk, event = risk[order], event[order]
     return -(risk - risk.logcumsumexp(0)) * event
-
 
 def _hazards(o: Tensor, t: Tensor, event: Tensor) -> Tensor:
     steps = torch.arange(4)
@@ -299,11 +290,9 @@ def _hazards(o: Tensor, t: Tensor, event: Tensor) -> Tensor:
     at_risk = steps <= t[:, None]
     return F.binary_cross_entropy_with_logits(o, happens, reduction="none") * at_risk
 
-
 def _kl(o: Tensor) -> Tensor:
     mean, log_variance = o[:, :2], o[:, 2:]
     return -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1)
-
 
 def _mmd(a: Tensor, c: Tensor, bandwidth: float | Tensor = 2.0) -> Tensor:
     def kernel(p: Tensor, q: Tensor) -> Tensor:
@@ -311,15 +300,12 @@ def _mmd(a: Tensor, c: Tensor, bandwidth: float | Tensor = 2.0) -> Tensor:
 
     return kernel(a, a).mean() + kernel(c, c).mean() - 2 * kernel(a, c).mean()
 
-
 def _covariance(o: Tensor) -> Tensor:
     centred = o - o.mean(0)
     return centred.T @ centred / len(o)
 
-
 def _norms(a: Tensor, c: Tensor) -> Tensor:
     return ((a[:, None] - c[None]).square().sum(2) + 1e-4).sqrt()
-
 
 def _transport(a: Tensor, c: Tensor) -> Tensor:
     cost = (a[:, None] - c[None]).square().sum(2)
@@ -329,7 +315,6 @@ def _transport(a: Tensor, c: Tensor) -> Tensor:
         u = 1 / len(a) / (kernel @ v)
         v = 1 / len(a) / (kernel.T @ u)
     return (u[:, None] * kernel * v * cost).sum()
-
 
 def _hsic(a: Tensor, c: Tensor) -> Tensor:
     centre = torch.eye(len(a)) - 1 / len(a)

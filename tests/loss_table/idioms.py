@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("idioms")
 add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
 
@@ -98,7 +99,6 @@ MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "the mean times a tensor": lambda c: c.mean() * torch.tensor(0.3, dtype=torch.float64),
     "the mean times a tensor of one element": lambda c: (c.mean() * torch.tensor([0.3], dtype=torch.float64)).sum(),
 }
-# fmt: off
 for (means, reduce), (eaches, each) in zip(MEANS.items(), cycle(EACH.items()), strict=False):
     add(f"{eaches}, {means}", "x t y", lambda o, b, m, f=each, g=reduce: g(f(o, b)))
 
@@ -236,19 +236,15 @@ of_batch("the k largest losses", "x y", lambda o, b, m: (o - b.y).abs().flatten(
 of_batch("the smaller half of the losses", "x y", lambda o, b, m:
     (c := (o - b.y).abs().sum(1)).topk((len(c) + 1) // 2, largest=False).values.mean())
 
-
 # --- an explicit weight ---
 def rows(batch: dict[str, Tensor]) -> int:
     return len(batch["x"])
 
-
 def labels(batch: dict[str, Tensor]) -> Tensor:
     return (batch["ignored"] != -100).sum()
 
-
 def positives(batch: dict[str, Tensor]) -> Tensor:
     return batch["mask"].sum()
-
 
 add("explicit: rows for a mean of rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=rows)
 add("explicit: half the rows for a mean of rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t), weight=lambda batch:
@@ -298,12 +294,9 @@ of_batch("losses over a soft threshold of their own", "x y", lambda o, b, m:
     ((c := _each(o, b)) * torch.sigmoid(c.detach().mean() - c.detach())).mean())
 of_batch("weights of rows over their maximum", "x y w", lambda o, b, m: (_each(o, b) * b.w / b.w.max()).mean())
 of_batch("a tiny variance over the batch", "x y", lambda o, b, m: F.mse_loss(o, b.y) + 1e-6 * o.var(0, correction=0).sum())
-# fmt: on
-
 
 def _each(o: Tensor, b: object) -> Tensor:
     return EACH["squares"](o, b)
-
 
 def _filled(c: Tensor) -> Tensor:
     losses = torch.zeros_like(c)
@@ -311,19 +304,16 @@ def _filled(c: Tensor) -> Tensor:
         losses[place] = each
     return losses
 
-
 def _filled_by_slices(c: Tensor) -> Tensor:
     losses = c.new_zeros(len(c))
     losses[: len(c) // 2] = c[: len(c) // 2]
     losses[len(c) // 2 :] = c[len(c) // 2 :]
     return losses
 
-
 def _filled_where(c: Tensor, k: Tensor) -> Tensor:
     losses = torch.zeros_like(c)
     losses[k] = c[k]
     return losses
-
 
 def _zeroed(c: Tensor, k: Tensor) -> Tensor:
     losses = c.clone()

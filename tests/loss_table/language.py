@@ -8,32 +8,26 @@ from torch.nn import functional as F
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("language")
 add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
-
 
 def flat(o: Tensor) -> Tensor:
     return o.flatten(0, 1)
 
-
 def shifted(o: Tensor, tokens: Tensor, **options) -> Tensor:
     return F.cross_entropy(flat(o[:, :-1]), tokens[:, 1:].flatten(), **options)
-
 
 def each_token(o: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(o.mT, tokens, reduction="none")
 
-
 def log_p(o: Tensor, words: Tensor) -> Tensor:
     return o.log_softmax(-1).gather(-1, words[..., None]).squeeze(-1)
-
 
 def score(o: Tensor, b) -> Tensor:
     """The log-probability of each answer."""
     return (log_p(o, b.words) * b.valid).sum(-1)
 
-
-# fmt: off
 add("causal, shifted", "s tokens", lambda o, b, m: shifted(o, b.tokens))
 add("causal, shifted, sum", "s tokens", lambda o, b, m: shifted(o, b.tokens, reduction="sum"))
 add("causal, shifted, label smoothing", "s tokens", lambda o, b, m: shifted(o, b.tokens, label_smoothing=0.1))
@@ -173,8 +167,6 @@ add("embeddings regularised by their norm", "s words", lambda o, b, m: F.cross_e
     + 1e-2 * m.proxies.norm())
 add("activations regularised", "s words", lambda o, b, m: F.cross_entropy(flat(o), b.words.flatten()) + 2 * o.pow(2).mean()
     + (o[:, 1:] - o[:, :-1]).pow(2).mean())
-# fmt: on
-
 
 def _chunked(o: Tensor, tokens: Tensor) -> Tensor:
     total = 0.0
@@ -182,14 +174,12 @@ def _chunked(o: Tensor, tokens: Tensor) -> Tensor:
         total = total + F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return total / (tokens != -100).sum()
 
-
 def _flat_chunks(o: Tensor, tokens: Tensor) -> Tensor:
     labels = tokens.flatten()
     total = torch.zeros(()).to(o)
     for start in range(0, len(labels), 4):
         total = total + F.cross_entropy(o.flatten(0, 1)[start : start + 4], labels[start : start + 4], reduction="sum")
     return total / max(1, int((labels >= 0).sum()))
-
 
 def _crf(o: Tensor, words: Tensor, moves: Tensor) -> Tensor:
     """Minus the log-likelihood of a linear chain."""
@@ -200,12 +190,10 @@ def _crf(o: Tensor, words: Tensor, moves: Tensor) -> Tensor:
         path = path + moves[words[:, step - 1], words[:, step]] + o[:, step].gather(1, words[:, step, None])[:, 0]
     return alpha.logsumexp(1) - path
 
-
 def _cosent(cosines: Tensor, scores: Tensor) -> Tensor:
     differences = 5 * (cosines[:, None] - cosines[None])
     wrong = differences.masked_fill(scores[:, None] >= scores[None], -1e3)
     return torch.cat((torch.zeros(1).to(cosines), wrong.flatten())).logsumexp(0) + 0.1 * (cosines - cosines.mean()).square().mean()
-
 
 def _jensen(p: Tensor, q: Tensor) -> Tensor:
     middle = (p + q) / 2

@@ -9,27 +9,22 @@ from torch.utils.checkpoint import checkpoint
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("libraries")
 add, of_batch, terms = table.adds_up, table.batch, table.terms
-
 
 def ce(o: Tensor, b) -> Tensor:
     return F.cross_entropy(o, b.t)
 
-
 def each(o: Tensor, b) -> Tensor:
     return F.cross_entropy(o, b.t, reduction="none")
-
 
 def log_p(o: Tensor, t: Tensor) -> Tensor:
     return o.log_softmax(-1).gather(-1, t[..., None]).squeeze(-1)
 
-
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum()
 
-
-# fmt: off
 # --- detection ---
 terms("FCOS: three sums over the foreground", "x q boxes mask w", lambda o, b, m:
     F.binary_cross_entropy_with_logits(o, b.q, reduction="none").sum() / max(1, int(b.mask.sum()))
@@ -192,13 +187,10 @@ of_batch("a temperature by the rows", "x t", lambda o, b, m: F.cross_entropy(o /
 of_batch("noise of the rows' spread", "x t", lambda o, b, m: F.cross_entropy(o + 0.3 * o.detach().std(0, correction=0), b.t))
 of_batch("centred outputs", "x t", lambda o, b, m: F.cross_entropy(o - o.mean(0), b.t))
 of_batch("the first row against the others", "x", lambda o, b, m: (o - o[:1].detach()).square().mean())
-# fmt: on
-
 
 class _Rows:
     def __init__(self, t: Tensor) -> None:
         self.t = t
-
 
 class _Fused(torch.autograd.Function):
     """A mean of squares whose gradient is made in its forward, as fused losses do."""
@@ -212,25 +204,20 @@ class _Fused(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         return gradient * ctx.saved_tensors[0], None
 
-
 def _harmonised(o: Tensor, q: Tensor) -> Tensor:
     bins = ((o.sigmoid() - q).abs().detach() * 4).long().clamp(max=3)
     counts = bins.flatten().bincount(minlength=4)
     return F.binary_cross_entropy_with_logits(o, q, weight=o.numel() / counts[bins].to(o), reduction="sum") / o.numel()
 
-
 def _centred(o: Tensor) -> Tensor:
     return o - o.mean(1, keepdim=True)
-
 
 def _whitened(values: Tensor, mask: Tensor) -> Tensor:
     mean = masked_mean(values, mask)
     return (values - mean) * (masked_mean((values - mean).square(), mask) + 1e-2).rsqrt()
 
-
 def _lengths(b) -> tuple[Tensor, Tensor]:
     return torch.full((len(b.words),), 5), torch.full((len(b.words),), 2)
-
 
 def _lattice(o: Tensor) -> Tensor:
     alpha = o[:, 0].cumsum(0)
@@ -238,16 +225,13 @@ def _lattice(o: Tensor) -> Tensor:
         alpha = torch.logcumsumexp(alpha + o[:, column], 0)
     return -alpha[-1]
 
-
 def _divergence(o: Tensor) -> Tensor:
     return -0.5 * (1 + o[:, 2:] - o[:, :2].pow(2) - o[:, 2:].exp())
-
 
 def _invariant(o: Tensor, b) -> Tensor:
     scale = torch.ones((), dtype=o.dtype, requires_grad=True)
     loss = F.cross_entropy(o * scale, b.t)
     return loss + torch.autograd.grad(loss, [scale], create_graph=True)[0].pow(2)
-
 
 def _running(losses: Tensor) -> Tensor:
     mean = losses[0]

@@ -8,29 +8,24 @@ from torch.nn import functional as F
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("metric learning")
 add, of_batch, terms = table.adds_up, table.batch, table.terms
-
 
 def unit(o: Tensor) -> Tensor:
     return F.normalize(o, dim=-1)
 
-
 def same(t: Tensor) -> Tensor:
     return t[:, None] == t[None]
 
-
 def itself(o: Tensor) -> Tensor:
     return torch.eye(len(o), dtype=torch.bool)
-
 
 def clip(a: Tensor, c: Tensor, scale: float = 5.0) -> Tensor:
     logits = scale * unit(a) @ unit(c).T
     places = torch.arange(len(a))
     return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
 
-
-# fmt: off
 # --- every sample is compared with the others of its batch ---
 of_batch("CLIP", "x v", lambda o, b, m: clip(o, m(b.v)))
 of_batch("CLIP with a learned scale", "x v", lambda o, b, m: clip(o, m(b.v), m.temperature.exp()))
@@ -143,12 +138,9 @@ add("correlation of a row's own items", "x y", lambda o, b, m:
 add("alignment of pairs", "x v", lambda o, b, m: (unit(o) - unit(m(b.v))).norm(dim=1).pow(2).mean())
 add("cosine distance of pairs", "x v", lambda o, b, m: 1 - F.cosine_similarity(o, m(b.v)).mean())
 add("sum of products as a mean", "x v", lambda o, b, m: 2 - 2 * torch.einsum("bc,bc->b", unit(o), unit(m(b.v))).mean())
-# fmt: on
-
 
 def _sigmoid_labels(o: Tensor) -> Tensor:
     return 2 * torch.eye(len(o)) - 1
-
 
 def _nt_xent(a: Tensor, c: Tensor) -> Tensor:
     views = unit(torch.cat((a, c)))
@@ -156,19 +148,16 @@ def _nt_xent(a: Tensor, c: Tensor) -> Tensor:
     partners = torch.arange(len(views)).roll(len(a))
     return F.cross_entropy(logits, partners)
 
-
 def _nt_xent_masked(a: Tensor, c: Tensor) -> Tensor:
     views = unit(torch.cat((a, c)))
     similarity = views @ views.T / 0.5
     others = similarity.masked_fill(itself(views), -torch.inf).logsumexp(1)
     return others - (unit(a) * unit(c)).sum(1).repeat(2) / 0.5
 
-
 def _decoupled(a: Tensor, c: Tensor) -> Tensor:
     similarity = unit(a) @ unit(c).T
     negatives = similarity.masked_fill(itself(a), -1e9)
     return (negatives.logsumexp(1).clamp(min=-5) - similarity.diagonal()).mean()
-
 
 def _supervised(o: Tensor, t: Tensor, inside: bool = False) -> Tensor:
     similarity = unit(o) @ unit(o).T / 0.3
@@ -178,22 +167,18 @@ def _supervised(o: Tensor, t: Tensor, inside: bool = False) -> Tensor:
         return -((log_p.exp() * positive).sum(1) / positive.sum(1)).log().mean()
     return -((log_p * positive).sum(1) / positive.sum(1)).mean()
 
-
 def _nca(o: Tensor, t: Tensor) -> Tensor:
     p = (-torch.cdist(o, o).square()).softmax(1)
     return -(p * same(t)).sum(1).log().mean()
-
 
 def _soft_nearest(o: Tensor, t: Tensor) -> Tensor:
     near = (-(o[:, None] - o[None]).square().sum(2)).exp()
     return -((near * same(t)).sum(1) / near.sum(1)).log().mean()
 
-
 def _lifted(o: Tensor, t: Tensor) -> Tensor:
     distance = (o[:, None] - o[None]).square().sum(2)
     pushed = (1 - distance).masked_fill(same(t), -20.0).logsumexp(1)
     return F.relu((distance * same(t)).sum(1) + pushed).mean()
-
 
 def _multi_similarity(o: Tensor, t: Tensor) -> Tensor:
     similarity, alike = unit(o) @ unit(o).T, same(t)
@@ -201,21 +186,17 @@ def _multi_similarity(o: Tensor, t: Tensor) -> Tensor:
     pushed = ((10 * (similarity - 0.5)).exp() * ~alike).sum(1).log1p() / 10
     return (pulled + pushed).mean()
 
-
 def _circle(o: Tensor, t: Tensor) -> Tensor:
     similarity, alike = unit(o) @ unit(o).T, same(t)
     positive = (-(1.25 - similarity).clamp(min=0).detach() * (similarity - 0.75)).masked_fill(~alike, -1e3).logsumexp(1)
     negative = ((similarity + 0.25).clamp(min=0).detach() * (similarity - 0.25)).masked_fill(alike, -1e3).logsumexp(1)
     return F.softplus(positive + negative.clamp(min=-10)).mean()
 
-
 def _distances(o: Tensor) -> Tensor:
     return ((o[:, None] - o[None]).square().sum(2) + 1e-6).sqrt()
 
-
 def _pairs(o: Tensor, t: Tensor) -> Tensor:
     return torch.where(same(t), _distances(o).square(), F.relu(2 - _distances(o)).square())
-
 
 def _batch_hard(o: Tensor, t: Tensor, raw: bool = False) -> Tensor:
     distance = _distances(o)
@@ -223,31 +204,26 @@ def _batch_hard(o: Tensor, t: Tensor, raw: bool = False) -> Tensor:
     nearest = distance.masked_fill(same(t), 10).amin(1)
     return farthest - nearest if raw else F.relu(farthest - nearest + 12)
 
-
 def _batch_all(o: Tensor, t: Tensor) -> Tensor:
     distance = _distances(o)
     all_of_them = distance[:, :, None] - distance[:, None] + 0.5
     is_one = same(t)[:, :, None] & ~same(t)[:, None]
     return F.relu(all_of_them) * is_one + 0.1 * distance[:, :, None]
 
-
 def _nearest_negative(a: Tensor, c: Tensor) -> Tensor:
     distance = torch.cdist(a, c)
     return F.relu(distance.diagonal() - distance.masked_fill(itself(a), 5.0).amin(1) + 6)
-
 
 def _captions(a: Tensor, c: Tensor) -> Tensor:
     scores = unit(a) @ unit(c).T
     right = scores.diagonal()[:, None]
     return F.relu(0.2 + scores - right) + F.relu(0.2 + scores - right.T)
 
-
 def _smooth_ap(o: Tensor, t: Tensor) -> Tensor:
     similarity = unit(o) @ unit(o).T
     above = ((similarity[:, None] - similarity[:, :, None]) / 0.1).sigmoid()
     rank, within = above.sum(2), (above * same(t)[:, None]).sum(2)
     return ((within / rank) * same(t)).sum(1).div(same(t).sum(1)).mean()
-
 
 def _histogram(o: Tensor, t: Tensor) -> Tensor:
     similarity = unit(o) @ unit(o).T
@@ -257,39 +233,32 @@ def _histogram(o: Tensor, t: Tensor) -> Tensor:
     apart = (kernel * ~same(t)[..., None]).sum((0, 1)) / (~same(t)).sum().clamp(min=1)
     return (apart * alike.cumsum(0)).sum() + 0.1 * (1 - (unit(o) * unit(o).mean(0)).sum(1)).mean()
 
-
 def _angular(a: Tensor, c: Tensor) -> Tensor:
     terms = 4 * 0.5 * (a + c) @ c.T - 2 * 1.5 * (a * c).sum(1, keepdim=True)
     return terms.masked_fill(itself(a), 0.0).logsumexp(1).mean()
-
 
 def _koleo(o: Tensor) -> Tensor:
     similarity = unit(o) @ unit(o).T
     nearest = similarity.masked_fill(itself(o), -1).argmax(1)
     return -(F.pairwise_distance(unit(o), unit(o)[nearest], eps=1e-3) + 1e-3).log().mean()
 
-
 def _prototypical(o: Tensor, t: Tensor) -> Tensor:
     hot = F.one_hot(t, 4).to(o)
     centers = hot.T @ o / hot.sum(0).clamp(min=1)[:, None]
     return F.cross_entropy(-torch.cdist(o, centers + 1e-3).square(), t)
 
-
 def _pearson(a: Tensor, c: Tensor) -> Tensor:
     a, c = a - a.mean(), c - c.mean()
     return (a * c).sum() / (a.norm() * c.norm() + 1e-3)
-
 
 def _concordance(a: Tensor, c: Tensor) -> Tensor:
     covariance = ((a - a.mean()) * (c - c.mean())).mean()
     return 2 * covariance / (a.var(correction=0) + c.var(correction=0) + (a.mean() - c.mean()) ** 2 + 1e-3)
 
-
 def _proxy_nca(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
     distance = torch.cdist(unit(o), unit(proxies)).square()
     hot = F.one_hot(t, 4).bool()
     return distance[hot] + (-distance).masked_fill(hot, -torch.inf).logsumexp(1)
-
 
 def _proxy_anchor(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
     similarity, hot = unit(o) @ unit(proxies).T, F.one_hot(t, 4).to(o)
@@ -297,11 +266,9 @@ def _proxy_anchor(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
     pushed = ((8 * (similarity + 0.1)).exp() * (1 - hot)).sum(0).log1p()
     return pulled.sum() / (hot.sum(0) > 0).sum() + pushed.sum() / 4
 
-
 def _arc(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
     angle = (unit(o) @ unit(proxies).T).clamp(-1 + 1e-7, 1 - 1e-7).acos()
     return 5 * (angle + 0.3 * F.one_hot(t, 4)).cos()
-
 
 def _sphere(o: Tensor, t: Tensor, proxies: Tensor) -> Tensor:
     cosine = unit(o) @ unit(proxies).T

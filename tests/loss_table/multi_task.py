@@ -8,23 +8,19 @@ from torch.nn import functional as F
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("multi-task")
 add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
-
 
 def ce(o: Tensor, b) -> Tensor:
     return F.cross_entropy(o, b.t)
 
-
 def mse(o: Tensor, b) -> Tensor:
     return F.mse_loss(o, b.y)
-
 
 def ignored(o: Tensor, b) -> Tensor:
     return F.cross_entropy(o, b.ignored)
 
-
-# fmt: off
 # --- terms that share a weight: rows, and elements of rows ---
 add("two terms", "x t y", lambda o, b, m: ce(o, b) + 0.5 * mse(o, b))
 add("a difference of terms", "x t y", lambda o, b, m: ce(o, b) - 0.1 * mse(o, b))
@@ -142,4 +138,3 @@ of_batch("a penalty only where the batch has a label", "x t", lambda o, b, m: ce
 of_batch("a sign by the batch's error, detached", "x t y", lambda o, b, m: ce(o, b) * torch.sign(mse(o, b).detach() - 1))
 of_batch("adaptive scale of a discriminator's gradient", "x y v", lambda o, b, m: mse(o, b)
     - (mse(o, b).detach() / m(b.v).mean().detach().abs().add(0.1)) * m(b.v).mean())
-# fmt: on

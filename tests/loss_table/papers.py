@@ -11,28 +11,23 @@ from torch.nn import functional as F
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("papers")
 add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
 
-
 def _nll(o: Tensor, b: Any) -> Tensor:
     return F.cross_entropy(o, b.t, reduction="none")
-
 
 def _of_words(o: Tensor, b: Any) -> Tensor:
     """The log-probability of each word."""
     return o.log_softmax(2).gather(2, b.words[..., None])[..., 0]
 
-
 def _ratio(o: Tensor, b: Any) -> Tensor:
     return (_of_words(o, b) - b.y5[..., 0].clamp(-1, 1) + 1.2).clamp(-2, 2).exp()
-
 
 def _sequences(o: Tensor, b: Any) -> Tensor:
     return (_of_words(o, b) * b.valid).sum(1)
 
-
-# fmt: off
 # --- preferences ---
 add("R-DPO: margins of lengths", "s words valid old", lambda o, b, m: -F.logsigmoid(
     _sequences(o, b) - b.old - 0.1 * b.valid.sum(1)).mean())
@@ -147,51 +142,41 @@ add("a compiled loss", "x t", lambda o, b, m: _compiled(o, b.t))
 add("a function of its own, mean", "x y", lambda o, b, m: _OwnMean.apply(o, b.y), refused="a node of the user's own")
 add("a function of its own for each row", "x y", lambda o, b, m: _OwnSquares.apply(o, b.y).mean())
 add("jacobian-vector products", "x v y", lambda o, b, m: torch.func.jvp(m, (b.x,), (b.v,))[1].square().mean())
-# fmt: on
-
 
 def _both_sides(losses: Tensor, is_good: Tensor) -> Tensor:
     good, bad = losses[is_good], losses[~is_good]
     return (good.mean() if len(good) else losses.sum() * 0) + (bad.mean() if len(bad) else losses.sum() * 0)
 
-
 def _k3(o: Tensor, b: Any) -> Tensor:
     difference = b.p5.log().gather(2, b.words[..., None])[..., 0] - _of_words(o, b)
     return difference.exp() - difference - 1
-
 
 def _second_clip(o: Tensor, b: Any) -> Tensor:
     ratio = (-_nll(o, b) - b.old).exp()
     clipped = torch.minimum(ratio * b.advantage, ratio.clamp(0.8, 1.2) * b.advantage)
     return torch.where(b.advantage < 0, torch.maximum(clipped, 3 * b.advantage), clipped)
 
-
 def _unclipped(o: Tensor, b: Any) -> Tensor:
     ratio = (-_nll(o, b) - b.old).exp()
     kept = ratio.detach() < 2
     return -(ratio * b.advantage * kept).sum() / kept.sum().clamp(min=1)
 
-
 def _of_positives(o: Tensor, b: Any) -> Tensor:
     tokens = b.valid & (b.advantage > 0)[:, None]
     return (_of_words(o, b) * tokens).sum() / tokens.sum().clamp(min=1)
-
 
 def _within_limit(o: Tensor, b: Any) -> Tensor:
     tokens = b.valid & (b.valid.sum(1) < 5)[:, None]
     return -(_ratio(o, b) * b.advantage[:, None] * tokens).sum() / tokens.sum().clamp(min=1)
 
-
 def _two_likeliest(o: Tensor, b: Any) -> Tensor:
     probabilities, places = b.p5.topk(2, dim=2)
     return -((probabilities * o.log_softmax(2).gather(2, places)).sum(2) * b.valid).sum() / b.valid.sum()
-
 
 def _three_views(o: Tensor, b: Any, m: Any) -> Tensor:
     views = [o.softmax(1), m(b.v).softmax(1), m(b.z).softmax(1)]
     middle = (sum(views) / 3).clamp(1e-7, 1).log()
     return F.cross_entropy(o, b.t) + sum(F.kl_div(middle, view, reduction="batchmean") for view in views) / 3
-
 
 def _of_documents(o: Tensor, b: Any, by_documents: bool) -> Tensor:
     """A document begins at each chosen place of a row, and at its first."""
@@ -205,12 +190,10 @@ def _of_documents(o: Tensor, b: Any, by_documents: bool) -> Tensor:
     sums = losses.new_zeros(number).index_add(0, document, losses)
     return (sums / document.bincount()).mean()
 
-
 def _smoothed(o: Tensor, labels: Tensor) -> Tensor:
     logs, counted = o.log_softmax(1), labels != -100
     of_label = -logs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     return ((0.9 * of_label - 0.1 * logs.mean(1)) * counted).sum() / counted.sum().clamp(min=1)
-
 
 def _excess(o: Tensor, b: Any) -> Tensor:
     losses = -_of_words(o, b)
@@ -218,12 +201,10 @@ def _excess(o: Tensor, b: Any) -> Tensor:
     chosen = b.valid & (excess > excess[b.valid].mean())
     return (losses * chosen).sum() / b.valid.sum()
 
-
 def _balance(o: Tensor, b: Any) -> Tensor:
     gates, valid = o.softmax(2), b.valid[..., None].to(o)
     used = F.one_hot(gates.argmax(2), 4).to(o)
     return 4 * ((used * valid).sum((0, 1)) / valid.sum() * ((gates * valid).sum((0, 1)) / valid.sum())).sum()
-
 
 def _ssd(o: Tensor, b: Any) -> Tensor:
     losses = F.cross_entropy(o.transpose(1, 2), b.words, reduction="none")
@@ -233,29 +214,24 @@ def _ssd(o: Tensor, b: Any) -> Tensor:
     boxes = (F.smooth_l1_loss(o, b.y5, reduction="none").sum(2) * b.chosen).sum()
     return ((losses * (b.chosen | is_hard)).sum() + boxes) / b.chosen.sum()
 
-
 def _tversky(o: Tensor, b: Any, dims: tuple[int, ...]) -> Tensor:
     p = o.sigmoid()
     hits, misses, alarms = ((x * y).sum(dims) for x, y in ((p, b.masks), (1 - p, b.masks), (p, 1 - b.masks)))
     return 1 - (hits + 1) / (hits + 0.3 * alarms + 0.7 * misses + 1)
 
-
 def _images_that_have(o: Tensor, b: Any) -> Tensor:
     of_images = (o[..., 0].square() * b.chosen).sum(1) / b.chosen.sum(1).clamp(min=1)
     return of_images.sum() / b.chosen.any(1).sum().clamp(min=1)
-
 
 def _residuals(b: Any, m: Any) -> Tensor:
     x = b.x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(m(x)[:, 0].sum(), x, create_graph=True)
     return slope[:, 0] + m(x)[:, 0]
 
-
 def _penalty(b: Any, m: Any) -> Tensor:
     x = b.x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(m(x)[:, 0].sum(), x, create_graph=True)
     return slope.square().sum(1).mean()
-
 
 def _path_lengths(b: Any, m: Any) -> Tensor:
     x = b.x.clone().requires_grad_()
@@ -263,13 +239,11 @@ def _path_lengths(b: Any, m: Any) -> Tensor:
     lengths = slope.square().sum(1).sqrt()
     return (lengths - lengths.mean().detach()).square().mean()
 
-
 def _trace(b: Any, m: Any) -> Tensor:
     x = b.x.clone().requires_grad_()
     score = m(x)
     slopes = [torch.autograd.grad(score[:, k].sum(), x, create_graph=True)[0][:, k] for k in range(4)]
     return sum(slopes) + score.square().sum(1) / 2
-
 
 def _by_vmap(b: Any, m: Any) -> Tensor:
     def energy(x: Tensor) -> Tensor:
@@ -277,17 +251,14 @@ def _by_vmap(b: Any, m: Any) -> Tensor:
 
     return torch.func.vmap(torch.func.grad(energy))(b.x).square().sum(1).mean()
 
-
 @torch.jit.script
 def _scripted(o: Tensor, t: Tensor) -> Tensor:
     losses = torch.nn.functional.cross_entropy(o, t, reduction="none")
     return (losses * (t + 1)).sum() / (t + 1).sum()
 
-
 @torch.compile(backend="eager")
 def _compiled(o: Tensor, t: Tensor) -> Tensor:
     return (F.cross_entropy(o, t, reduction="none") * (t + 1)).sum() / (t + 1).sum()
-
 
 class _OwnMean(torch.autograd.Function):
     @staticmethod
@@ -299,7 +270,6 @@ class _OwnMean(torch.autograd.Function):
     def backward(ctx: Any, given: Tensor) -> Any:
         (difference,) = ctx.saved_tensors
         return 2 * given * difference / difference.numel(), None
-
 
 class _OwnSquares(torch.autograd.Function):
     @staticmethod

@@ -8,28 +8,23 @@ from torch.nn import functional as F
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("reinforcement")
 add, of_batch, terms = table.adds_up, table.batch, table.terms
-
 
 def log_p(o: Tensor, t: Tensor) -> Tensor:
     return o.log_softmax(-1).gather(-1, t[..., None]).squeeze(-1)
 
-
 def entropy(o: Tensor) -> Tensor:
     return -(o.softmax(-1) * o.log_softmax(-1)).sum(-1)
-
 
 def clipped(o: Tensor, b, advantage: Tensor) -> Tensor:
     ratio = (log_p(o, b.t) - b.old).exp()
     return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
 
-
 def normalised(advantage: Tensor) -> Tensor:
     return (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-2)
 
-
-# fmt: off
 add("REINFORCE, mean", "x t advantage", lambda o, b, m: -(log_p(o, b.t) * b.advantage).mean())
 add("REINFORCE, sum", "x t advantage", lambda o, b, m: -(log_p(o, b.t) * b.advantage).sum())
 add("REINFORCE, sum of stacked losses", "x t advantage", lambda o, b, m:
@@ -132,8 +127,6 @@ add("world model with KL balancing", "x p", lambda o, b, m: 0.8 * _kl(m.teacher(
     + 0.2 * (b.p * (b.p.log() - o.log_softmax(1))).sum(1).clamp(min=0.1).mean())
 of_batch("free nats of the batch's mean", "x p", lambda o, b, m:
     (b.p * (b.p.log() - o.log_softmax(1))).sum(1).mean().clamp(min=0.6) + (b.p * (b.p.log() - o.log_softmax(1))).sum(1).mean() ** 2)
-# fmt: on
-
 
 def _quantile_huber(o: Tensor, y: Tensor) -> Tensor:
     difference = y[:, None] - o[:, :, None]
@@ -142,14 +135,12 @@ def _quantile_huber(o: Tensor, y: Tensor) -> Tensor:
         o[:, :, None].expand_as(difference), y[:, None].expand_as(difference), reduction="none"
     )
 
-
 def _gae(reward: Tensor, value: Tensor) -> Tensor:
     advantages, last = [], torch.zeros(len(reward)).to(value)
     for step in reversed(range(4)):
         last = reward[:, step] + 0.9 * value[:, step + 1] - value[:, step] + 0.8 * last
         advantages.append(last)
     return torch.stack([last, *reversed(advantages)], 1)
-
 
 def _kl(p: Tensor, o: Tensor) -> Tensor:
     return (p * (p.log() - o.log_softmax(1))).sum(1)

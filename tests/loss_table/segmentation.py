@@ -8,49 +8,40 @@ from torch.nn import functional as F
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("segmentation")
 add, of_batch, terms = table.adds_up, table.batch, table.terms
-
 
 def sums(o: Tensor, masks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """True positives, false positives, false negatives."""
     p = o.sigmoid()
     return (p * masks).sum(dims), (p * (1 - masks)).sum(dims), ((1 - p) * masks).sum(dims)
 
-
 def dice(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
     return 1 - (2 * tp + 1) / (2 * tp + fp + fn + 1)
-
 
 def jaccard(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
     return 1 - (tp + 1) / (tp + fp + fn + 1)
 
-
 def tversky(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
     return 1 - (tp + 1) / (tp + 0.3 * fp + 0.7 * fn + 1)
-
 
 def focal_tversky(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
     return tversky(tp, fp, fn) ** 0.75
 
-
 def log_dice(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
     return -(1 - dice(tp, fp, fn)).log()
-
 
 def f2(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
     return 1 - 5 * tp / (5 * tp + 4 * fn + fp + 1e-3)
 
-
 def sensitivity(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
     return 1 - (tp + 1e-2) / (tp + fn + 1e-2)
-
 
 SCORES = {
     "Dice": dice, "Jaccard": jaccard, "Tversky": tversky, "focal Tversky": focal_tversky, "log Dice": log_dice, "F2": f2,
     "sensitivity": sensitivity,
 }  # fmt: skip
-# fmt: off
 for name, score in SCORES.items():
     add(f"{name} of each image and class", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (2, 3))).mean())
     add(f"{name} of each image, sum", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (1, 2, 3))).sum())
@@ -109,8 +100,6 @@ of_batch("consistency of the batch's class sizes", "i map", lambda o, b, m:
 add("consistency of each image's class sizes", "i map", lambda o, b, m:
     (o.softmax(1).mean((2, 3)) - F.one_hot(b.map, 4).double().mean((1, 2))).square().sum(1).mean())
 add("area penalty as a sum", "i masks", lambda o, b, m: F.relu(o.sigmoid().sum((2, 3)) - b.masks.sum((2, 3))).sum() / (4 * len(o)))
-# fmt: on
-
 
 def _squared(o: Tensor, masks: Tensor, f) -> Tensor:
     p = o.sigmoid().flatten()
@@ -118,21 +107,17 @@ def _squared(o: Tensor, masks: Tensor, f) -> Tensor:
     tp = p @ y
     return f(tp, (p * p).sum() - tp, (y * y).sum() - tp)
 
-
 def _softmax_dice(o: Tensor, target: Tensor, dims: tuple[int, ...]) -> Tensor:
     p, hot = o.softmax(1), F.one_hot(target, 4).movedim(-1, 1)
     return 1 - (2 * (p * hot).sum(dims) + 0.1) / ((p + hot).sum(dims) + 0.1)
-
 
 def _generalised(o: Tensor, target: Tensor, dims: tuple[int, ...]) -> Tensor:
     p, hot = o.softmax(1), F.one_hot(target, 4).movedim(-1, 1).to(o)
     w = 1 / (hot.sum(dims) + 1) ** 2
     return 1 - 2 * (w * (p * hot).sum(dims)).sum(-1) / (w * (p + hot).sum(dims)).sum(-1)
 
-
 def _weighted(o: Tensor, masks: Tensor) -> Tensor:
     return -(0.6 * masks * F.logsigmoid(o) + 0.4 * (1 - masks) * F.logsigmoid(-o))
-
 
 def _lovasz(logits: Tensor, y: Tensor) -> Tensor:
     signs = 2 * y - 1
@@ -143,27 +128,22 @@ def _lovasz(logits: Tensor, y: Tensor) -> Tensor:
     slope = torch.cat((index[:1], index[1:] - index[:-1]))
     return F.relu(errors) @ slope
 
-
 def _exponential(o: Tensor, target: Tensor) -> Tensor:
     of_dice = (-(1 - _softmax_dice(o, target, (0, 2, 3))).log()) ** 0.3
     return 0.8 * of_dice.mean() + 0.2 * (F.cross_entropy(o, target, reduction="none") ** 0.3).mean()
 
-
 def _balanced(o: Tensor, masks: Tensor, positives: Tensor) -> Tensor:
     each = F.binary_cross_entropy_with_logits(o, masks, reduction="none")
     return (each * torch.where(masks > 0, 1 - positives, positives)).mean()
-
 
 def _matthews(o: Tensor, masks: Tensor, dims: tuple[int, ...]) -> Tensor:
     tp, fp, fn = sums(o, masks, dims)
     tn = ((1 - o.sigmoid()) * (1 - masks)).sum(dims)
     return 1 - (tp * tn - fp * fn) / ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn) + 1).sqrt()
 
-
 def _border(target: Tensor) -> Tensor:
     differs = (target != target.roll(1, 1)) | (target != target.roll(1, 2))
     return 1.0 + 2.0 * differs
-
 
 def _length(p: Tensor) -> Tensor:
     return (p.diff(dim=2)[..., :-1] ** 2 + p.diff(dim=3)[:, :, :-1] ** 2 + 1e-6).sqrt().sum((1, 2, 3))

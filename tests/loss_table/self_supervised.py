@@ -8,19 +8,16 @@ from torch.nn import functional as F
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("self-supervised")
 add, of_batch, terms = table.adds_up, table.batch, table.terms
-
 
 def unit(o: Tensor) -> Tensor:
     return F.normalize(o, dim=-1)
 
-
 def standard(o: Tensor) -> Tensor:
     return (o - o.mean(0)) / (o.var(0, correction=0) + 1e-2).sqrt()
 
-
-# fmt: off
 add("BYOL", "x v", lambda o, b, m: 2 - 2 * (unit(o) * unit(m.teacher(b.v))).sum(-1).mean())
 add("BYOL in both directions", "x v", lambda o, b, m: (2 - 2 * (unit(o) * unit(m.teacher(b.v))).sum(-1)).mean()
     + (2 - 2 * (unit(m(b.v)) * unit(m.teacher(b.x))).sum(-1)).mean())
@@ -87,8 +84,6 @@ add("virtual adversarial by a fixed direction", "x v", lambda o, b, m:
     F.kl_div(m(b.x + 0.1 * b.v).log_softmax(1), o.softmax(1).detach(), reduction="batchmean"))
 terms("labelled by ignored labels and unlabelled by rows", "x ignored v", lambda o, b, m: F.cross_entropy(o, b.ignored)
     + F.mse_loss(o.softmax(1), m(b.v).softmax(1)))
-# fmt: on
-
 
 def _crops(students: list[Tensor], teachers: list[Tensor], center: Tensor) -> Tensor:
     total, number = 0.0, 0
@@ -100,7 +95,6 @@ def _crops(students: list[Tensor], teachers: list[Tensor], center: Tensor) -> Te
                 number += 1
     return total / number
 
-
 def _sinkhorn(scores: Tensor) -> Tensor:
     q = (scores / 0.5).exp()
     for _ in range(3):
@@ -108,29 +102,24 @@ def _sinkhorn(scores: Tensor) -> Tensor:
         q = q / q.sum(1, keepdim=True)
     return q
 
-
 def _barlow(a: Tensor, c: Tensor) -> Tensor:
     correlation = standard(a).T @ standard(c) / len(a)
     on = (correlation.diagonal() - 1).square().sum()
     return on + 0.1 * (correlation - correlation.diag().diag()).square().sum()
-
 
 def _covariance(o: Tensor) -> Tensor:
     centred = o - o.mean(0)
     covariance = centred.T @ centred / len(o)
     return (covariance - covariance.diag().diag()).square().sum() / 4 + 0.1 * covariance.diagonal().sub(1).square().mean()
 
-
 def _vicreg(a: Tensor, c: Tensor) -> Tensor:
     spread = sum(F.relu(2 - (view.var(0, correction=0) + 1e-4).sqrt()).mean() for view in (a, c))
     return 25 * F.mse_loss(a, c) + 25 * spread + _covariance(a) + _covariance(c)
-
 
 def _iic(a: Tensor, c: Tensor) -> Tensor:
     joint = a.softmax(1).T @ c.softmax(1) / len(a)
     joint = (joint + joint.T) / 2
     return (joint * (joint.sum(0).log() + joint.sum(1, keepdim=True).log() - joint.log())).sum()
-
 
 def _deep_clustering(o: Tensor, centers: Tensor) -> Tensor:
     q = 1 / (1 + torch.cdist(o, centers).square())

@@ -12,21 +12,18 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("strange")
 add, of_batch = table.adds_up, table.batch
-
 
 def _nll(o: Tensor, b: Any) -> Tensor:
     return F.cross_entropy(o, b.t, reduction="none")
 
-
 def _squares(o: Tensor, b: Any) -> Tensor:
     return (o - b.y).square().sum(1)
 
-
 # --- means and sums on other ways ---
 UNREAD = "a node that is not looked through"
-# fmt: off
 add("relative distance of rows", "x y", lambda o, b, m: ((o - b.y).norm(dim=1) / b.y.norm(dim=1)).mean())
 add("adaptive pooling to one", "x t", lambda o, b, m: F.adaptive_avg_pool1d(_nll(o, b)[None, None], 1).squeeze())
 add("pooling of all", "x t", lambda o, b, m: F.avg_pool1d(_nll(o, b)[None, None], len(o)).squeeze(), refused=UNREAD)
@@ -75,16 +72,12 @@ of_batch("a hook that clips", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, 
 of_batch("a hook that multiplies by the rows", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: g * len(g)), b.t))
 of_batch("a hook that normalises", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: g / g.norm()), b.t))
 add("a hook that turns the sign", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: -0.3 * g), b.t))
-# fmt: on
-
 
 def _complex(o: Tensor) -> Tensor:
     return torch.complex(o[:, :2], o[:, 2:])
 
-
 def _packed(rows: Tensor) -> Tensor:
     return pack_padded_sequence(rows, [3] * len(rows), batch_first=True).data
-
 
 def _hard_negatives(o: Tensor, b: Any) -> Tensor:
     losses, is_positive = F.binary_cross_entropy_with_logits(o, b.q, reduction="none"), b.q.bool()
@@ -92,12 +85,10 @@ def _hard_negatives(o: Tensor, b: Any) -> Tensor:
     is_negative = ranks < (3 * is_positive.sum(1)).clamp(max=3)[:, None]
     return (losses * (is_positive | is_negative)).sum() / is_positive.sum()
 
-
 def _images(o: Tensor, b: Any) -> Tensor:
     errors = (o - b.y5).square().sum(2)
     of_images = [error[chosen].mean() for error, chosen in zip(errors, b.chosen, strict=True) if chosen.any()]
     return torch.stack(of_images).mean() if of_images else 0.0 * o.sum()
-
 
 def _adversarial(o: Tensor, b: Any, m: Any, is_normalised: bool) -> Tensor:
     x = b.x.clone().requires_grad_()
@@ -106,11 +97,9 @@ def _adversarial(o: Tensor, b: Any, m: Any, is_normalised: bool) -> Tensor:
         gradient = gradient / gradient.norm(dim=1, keepdim=True)
     return F.cross_entropy(m(b.x + 0.5 * gradient), b.t)
 
-
 def _berhu(distance: Tensor) -> Tensor:
     limit = 0.2 * distance.max().detach()
     return torch.where(distance <= limit, distance, (distance.square() + limit**2) / (2 * limit)).mean()
-
 
 def _unlabelled_positives(o: Tensor, is_positive: Tensor) -> Tensor:
     if is_positive.all() or not is_positive.any():
@@ -118,21 +107,17 @@ def _unlabelled_positives(o: Tensor, is_positive: Tensor) -> Tensor:
     of_rest = F.softplus(o[~is_positive]).mean() - 0.4 * F.softplus(o[is_positive]).mean()
     return 0.4 * F.softplus(-o[is_positive]).mean() + F.relu(of_rest)
 
-
 def _area_under_curve(o: Tensor, is_positive: Tensor, m: Any) -> Tensor:
     prior = is_positive.mean()
     of_negatives = ((o - m.bias) ** 2 * (1 - is_positive)).mean()
     return prior * of_negatives + (1 - prior) * ((o - m.temperature) ** 2 * is_positive).mean()
 
-
 def _within_capacity(o: Tensor) -> Tensor:
     chosen = F.one_hot(o.argmax(1), 4)
     return (chosen.cumsum(0) * chosen).sum(1) <= math.ceil(len(o) / 4 * 1.25)
 
-
 def _larger(one: Tensor, other: Tensor) -> Tensor:
     return torch.where(one > other, one, other)
-
 
 def _hooked(o: Tensor, hook: Any) -> Tensor:
     o = o.clone()

@@ -9,18 +9,16 @@ from torch.nn import functional as F
 from lightning_accum import SampleCount
 from loss_table.rows import Table
 
+# fmt: off
 table = Table("vision")
 add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
 
-
 # --- classification ---
-
 
 def focal(o: Tensor, t: Tensor, gamma: float = 2.0, reduction: str = "mean") -> Tensor:
     each = F.cross_entropy(o, t, reduction="none")
     each = (1 - (-each).exp()) ** gamma * each
     return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
-
 
 def sigmoid_focal(o: Tensor, q: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
     p = o.sigmoid()
@@ -28,8 +26,6 @@ def sigmoid_focal(o: Tensor, q: Tensor, alpha: float = 0.25, gamma: float = 2.0)
     balance = alpha * q + (1 - alpha) * (1 - q)
     return balance * (1 - right) ** gamma * F.binary_cross_entropy_with_logits(o, q, reduction="none")
 
-
-# fmt: off
 add("focal, mean", "x t", lambda o, b, m: focal(o, b.t))
 add("focal, sum", "x t", lambda o, b, m: focal(o, b.t, reduction="sum"))
 add("focal with gamma 0.5", "x t", lambda o, b, m: focal(o, b.t, 0.5))
@@ -80,10 +76,8 @@ add("pixels weighed by a map, divided by it", "i map image", lambda o, b, m:
 
 # --- boxes ---
 
-
 def corners(o: Tensor) -> Tensor:
     return torch.cat((o[:, :2], o[:, :2] + F.softplus(o[:, 2:]) + 0.1), 1)
-
 
 def overlap(a: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """Intersection and union of boxes, one with one."""
@@ -91,11 +85,9 @@ def overlap(a: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     shared = sides.prod(1)
     return shared, (a[:, 2:] - a[:, :2]).prod(1) + (c[:, 2:] - c[:, :2]).prod(1) - shared
 
-
 def iou(o: Tensor, boxes: Tensor) -> Tensor:
     shared, union = overlap(corners(o), boxes)
     return shared / union
-
 
 def giou(o: Tensor, boxes: Tensor) -> Tensor:
     a = corners(o)
@@ -103,13 +95,11 @@ def giou(o: Tensor, boxes: Tensor) -> Tensor:
     hull = (torch.maximum(a[:, 2:], boxes[:, 2:]) - torch.minimum(a[:, :2], boxes[:, :2])).prod(1)
     return shared / union - (hull - union) / hull
 
-
 def diou(o: Tensor, boxes: Tensor) -> Tensor:
     a = corners(o)
     hull = (torch.maximum(a[:, 2:], boxes[:, 2:]) - torch.minimum(a[:, :2], boxes[:, :2])).square().sum(1)
     between = ((a[:, 2:] + a[:, :2]) / 2 - (boxes[:, 2:] + boxes[:, :2]) / 2).square().sum(1)
     return iou(o, boxes) - between / hull
-
 
 def ciou(o: Tensor, boxes: Tensor) -> Tensor:
     a = corners(o)
@@ -117,7 +107,6 @@ def ciou(o: Tensor, boxes: Tensor) -> Tensor:
     target_width, target_height = (boxes[:, 2:] - boxes[:, :2]).unbind(1)
     shape = 0.4 * ((target_width / target_height).atan() - (width / height).atan()).square()
     return diou(o, boxes) - (shape / (1 - iou(o, boxes) + shape + 1e-9)).detach() * shape
-
 
 for name, of_boxes in {"IoU": iou, "GIoU": giou, "DIoU": diou, "CIoU": ciou}.items():
     add(f"{name} loss, mean", "x boxes", lambda o, b, m, f=of_boxes: (1 - f(o, b.boxes)).mean())
@@ -195,48 +184,37 @@ add("EDM weights", "x y scale", lambda o, b, m: ((b.scale**2 + 0.25) / (0.5 * b.
     (o - b.y) ** 2).sum() / o.numel())
 of_batch("mini-batch standard deviation", "x q", lambda o, b, m:
     F.binary_cross_entropy_with_logits(o + o.std(0, correction=0).mean(), b.q))
-# fmt: on
-
 
 def _asymmetric(o: Tensor, q: Tensor) -> Tensor:
     p = o.sigmoid()
     negative = (p - 0.05).clamp(min=0)
     return -(q * p.clamp(min=1e-8).log() + (1 - q) * negative**4 * (1 - negative).clamp(min=1e-8).log())
 
-
 def _right(o: Tensor, t: Tensor) -> Tensor:
     return o.softmax(1).gather(1, t[:, None]).squeeze(1)
-
 
 def _poly(o: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(o, t, reduction="none") + 2.0 * (1 - _right(o, t))
 
-
 def _entropy(o: Tensor) -> Tensor:
     return -(o.softmax(1) * o.log_softmax(1)).sum(1)
-
 
 def _mixup(o: Tensor, b) -> Tensor:
     share = b.w / 2
     return share * F.cross_entropy(o, b.t, reduction="none") + (1 - share) * F.cross_entropy(o, 3 - b.t, reduction="none")
 
-
 def _distilled(o: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return F.kl_div((o / temperature).log_softmax(1), (teacher / temperature).softmax(1), reduction="batchmean")
 
-
 def _at_least(t: Tensor) -> Tensor:
     return t[:, None] >= torch.arange(4)
-
 
 def _ordinal(o: Tensor, t: Tensor) -> Tensor:
     at_least = _at_least(t)
     return F.logsigmoid(o) * at_least + (F.logsigmoid(o) - o) * ~at_least
 
-
 def _emd(o: Tensor, t: Tensor) -> Tensor:
     return (o.softmax(1).cumsum(1) - F.one_hot(t, 4).cumsum(1)).square().sum(1)
-
 
 def _mean_variance(o: Tensor, t: Tensor) -> Tensor:
     p, ages = o.softmax(1), torch.arange(4)
@@ -244,35 +222,28 @@ def _mean_variance(o: Tensor, t: Tensor) -> Tensor:
     variance = (p * (ages - mean[:, None]) ** 2).sum(1)
     return F.cross_entropy(o, t) + 0.2 * ((mean - t) ** 2).mean() / 2 + 0.05 * variance.mean()
 
-
 def _one_hot(t: Tensor, o: Tensor) -> Tensor:
     return F.one_hot(t, 4).to(o)
-
 
 def _effective(o: Tensor) -> Tensor:
     weights = (1 - 0.99) / (1 - 0.99 ** torch.tensor([10.0, 20, 5, 40]))
     return (weights / weights.sum() * 4).to(o)
 
-
 def _pixels(o: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(o, target, reduction="none")
-
 
 def _heat_map(o: Tensor, masks: Tensor) -> Tensor:
     p = o.sigmoid().clamp(1e-4, 1 - 1e-4)
     return -torch.where(masks == 1, (1 - p) ** 2 * p.log(), 0.5 * p**2 * (1 - p).log())
-
 
 def _two_bins(o: Tensor, w: Tensor) -> Tensor:
     left = w.long().clamp(max=2)
     share = left + 1 - w
     return F.cross_entropy(o, left, reduction="none") * share + F.cross_entropy(o, left + 1, reduction="none") * (1 - share)
 
-
 def _wing(difference: Tensor) -> Tensor:
     size = difference.abs()
     return torch.where(size < 1, 2 * (1 + size).log(), size - 1 + 2 * torch.tensor(2.0).log())
-
 
 def _ssim(a: Tensor, c: Tensor) -> Tensor:
     a, c = a.flatten(2), c.flatten(2)
@@ -280,7 +251,6 @@ def _ssim(a: Tensor, c: Tensor) -> Tensor:
     both = ((a - mean_a[..., None]) * (c - mean_c[..., None])).mean(2)
     top = (2 * mean_a * mean_c + 0.01) * (2 * both + 0.03)
     return top / ((mean_a**2 + mean_c**2 + 0.01) * (a.var(2, correction=0) + c.var(2, correction=0) + 0.03))
-
 
 def _local_ssim(a: Tensor, c: Tensor) -> Tensor:
     def pooled(image: Tensor) -> Tensor:
@@ -291,20 +261,16 @@ def _local_ssim(a: Tensor, c: Tensor) -> Tensor:
     spread = pooled(a * a) - mean_a**2 + pooled(c * c) - mean_c**2
     return (2 * mean_a * mean_c + 0.01) * (2 * both + 0.03) / ((mean_a**2 + mean_c**2 + 0.01) * (spread + 0.03))
 
-
 def _tv(o: Tensor) -> Tensor:
     return o.diff(dim=2)[..., :-1].abs() + o.diff(dim=3)[:, :, :-1].abs()
-
 
 def _gram(image: Tensor) -> Tensor:
     columns = image.flatten(2)
     return columns @ columns.mT / columns[0].numel()
 
-
 def _scale_invariant(difference: Tensor) -> Tensor:
     columns = difference.flatten(1)
     return columns.square().mean(1) - 0.5 * columns.mean(1).square()
-
 
 def _critic(m, b) -> Tensor:
     x = (0.4 * b.x + 0.6 * b.v).requires_grad_()
