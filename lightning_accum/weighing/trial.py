@@ -28,6 +28,8 @@ PATIENCE = 10.0
 """Seconds that a rank which has failed waits for others that do the same, beside ten times what it took itself."""
 _SAMPLED, _SAMPLED_OF_ALL = 2**14, 2**22
 """Elements of a gradient that are compared, spread over all of it; and of all gradients about."""
+_EPS, _EPS_OF_ROUNDED = torch.finfo(torch.float64).eps, 2.0**-30
+"""Of double precision; and of values that were rounded to another type before, of which most may cancel in a loss."""
 _MOST_BYTES = 2**32
 """Of the parameters of a module in a wider type, which are there beside its own while it is looked at in that."""
 
@@ -89,7 +91,7 @@ class Trial:
         self._trained: list[nn.Parameter] = []
         self._has_gradients = True
         self._snapshot: Restores | None = None
-        self._mode = TrialMode((), torch.finfo(torch.float64 if dtype is None else torch.float32).eps)
+        self._mode = TrialMode((), _EPS if dtype is None else _EPS_OF_ROUNDED)
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +103,7 @@ class Trial:
         return RandomState(self.device)
 
     def widened(self, dtype: torch.dtype) -> Trial:
-        """A trial of the module in a type that is wider than its own. The tolerance is that of single precision.
+        """A trial of the module in a type that is wider than its own. The values stay rounded to its own.
 
         Raises:
             CannotCheckError: its own is as wide, or it cannot be run in another, or is too large for that. On all ranks.
