@@ -88,25 +88,20 @@ def pytest_configure() -> None:
     from lightning.pytorch import strategies
     from lightning.pytorch.trainer.connectors import accelerator_connector
 
-    from lightning_accum import AccumulationStrategy, GradientAccumulation
-    from lightning_accum.strategies import (
+    from lightning_accum import (
+        AccumulationStrategy,
         DDPAccumulationStrategy,
         FSDPAccumulationStrategy,
+        GradientAccumulation,
         ModelParallelAccumulationStrategy,
-        mixin,
     )
 
-    class Silent(GradientAccumulation):
-        """What a strategy alone stands for, without its metrics."""
-
-        def __init__(self) -> None:
-            super().__init__(log=False)
+    GradientAccumulation.__init__.__kwdefaults__["log"] = False  # metrics of a strategy alone would be counted
 
     def strategy(device: Any) -> AccumulationStrategy:
         return AccumulationStrategy() if device == "cpu" else AccumulationStrategy(device)
 
     setattr(accelerator_connector, "SingleDeviceStrategy", strategy)  # noqa: B010
-    setattr(mixin, "GradientAccumulation", Silent)  # noqa: B010
     for ours in (DDPAccumulationStrategy, FSDPAccumulationStrategy, ModelParallelAccumulationStrategy):
         name = ours.__name__.replace("Accumulation", "")
         theirs = getattr(strategies, name)

@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lightning_accum import families
-
 ROOT = Path(__file__).resolve().parent.parent
+_RENAMED = (("lightning.pytorch", "pytorch_lightning"), ("lightning.fabric", "lightning_fabric"))
+_OWN_IMPORT = re.compile(r"^([ \t]*(?:from|import)[ \t]+)lightning_accum\b(?!\.pytorch_lightning)", re.MULTILINE)
 _IN_A_STRING = re.compile(r'(?<=["=])(lightning_accum\.(?!pytorch_lightning|user_warnings|__main__)|lightning\.)')
 
 
@@ -42,7 +42,14 @@ def of_second(source: str) -> str:
         'assert type(loss).__module__.startswith("pytorch_lightning.")'
     """
     others = {"lightning_accum.": "lightning_accum.pytorch_lightning.", "lightning.": "pytorch_lightning."}
-    return _IN_A_STRING.sub(lambda found: others[found[1]], families.second(source))
+    return _IN_A_STRING.sub(lambda found: others[found[1]], of_names(source))
+
+
+def of_names(source: str) -> str:
+    """The same, but for strings."""
+    for name, other in _RENAMED:
+        source = source.replace(name, other)
+    return _OWN_IMPORT.sub(r"\1lightning_accum.pytorch_lightning", source)
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +58,7 @@ def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     with (directory / "tests" / "conftest.py").open("a") as conftest:
         print("logging.getLogger('pytorch_lightning').addHandler(logging.StreamHandler())", file=conftest)  # as `lightning` does
     for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):
-        (directory / name).write_text(families.second((ROOT / name).read_text(encoding="utf-8")), encoding="utf-8")
+        (directory / name).write_text(of_names((ROOT / name).read_text(encoding="utf-8")), encoding="utf-8")
     project = (".ci", ".github", ".pre-commit-config.yaml", "CONTRIBUTING.md", "CITATION.cff", "LICENSE")
     for name in ("lightning_accum", "notebooks", *project):  # where tests look for them
         (directory / name).symlink_to(ROOT / name)
