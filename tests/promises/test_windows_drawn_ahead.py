@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -12,229 +13,141 @@ from lightning.pytorch.callbacks import Callback
 from rated import EACH
 from resumed import Module as Resumed
 from resumed import assert_goes_on
-from resumed import train as train_in_processes
-from support import OPTIMIZERS, ddp, error_of_updates, loader, train_by_hand, trainer
+from support import Toy, ddp, fit, loader
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
+from lightning_accum import AccumulationWarning, GradientAccumulation, SampleCount, TokenCount, Tokens
+from lightning_accum.testing import assert_window_equals_batch
 
 Batch = dict[str, Tensor]
 
 
-class Model(pl.LightningModule):
-    """A loss of several means over different counts."""
+class Model(NamedTuple):
+    """A loss of several means over different counts, and a row of its batches, of which the first has one of each."""
 
-    batches: Callable[[int], list[Batch]]
-    weight: Sequence[Callable[[Any], Any]]
-
-    def __init__(self, optimizer: str = "sgd", by_rank: Sequence[Sequence[Any]] | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.optimizer, self.by_rank = optimizer, by_rank
-        self.make()
-        self.double()
-
-    def make(self) -> None:
-        raise NotImplementedError
-
-    def train_dataloader(self) -> DataLoader:
-        assert self.by_rank is not None
-        return loader(self.by_rank[self.trainer.global_rank])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS[self.optimizer](self.parameters())
+    net: Callable[[], nn.Module]
+    loss: Callable[[Any, Batch], Tensor]
+    row: Callable[[bool], Batch]
+    weight: list[Callable[[Any], Any]]
 
 
-def rows_apart(number: int, make: Callable[[torch.Generator, int], Batch]) -> list[Batch]:
-    """Batches of 2 to 5 rows, of which no two have the same counts."""
-    generator = torch.Generator().manual_seed(17)
-    return [make(generator, int(torch.randint(2, 6, (), generator=generator))) for _ in range(number)]
-
-
-class MaskedLanguage(Model):
+def masked_language(net: Any, batch: Batch) -> Tensor:
     """BERT's pretraining: the masked tokens, and whether the second sentence follows."""
-
-    weight = (TokenCount(shift=False), SampleCount())
-
-    def make(self) -> None:
-        self.embed, self.tokens, self.pair = nn.Embedding(13, 8), nn.Linear(8, 13), nn.Linear(8, 2)
-
-    @staticmethod
-    def batches(number: int) -> list[Batch]:
-        def make(generator: torch.Generator, rows: int) -> Batch:
-            ids = torch.randint(0, 13, (rows, 9), generator=generator)
-            labels = torch.where(torch.rand(rows, 9, generator=generator) < 0.3, ids, -100)
-            labels[0, 0] = ids[0, 0]
-            return {"ids": ids, "labels": labels, "follows": torch.randint(0, 2, (rows,), generator=generator)}
-
-        return rows_apart(number, make)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        hidden = self.embed(batch["ids"]).tanh()
-        of_tokens = F.cross_entropy(self.tokens(hidden).flatten(0, 1), batch["labels"].flatten())
-        return of_tokens + F.cross_entropy(self.pair(hidden.mean(1)), batch["follows"])
+    hidden = net[0](batch["ids"]).tanh()
+    of_tokens = F.cross_entropy(net[1](hidden).flatten(0, 1), batch["labels"].flatten())
+    return of_tokens + F.cross_entropy(net[2](hidden.mean(1)), batch["follows"])
 
 
-class Molecules(Model):
-    """Energies of molecules, and the forces on their atoms, which are derivatives of the energies."""
-
-    weight = (SampleCount(), lambda batch: 3 * batch["is_atom"].sum())
-
-    def make(self) -> None:
-        self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    @staticmethod
-    def batches(number: int) -> list[Batch]:
-        def make(generator: torch.Generator, rows: int) -> Batch:
-            def normal(*shape: int) -> Tensor:
-                return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-            atoms = torch.randint(1, 7, (rows, 1), generator=generator)
-            is_atom = torch.arange(6) < atoms
-            return {"energy": normal(rows), "places": normal(rows, 6, 3), "force": normal(rows, 6, 3), "is_atom": is_atom}
-
-        return rows_apart(number, make)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        places = batch["places"].clone().requires_grad_()
-        energy = (self.net(places)[..., 0] * batch["is_atom"]).sum(1)
-        (slope,) = torch.autograd.grad(energy.sum(), places, create_graph=True)
-        of_atoms = (-slope - batch["force"]).square() * batch["is_atom"][..., None]
-        return 0.1 * F.mse_loss(energy, batch["energy"]) + of_atoms.sum() / (3 * batch["is_atom"].sum())
+def masked_row(is_first: bool) -> Batch:
+    ids = torch.randint(0, 13, (9,))
+    labels = torch.where(torch.rand(9) < 0.3, ids, -100)
+    labels[0] = ids[0] if is_first else labels[0]
+    return {"ids": ids, "labels": labels, "follows": torch.randint(0, 2, ())}
 
 
-class Answers(Model):
+def answers(net: Any, batch: Batch) -> Tensor:
     """Where an answer begins and ends in a text; it may begin before it, or end after it."""
-
-    weight = (lambda batch: (batch["start"] != -100).sum(), lambda batch: (batch["end"] != -100).sum(), SampleCount())
-
-    def make(self) -> None:
-        self.embed, self.ends, self.has = nn.Embedding(11, 6), nn.Linear(6, 2, bias=False), nn.Linear(6, 1)
-
-    @staticmethod
-    def batches(number: int) -> list[Batch]:
-        def make(generator: torch.Generator, rows: int) -> Batch:
-            spans = torch.randint(0, 7, (2, rows), generator=generator)
-            spans = torch.where(torch.rand(2, rows, generator=generator) < 0.4, -100, spans)
-            spans[:, 0] = 1
-            text = torch.randint(0, 11, (rows, 7), generator=generator)
-            return {"text": text, "start": spans[0], "end": spans[1], "has": (spans[0] >= 0).double()}
-
-        return rows_apart(number, make)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        hidden = self.embed(batch["text"]).tanh()
-        start, end = self.ends(hidden).unbind(-1)
-        of_span = F.cross_entropy(start, batch["start"], ignore_index=-100) + F.cross_entropy(end, batch["end"], ignore_index=-100)
-        return of_span / 2 + F.binary_cross_entropy_with_logits(self.has(hidden.mean(1))[:, 0], batch["has"])
+    hidden = net[0](batch["text"]).tanh()
+    start, end = net[1](hidden).unbind(-1)
+    of_span = F.cross_entropy(start, batch["start"], ignore_index=-100) + F.cross_entropy(end, batch["end"], ignore_index=-100)
+    return of_span / 2 + F.binary_cross_entropy_with_logits(net[2](hidden.mean(1))[:, 0], batch["has"])
 
 
-class Detector(Model):
-    """Classes of all anchors, and the boxes of those that have an object."""
-
-    weight = (lambda batch: batch["class"].numel(), lambda batch: 4 * (batch["class"] > 0).sum())
-
-    def make(self) -> None:
-        self.classes, self.boxes = nn.Linear(5, 4), nn.Linear(5, 4)
-
-    @staticmethod
-    def batches(number: int) -> list[Batch]:
-        def make(generator: torch.Generator, rows: int) -> Batch:
-            classes = torch.randint(1, 4, (rows, 8), generator=generator)
-            classes[torch.rand(rows, 8, generator=generator) < 0.7] = 0
-            classes[0, 0] = 1
-            image, box = (torch.randn(rows, 8, size, generator=generator, dtype=torch.float64) for size in (5, 4))
-            return {"image": image, "class": classes, "box": box}
-
-        return rows_apart(number, make)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        is_object = batch["class"] > 0
-        of_classes = F.cross_entropy(self.classes(batch["image"]).flatten(0, 1), batch["class"].flatten())
-        return of_classes + F.smooth_l1_loss(self.boxes(batch["image"])[is_object], batch["box"][is_object])
+def answer(is_first: bool) -> Batch:
+    start, end = torch.where(torch.rand(2) < 0.4, -100, torch.randint(0, 7, (2,))) if not is_first else torch.ones(2).long()
+    return {"text": torch.randint(0, 11, (7,)), "start": start, "end": end, "has": (start >= 0).double()}
 
 
-MODELS = [MaskedLanguage, Molecules, Answers, Detector]
+def parts(*modules: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.ModuleList(make() for make in modules)
 
 
-def together(batches: Sequence[Batch | None]) -> Batch:
-    """The full batch."""
-    there = [batch for batch in batches if batch is not None]
-    return {key: torch.cat([batch[key] for batch in there]) for key in there[0]}
+def counted(name: str) -> Callable[[Any], Any]:
+    return lambda batch: (batch[name] != -100).sum()
 
 
-def windows_of(batches: Sequence[Any], size: int) -> list[Batch]:
-    return [together(batches[at : at + size]) for at in range(0, len(batches), size)]
+Embed, Layer = partial(partial, nn.Embedding), partial(partial, nn.Linear)
+MODELS = {
+    "masked language": Model(
+        parts(Embed(13, 8), Layer(8, 13), Layer(8, 2)), masked_language, masked_row, [TokenCount(shift=False), SampleCount()]
+    ),
+    "answers": Model(
+        parts(Embed(11, 6), Layer(6, 2, bias=False), Layer(6, 1)),
+        answers,
+        answer,
+        [counted("start"), counted("end"), SampleCount()],
+    ),
+}
 
 
-def assert_full_batches(kind: type[Model], optimizer: str, module: nn.Module, full: Sequence[Batch]) -> None:
-    by_hand = train_by_hand(kind(optimizer), full, epochs=1)
-    assert error_of_updates(module, by_hand, kind(optimizer)) <= 1e-12
+def rows_of(name: str, batches: int) -> list[list[Batch]]:
+    """The rows of batches of 2 to 5, of which no two have the same counts."""
+    torch.manual_seed(17)
+    return [[MODELS[name].row(i == 0) for i in range(int(torch.randint(2, 6, ())))] for _ in range(batches)]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("kind", MODELS)
-def test_each_term_of_a_window_is_that_of_its_full_batch(kind: type[Model], optimizer: str) -> None:
-    batches, module = kind.batches(8), kind(optimizer)
-    trainer(callbacks=[GradientAccumulation(3, weight=kind.weight)]).fit(module, loader(batches))
-    assert_full_batches(kind, optimizer, module, windows_of(batches, 3))
+def toy(name: str) -> Toy:
+    return Toy(MODELS[name].loss, net=MODELS[name].net)
 
 
-@pytest.mark.some_cases(3)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("kind", MODELS)
-def test_over_two_ranks_of_different_lengths(kind: type[Model], optimizer: str) -> None:
-    batches = kind.batches(9)
-    parts = [batches[:5], batches[5:]]
-    module = kind(optimizer, by_rank=parts)
-    trainer(ddp(), devices=2, callbacks=[GradientAccumulation(2, weight=kind.weight)]).fit(module)
-    full = [together([batch for own in parts for batch in own[at : at + 2]]) for at in (0, 2, 4)]
-    assert_full_batches(kind, optimizer, module, full)
+def assert_full_batches(name: str, batches: Any, window: Any, windows: Any = None, policy: Any = None, **kwargs: Any) -> None:
+    accumulation = GradientAccumulation(window, weight=MODELS[name].weight, trim_padding=False, log=False, **(policy or {}))
+    assert_window_equals_batch(partial(toy, name), batches, accumulation, windows=windows, **kwargs)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("policy", [{"micro_batch": 2}, {"micro_batch": "offload"}, {"on_nonfinite": "raise"}])
-def test_with_what_else_a_loader_batch_may_run_in(kind: type[Model], policy: dict[str, Any]) -> None:
-    batches, module = kind.batches(7), kind("adamw")
-    accumulation = GradientAccumulation(3, weight=kind.weight, trim_padding=False, **policy)
-    trainer(callbacks=[accumulation]).fit(module, loader(batches))
-    assert_full_batches(kind, "adamw", module, windows_of(batches, 3))
+POLICIES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "split": {"micro_batch": 2},
+    "offloaded": {"micro_batch": "offload"},
+    "watched": {"on_nonfinite": "raise"},
+    "dropped tail": {"tail": "drop"},
+}
 
 
-def test_offloaded_over_ranks_a_loader_batch_that_is_a_window_counts_itself() -> None:
-    batches = Detector.batches(6)
-    module = Detector("adamw", by_rank=[batches[:3], batches[3:]])
-    accumulation = GradientAccumulation(micro_batch="offload", weight=Detector.weight)
-    trainer(ddp(), devices=2, callbacks=[accumulation]).fit(module)
-    assert_full_batches(Detector, "adamw", module, [together(batches[at::3]) for at in range(3)])
+@pytest.mark.some_cases(6)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_each_term_of_a_window_is_that_of_its_full_batch(name: str, policy: str) -> None:
+    assert_full_batches(name, rows_of(name, 8), 3, policy=POLICIES[policy])
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("window", [2, "offload"])
+@pytest.mark.parametrize("name", MODELS)
+def test_over_two_ranks_of_different_lengths(name: str, window: Any) -> None:
+    batches = rows_of(name, 9)
+    policy = {"micro_batch": "offload"} if window == "offload" else {}
+    size = 1 if window == "offload" else window
+    by_rank = [batches[:5], batches[5:]]
+    assert_full_batches(name, by_rank, size, policy=policy, strategy=ddp, devices=2, by_rank=True)
+
+
+def full_at(batches: Sequence[list[Batch]], count: Callable[[Batch], int], tokens: int) -> list[list[Batch]]:
+    """The rows of each window of so many tokens."""
+    full: list[list[Batch]] = [[]]
+    for batch in batches:
+        full[-1] += batch
+        if sum(map(count, full[-1])) >= tokens:
+            full.append([])
+    return [own for own in full if own]
 
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_a_window_of_tokens_is_drawn_until_it_has_them(micro_batch: int | None) -> None:
-    batches, module = MaskedLanguage.batches(11), MaskedLanguage("adamw")
-    accumulation = GradientAccumulation(Tokens(25), weight=MaskedLanguage.weight, micro_batch=micro_batch, trim_padding=False)
-    trainer(callbacks=[accumulation]).fit(module, loader(batches))
-    full: list[list[Batch]] = [[]]
-    for batch in batches:
-        full[-1].append(batch)
-        if sum(int((own["labels"] != -100).sum()) for own in full[-1]) >= 25:
-            full.append([])
+    batches = rows_of("masked language", 11)
+    full = full_at(batches, lambda row: int((row["labels"] != -100).sum()), 25)
     assert len(full) > 3
-    assert_full_batches(MaskedLanguage, "adamw", module, [together(own) for own in full if own])
+    assert_full_batches("masked language", batches, Tokens(25), full, {"micro_batch": micro_batch})
 
 
 def test_tokens_of_all_ranks_end_a_window() -> None:
-    batches = Detector.batches(10)
-    module = Detector(by_rank=[batches[:6], batches[6:]])
-    trainer(ddp(), devices=2, callbacks=[GradientAccumulation(Tokens(100), weight=Detector.weight)]).fit(module)
-    full: list[list[Batch]] = [[]]
-    for index in range(6):
-        full[-1] += [batches[index], *batches[6:][index : index + 1]]
-        if sum(own["class"].numel() for own in full[-1]) >= 100:
-            full.append([])
-    assert_full_batches(Detector, "sgd", module, [together(own) for own in full if own])
+    batches = rows_of("answers", 10)
+    both = [[*batches[i], *(batches[6:][i] if i < 4 else [])] for i in range(6)]
+    full = full_at(both, lambda row: int(row["start"] != -100), 6)
+    by_rank = [batches[:6], batches[6:]]
+    assert_full_batches("answers", by_rank, Tokens(6), full, strategy=ddp, devices=2, by_rank=True)
 
 
 @pytest.mark.parametrize(
@@ -246,27 +159,16 @@ def test_tokens_of_all_ranks_end_a_window() -> None:
     ],
 )
 def test_windows_whose_size_changes(window: Any, sizes: Sequence[int]) -> None:
-    batches, module, at, full = Answers.batches(7), Answers("adamw"), 0, []
-    trainer(callbacks=[GradientAccumulation(window, weight=Answers.weight)], max_epochs=2).fit(module, loader(batches))
-    for size in sizes:
-        full.append(together((batches * 2)[at : at + size]))
-        at += size
-    assert at == 14
-    assert_full_batches(Answers, "adamw", module, full)
+    batches = rows_of("answers", 7)
+    every = iter(batches * 2)
+    windows = [[row for _ in range(size) for row in next(every)] for size in sizes]
+    assert_full_batches("answers", batches, window, windows, epochs=2)
 
 
 def test_a_batch_that_is_none_is_in_its_window() -> None:
-    batches: list[Any] = Detector.batches(7)
+    batches: list[Any] = rows_of("answers", 7)
     batches[0] = batches[4] = None
-    module = Detector()
-    trainer(callbacks=[GradientAccumulation(3, weight=Detector.weight)]).fit(module, loader(batches))
-    assert_full_batches(Detector, "sgd", module, windows_of(batches, 3))
-
-
-def test_a_dropped_tail_is_dropped() -> None:
-    batches, module = Detector.batches(8), Detector()
-    trainer(callbacks=[GradientAccumulation(3, weight=Detector.weight, tail="drop")], max_epochs=2).fit(module, loader(batches))
-    assert_full_batches(Detector, "sgd", module, windows_of(batches[:6], 3) * 2)
+    assert_full_batches("answers", batches, 3)
 
 
 class Endless(IterableDataset):
@@ -294,27 +196,19 @@ class Seen(Callback):
         self.ahead.append(self.stream.yielded - len(self.batches))
 
 
-def test_an_endless_stream_is_drawn_as_far_as_the_window() -> None:
-    stream, module = Endless(Detector.batches(5)), Detector()
-    seen = Seen(stream)
-    run = trainer(callbacks=[GradientAccumulation(4, weight=Detector.weight), seen], max_steps=3, max_epochs=-1)
-    run.fit(module, DataLoader(stream, batch_size=None))
-    drawn = [stream.batches[index % 5] for index in range(12)]
-    assert_full_batches(Detector, "sgd", module, windows_of(drawn, 4))
+@pytest.mark.parametrize(
+    ("weight", "ahead"),
+    [(MODELS["answers"].weight, [4, 3, 2, 1]), (SampleCount(), [1, 1, 1, 1])],
+    ids=["a weight for each term", "one weight"],
+)
+def test_a_stream_is_drawn_as_far_as_the_window_and_only_with_a_weight_for_each_term(weight: Any, ahead: list[int]) -> None:
+    """And the batch that Lightning draws ahead of a stream."""
+    stream = Endless([default_collate(rows) for rows in rows_of("answers", 5)])
+    seen, policy = Seen(stream), GradientAccumulation(4, weight=weight, check=False)
+    fit(toy("answers"), DataLoader(stream, batch_size=None), policy, seen, max_steps=3, max_epochs=-1)
     assert [index for _, index in seen.batches] == list(range(12))
-    assert all(torch.equal(batch["image"], expected["image"]) for (batch, _), expected in zip(seen.batches, drawn, strict=True))
-    # the window of 4, and the one that Lightning draws ahead of a stream
-    assert seen.ahead == [4, 3, 2, 1] * 3
-
-
-def test_without_a_weight_for_each_term_nothing_is_drawn_ahead() -> None:
-    stream = Endless(MaskedLanguage.batches(5))
-    seen = Seen(stream)
-    run = trainer(
-        callbacks=[GradientAccumulation(4, weight=TokenCount(shift=False), check=False), seen], max_steps=2, max_epochs=-1
-    )
-    run.fit(MaskedLanguage(), DataLoader(stream, batch_size=None))
-    assert set(seen.ahead) == {1}
+    assert all(torch.equal(batch["text"], stream.batches[index % 5]["text"]) for batch, index in seen.batches)
+    assert seen.ahead == ahead * 3
 
 
 class Stop(Callback):
@@ -324,28 +218,24 @@ class Stop(Callback):
         trainer.should_stop |= index == 1
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_training_that_is_to_stop_inside_a_window_stops_after_it(optimizer: str) -> None:
-    module, validated_after = Detector(optimizer), []
-    module.validation_step = lambda batch, batch_idx: validated_after.append(module.global_step)  # type: ignore[method-assign]
-    batches = Detector.batches(8)
-    run = trainer(callbacks=[GradientAccumulation(4, weight=Detector.weight), Stop()], num_sanity_val_steps=0)
-    run.fit(module, loader(batches), loader(batches[:1]))
-    assert (run.global_step, validated_after) == (1, [1])
-    assert_full_batches(Detector, optimizer, module, windows_of(batches, 4)[:1])
+def test_a_training_that_is_to_stop_inside_a_window_stops_after_it() -> None:
+    batches = rows_of("answers", 8)
+    windows = [[row for batch in batches[:4] for row in batch]]
+    assert_full_batches("answers", batches, 4, windows, trainer={"callbacks": [Stop()]}, reference={"callbacks": []})
 
 
 def test_an_epoch_that_ends_before_a_window_does_is_warned_of() -> None:
-    class Ended(Detector):
+    class Ended(Toy):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 2 else None
 
-    with pytest.warns(UserWarning, match="does not add up to what they counted"):
-        trainer(callbacks=[GradientAccumulation(4, weight=Detector.weight)]).fit(Ended(), loader(Detector.batches(8)))
+    model, batches = MODELS["answers"], [default_collate(rows) for rows in rows_of("answers", 8)]
+    with pytest.warns(AccumulationWarning):
+        fit(Ended(model.loss, net=model.net), loader(batches), GradientAccumulation(4, weight=model.weight))
 
 
 class Scored(Resumed):
-    """Of two terms, in single precision."""
+    """Of two terms."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         of_tokens = super().training_step(batch, batch_idx)
@@ -353,19 +243,11 @@ class Scored(Resumed):
 
 
 @pytest.mark.some_cases(1)
-@pytest.mark.parametrize("policy", [{"window": 3}, {"window": 3, "micro_batch": 2}, {"window": Tokens(60)}])
+@pytest.mark.parametrize("policy", [{"window": 3}, {"window": 3, "micro_batch": 2}, {"window": Tokens(60)}], ids=str)
 def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: dict[str, Any]) -> None:
     """What was drawn ahead and not trained on comes again."""
-    policy = {**policy, "weight": EACH, "module": Scored}
-    expected = train_in_processes(lambda: "accum", 1, **policy)
-    for after in (1, 5):
-        train_in_processes(lambda: "accum", 1, after, ends=True, **policy)
-        assert_goes_on(expected, train_in_processes(lambda: "accum", 1, resumes=True, **policy), f"checkpoint after {after}")
+    assert_goes_on(lambda: "accum", 1, (1, 5), weight=EACH, module=Scored, **policy)
 
 
-def test_on_two_ranks_too() -> None:
-    policy = {"window": 3, "weight": EACH, "module": Scored}
-    expected = train_in_processes(ddp, 2, **policy)
-    for after in (4,):
-        train_in_processes(ddp, 2, after, ends=True, **policy)
-        assert_goes_on(expected, train_in_processes(ddp, 2, resumes=True, **policy), f"checkpoint after {after}")
+def test_on_two_ranks_it_goes_on_to_rounding() -> None:
+    assert_goes_on(ddp, 2, (4,), weight=EACH, module=Scored, window=3)
