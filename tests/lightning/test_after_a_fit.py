@@ -233,54 +233,6 @@ def test_a_trainer_that_has_fitted_fits_again_validates_and_resumes(tmp_path) ->
     assert run.callback_metrics["window/optimizer_steps"] == 8
 
 
-def test_a_fit_that_failed_can_be_tried_again_as_with_lightning_alone() -> None:
-    weights = []
-    for run in (quiet(callbacks=[GradientAccumulation(1)]), quiet(strategy="auto")):
-        for place in ("setup", "configure_optimizers", "training_step"):
-            ENDS[place](run, Small)
-        run.fit(module := Small())
-        weights.append(module.w.item())
-    assert weights[0] == weights[1] != 0
-
-
-class OwnTrainer(pl.Trainer):
-    """Overrides what this package needs, too, and passes the rest on."""
-
-    @property
-    def callback_metrics(self) -> dict[str, torch.Tensor]:
-        return {**super().callback_metrics, "own": torch.tensor(1.0)}
-
-    @property
-    def logged_metrics(self) -> dict[str, torch.Tensor]:
-        return {"own": torch.tensor(2.0)}
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        return super().estimated_stepping_batches + 100
-
-    @property
-    def num_training_batches(self) -> int | float:
-        return min(super().num_training_batches, 2)
-
-
-def test_properties_that_a_trainer_of_the_users_own_overrides_stay_its_own() -> None:
-    class Asking(Small):
-        def on_train_batch_end(self, *_: Any) -> None:
-            run = self.trainer
-            self.seen = run.estimated_stepping_batches, run.num_training_batches, dict(run.callback_metrics), run.logged_metrics
-
-    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    run = OwnTrainer(
-        accelerator="cpu", max_epochs=1, strategy="accum", callbacks=[GradientAccumulation(2)], **dict.fromkeys(names, False)
-    )
-    run.fit(module := Asking())
-    estimated, batches, callback_metrics, logged = module.seen
-    assert (estimated, batches) == (101, 2)  # of its two batches, one window
-    assert (callback_metrics["own"], callback_metrics["window/optimizer_steps"]) == (1, 1)
-    assert logged == {"own": 2}
-    assert type(run) is OwnTrainer
-
-
 # --- a Trainer that is copied while it trains ----------------------------------------------------------------------------
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,14 +20,13 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     ThroughputMonitor,
 )
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
 from resumed import Module
-from support import SaveAfter, Scalar, StatefulLoader, Toy, ddp, fit, loader, pad, relative_error, sentences, trainer, x
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support import SaveAfter, Scalar, StatefulLoader, Toy, fit, pad, relative_error, sentences, trainer, x
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accum import AccumulationWarning, BalancedBatchSampler, GradientAccumulation, SameOrderSampler, Tokens
 
@@ -103,59 +99,6 @@ def test_a_stateful_loader_goes_on_from_inside_a_window_to_the_bit(
             assert torch.equal(p, r), f"checkpoint after {batches}"
 
 
-class Counting(IterableDataset):
-    """A stream that knows its length and its place."""
-
-    def __init__(self, end: int) -> None:
-        self.end, self.at, self.begin_at = end, 0, 0
-
-    def __len__(self) -> int:
-        return self.end
-
-    def __iter__(self) -> Iterator[Tensor]:
-        begin, self.begin_at = self.begin_at, 0
-        for i in range(begin, self.end):
-            self.at = i + 1
-            yield x(i)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begin_at = state["at"]
-
-
-def test_a_stateful_stream_goes_on_from_inside_a_window() -> None:
-    found = []
-    for kwargs in ({}, {"ckpt_path": "after4.ckpt"}):
-        module, data = Scalar(), StatefulDataLoader(Counting(8), batch_size=None)
-        fit(module, data, GradientAccumulation(3), SaveAfter(4, path="after{}.ckpt"), **kwargs)
-        found.append(module.gradients)
-    assert found == [[1, 4, 6.5], [4, 6.5]]
-
-
-def test_a_checkpoint_by_the_clock_inside_a_window_goes_on_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ModelCheckpoint(train_time_interval=...) looks at the clock after every loader batch."""
-    clock = SimpleNamespace(hours=0.0, monotonic=lambda: 3600 * clock.hours)
-    monkeypatch.setattr("lightning.pytorch.callbacks.model_checkpoint.time", clock)
-
-    class Clock(Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-            clock.hours += batch_idx == 4  # the second of the second window
-
-    def train(*callbacks: Callback, **kwargs: Any) -> InOrder:
-        module = InOrder()
-        data = stateful(0, "shuffled by a generator")
-        fit(module, data, GradientAccumulation(3), *callbacks, enable_checkpointing=True, **kwargs)
-        return module
-
-    whole = train(Clock(), ModelCheckpoint("hourly", "{step}", train_time_interval=timedelta(hours=1), save_top_k=-1))
-    (path,) = Path("hourly").iterdir()
-    resumed = train(ModelCheckpoint("other"), ckpt_path=str(path))
-    assert whole.order[5:] == resumed.order
-    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), resumed.parameters(), strict=True))
-
-
 # --- plain Lightning, and the same Trainer again -------------------------------------------------------------------------
 
 
@@ -206,47 +149,6 @@ def test_a_second_fit_goes_on_where_the_first_ended(policy: str, is_other: bool)
     assert second.gradients[0 if is_other else len(before) :] == pytest.approx(after, rel=1e-15)
     assert run.callback_metrics["window/optimizer_steps"] == run.global_step == len(before) + len(after)
     assert run.accumulate_grad_batches == 1
-
-
-def test_validate_test_and_predict_with_the_strategies() -> None:
-    class All(Scalar):
-        def loss(self, batch: Tensor) -> Tensor:
-            return (self.w - batch).square().mean()
-
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.log("loss", self.loss(batch), batch_size=len(batch))
-
-        test_step = validation_step
-
-        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.w * batch
-
-    batches = [x(1), x(2, 3)]
-    run, module = trainer(callbacks=[GradientAccumulation(2)]), All(batches, lr=0.1)
-    assert run.validate(module, loader(batches), verbose=False)[0]["loss"] == pytest.approx(14 / 3)
-    run.fit(module)
-    w = module.w.item()
-    expected = pytest.approx(sum((w - value) ** 2 for value in (1, 2, 3)) / 3, rel=1e-6)  # Lightning averages in float32
-    assert run.validate(module, loader(batches), verbose=False)[0]["loss"] == expected
-    assert run.test(module, loader(batches), verbose=False)[0]["loss"] == expected
-    assert [found.tolist() for found in run.predict(module, loader(batches))] == [[w], [2 * w, 3 * w]]
-    of_one = pytest.approx((w - 1) ** 2, rel=1e-6)
-    assert trainer(ddp(), devices=2).validate(module, loader(batches[:1]), verbose=False)[0]["loss"] == of_one
-
-
-def test_manual_optimization_is_left_alone_without_a_window_and_accumulates_with_one() -> None:
-    class Manual(Scalar):
-        automatic_optimization = False
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.optimizers().zero_grad()
-            self.manual_backward((self.w * batch).mean())
-            self.optimizers().step()
-
-    fit(module := Manual([x(1), x(2)]))
-    assert module.total == 3.0
-    fit(module := Manual([x(1), x(2, 6)]), None, GradientAccumulation(2))
-    assert module.total == 3.0  # (1 + 2 + 6) / 3, where steps one by one would come to 1 + 4
 
 
 def test_gradient_accumulation_scheduler_of_lightning() -> None:
@@ -312,37 +214,15 @@ def losses_and_parameters(windows: list[list[int]], lr: float = 0.1) -> tuple[li
     return losses, parameters
 
 
-def logged_by(kind: str) -> tuple[Logger, Callable[[str], list[tuple[int, float]]]]:
-    """A logger, and what reads a metric from its files: x and y."""
-    if kind == "csv":
-        csv_logger = CSVLogger("logs")
-
-        def from_csv(name: str) -> list[tuple[int, float]]:
-            with (Path(csv_logger.log_dir) / "metrics.csv").open() as file:
-                return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
-
-        return csv_logger, from_csv
-    board = TensorBoardLogger("logs")
-
-    def from_events(name: str) -> list[tuple[int, float]]:
-        events = EventAccumulator(board.log_dir, size_guidance={"scalars": 0})
-        events.Reload()
-        return [(event.step, event.value) for event in events.Scalars(name)]
-
-    return board, from_events
-
-
-@pytest.mark.parametrize("kind", ["csv", "tensorboard"])
 @OF_WINDOWS
-def test_loggers_show_windows_against_optimizer_steps(name: str, kind: str) -> None:
+def test_loggers_show_windows_against_optimizer_steps(name: str) -> None:
     """Counted from 0, as Lightning does for all that is logged in training: the first window is at x = 0, whatever its length."""
     policy, windows = WINDOWS[name]
     losses, _ = losses_and_parameters(windows)
     weights = [sum(len(SEVEN[index]) for index in window) for window in windows]
-    logger, read = logged_by(kind)
-    fit(Distance(SEVEN), None, GradientAccumulation(policy), max_epochs=2, logger=logger, log_every_n_steps=1)
+    memory = Memory()
+    fit(Distance(SEVEN), None, GradientAccumulation(policy), max_epochs=2, logger=memory, log_every_n_steps=1)
     steps = list(range(len(windows)))
-    precision = 1e-12 if kind == "csv" else 1e-6  # TensorBoard keeps single precision
     expected = {
         "window/loss": losses,
         "window/weight": weights,
@@ -351,18 +231,18 @@ def test_loggers_show_windows_against_optimizer_steps(name: str, kind: str) -> N
         "window/optimizer_steps": [step + 1 for step in steps],
     }
     for metric, values in expected.items():
-        at, found = zip(*read(metric), strict=True)
+        at, found = zip(*memory.of(metric), strict=True)
         assert list(at) == steps, metric
-        assert list(found) == pytest.approx(values, rel=precision), metric
-    assert {at for at, _ in read("train_loss")} == set(steps)  # the module's own has the same axis
+        assert list(found) == pytest.approx(values, rel=1e-12), metric
+    assert {at for at, _ in memory.of("train_loss")} == set(steps)  # the module's own has the same axis
     ends = [step + 1 for step in steps if windows[step][-1] == 6]
     means = [
         sum(loss * weight for loss, weight in zip(losses[a:b], weights[a:b], strict=True)) / sum(weights[a:b])
         for a, b in zip([0, ends[0]], ends, strict=True)
     ]
-    at, found = zip(*read("window/loss_epoch"), strict=True)
+    at, found = zip(*memory.of("window/loss_epoch"), strict=True)
     assert list(at) == [end - 1 for end in ends]
-    assert list(found) == pytest.approx(means, rel=precision)
+    assert list(found) == pytest.approx(means, rel=1e-12)
 
 
 @OF_WINDOWS
@@ -600,17 +480,6 @@ def test_the_rate_finder_tries_each_rate_in_one_window(policy: Any, notes: int) 
     assert module.w.item() == 0  # as before
     runs[1].fit(module)
     assert runs[1].global_step == 5
-
-
-def test_the_rate_finder_sees_the_loss_of_the_first_batch_too() -> None:
-    losses = []
-    for strategy, callbacks in (("auto", []), ("accum", [GradientAccumulation(micro_batch=2)])):
-        module = Scalar([x(i, -i, i + 1.0) for i in range(1, 5)])
-        module.w.data.fill_(1.0)
-        run = trainer(strategy, callbacks=callbacks, max_steps=4)
-        finder = Tuner(run).lr_find(module, min_lr=1e-4, max_lr=1e-2, num_training=4, early_stop_threshold=None, update_attr=False)
-        losses.append(finder.results["loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -103,16 +103,6 @@ def test_a_hook_that_is_put_into_an_object_or_its_class_is_called_from_then_on(o
     assert found == expected != []
 
 
-def test_a_callback_that_takes_the_place_of_another_in_the_middle_is_called_from_then_on() -> None:
-    def swap(module: Swapping, noting: Callable[[str, Any], Any]) -> None:
-        named = {hook: noting(hook, getattr(pl.Callback, hook)) for hook in AROUND_A_BATCH}
-        module.trainer.callbacks[-1] = type("Noting", (pl.Callback,), named)()
-
-    found = calls_after(swap, "accum", True)
-    assert found == calls_after(swap, "auto", True)
-    assert {name for name, _ in found} == set(AROUND_A_BATCH)
-
-
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [({"micro_batch": 2}, ["zero_grad", *["backward"] * 2, "step"] * 2), ({"window": 2}, ["zero_grad", *["backward"] * 2, "step"])],
@@ -321,11 +311,6 @@ def test_what_a_hook_puts_into_the_batch_is_trained_on_and_not_in_the_loaders(po
 # --- around a loader batch ----------------------------------------------------------------------------------------------
 
 
-class HearingStart(Taking):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.called.append(f"module start {batch_idx} of {len(batch)}")
-
-
 class SkippingTheRest(Taking):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 2 else None
@@ -354,12 +339,6 @@ class AtEnd(pl.Callback):
         module.called.append(f"callback end {batch_idx}: {loss:.6f}, {trainer.callback_metrics['loss']:.6f}, {progress.current}")
 
 
-class BringsAnother(pl.Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            trainer.callbacks.append(AtStart())
-
-
 def all_that_is_seen(module: Taking, strategy: str, callbacks: list[pl.Callback]) -> tuple[Any, ...]:
     batches = [{key: value + number for key, value in rows().items()} for number in range(4)]
     logger = CSVLogger(tempfile.mkdtemp())
@@ -376,8 +355,6 @@ def all_that_is_seen(module: Taking, strategy: str, callbacks: list[pl.Callback]
     ("module", "callbacks"),
     [
         (Taking, [AtStart, AtEnd]),
-        (Taking, [BringsAnother]),
-        (HearingStart, []),
         (SkippingTheRest, [AtStart]),
         (HearingEnd, [AtEnd]),
         (HearingBeforeTransfer, []),
@@ -393,15 +370,3 @@ def test_around_a_loader_batch_everybody_hears_what_lightning_tells(module: type
 def test_a_batch_of_none_is_told_of_as_lightning_does(policy: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="train_dataloader yielded None"):
         fit(Taking(), Own([rows(), None, rows()]), GradientAccumulation(**policy))
-
-
-def test_a_subclass_of_the_callback_keeps_its_hooks() -> None:
-    calls = []
-
-    class Mine(GradientAccumulation):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-            calls.append(batch_idx)
-
-    fit(Taking(), [rows(), rows()], Mine(2))
-    assert calls == [0, 1]

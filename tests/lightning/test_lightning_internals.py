@@ -94,19 +94,6 @@ def test_the_divisor_has_one_place() -> None:
     assert "loops/optimization/automatic.py" in users
 
 
-def test_every_loader_batch_ends_in_update_lr_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    original = _TrainingEpochLoop.update_lr_schedulers
-
-    def update_lr_schedulers(self: Any, interval: str, update_plateau_schedulers: bool) -> None:
-        calls.append((interval, update_plateau_schedulers))
-        original(self, interval, update_plateau_schedulers)
-
-    monkeypatch.setattr(_TrainingEpochLoop, "update_lr_schedulers", update_lr_schedulers)
-    fit(Scalar([x(1), None, x(3)]), strategy="auto")
-    assert [call for call in calls if call[0] == "step"] == [("step", False), ("step", True)] * 3
-
-
 def test_other_trainers_are_left_alone() -> None:
     fit(Scalar([x(1)]))
     other = fit(Scalar([x(1)]), strategy="auto")

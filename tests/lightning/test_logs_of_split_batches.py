@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
-from support import Toy, ddp, fit, loader, relative_error, trainer, warned
+from support import Toy, ddp, fit, loader, trainer, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MeanSquaredError, MetricCollection, MetricTracker, PearsonCorrCoef
@@ -283,14 +283,6 @@ def test_nothing_stays_of_a_name_that_only_a_failed_attempt_logged() -> None:
     assert set(module.seen[-1]) == {"size"}
 
 
-def test_a_value_that_lightning_refuses_is_refused_where_it_is_logged() -> None:
-    def tell(self: Any, *_: Any) -> None:
-        with pytest.raises(ValueError, match="`list` values cannot be logged"):
-            self.log("sizes", [1.0, 2.0])
-
-    assert len(seen_by(tell, MeanMetric(), 4)) == 9
-
-
 def test_outputs_of_sorted_rows_come_back_in_the_order_of_the_batch() -> None:
     class Rows(Toy):
         def __init__(self) -> None:
@@ -318,23 +310,6 @@ def test_outputs_of_sorted_rows_come_back_in_the_order_of_the_batch() -> None:
     assert [tuple(hidden.shape) for hidden in outputs["hidden"]] == [(2, 6), (2, 4), (2, 2)]  # cannot be put together
     assert outputs["text"] == ["x", "x", "x"]
     assert outputs["loss"].item() == pytest.approx((lengths.double().square().sum() / lengths.sum()).item(), rel=1e-12)
-
-
-@pytest.mark.parametrize("is_heard", [False, True])
-def test_micro_batches_without_a_loss_weigh_nothing(is_heard: bool) -> None:
-    class Sometimes(Classifier):
-        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
-            return None if (batch["y"] == -100).all() else super().training_step(batch, batch_idx)
-
-    class Listens(Callback):
-        def on_after_backward(self, trainer: pl.Trainer, module: Any) -> None: ...
-
-    data = batches(3)
-    data[0]["y"][:4] = -100  # the first micro-batch has nothing to train on
-    whole, split = Sometimes(lambda *_: None), Sometimes(lambda *_: None)
-    fit(whole, data, strategy="auto")
-    fit(split, data, GradientAccumulation(micro_batch=4), *([Listens()] if is_heard else []))
-    assert relative_error(split.parameters(), whole.parameters()) <= 1e-12
 
 
 class OfRanks(pl.LightningModule):

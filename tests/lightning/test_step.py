@@ -281,15 +281,6 @@ def test_a_dropped_tail_of_every_window_is_refused(window: Any) -> None:
         fit(Scalar([x(1), x(2)]), None, GradientAccumulation(window, tail="drop"), max_epochs=2)
 
 
-def test_an_iterable_dataset_without_a_length() -> None:
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self) -> Any:
-            return iter([x(1), x(2), x(3)])
-
-    fit(module := Scalar(), torch.utils.data.DataLoader(Stream(), batch_size=None), GradientAccumulation(2))
-    assert module.gradients == [1.5, 3.0]
-
-
 def test_dataloader_iter_steps_its_tail() -> None:
     class Draws(Scalar):
         def training_step(self, dataloader_iter: Any) -> Tensor:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loops.optimization.automatic import Closure
-from support import Scalar, ddp, fit, trainer, x
+from support import Scalar, ddp, trainer, x
 from torchmetrics.aggregation import RunningMean
 
 import lightning_accum
@@ -93,19 +92,3 @@ def test_a_warning_in_a_process_that_was_forked_points_at_the_call_of_fit() -> N
         train()
     shown = [line for line in Path("shown").read_text().splitlines() if line.startswith("AccumulationWarning")]
     assert shown == [f"AccumulationWarning {__file__} {line_of(train, '# the line')}"]
-
-
-def test_a_training_step_without_a_loss_is_warned_of_once_until_lightnings_warnings_are_forgotten() -> None:
-    class Gives(Scalar):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
-
-    said = []
-    for forgets in (True, False, True):
-        if forgets:
-            Closure.warning_cache.clear()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(Gives([x(1), x(2)]), None, GradientAccumulation(2))
-        said.append(sum("`training_step` returned `None`" in str(warning.message) for warning in caught))
-    assert said == [1, 0, 1]

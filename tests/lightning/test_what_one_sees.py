@@ -101,20 +101,6 @@ def test_rows_of_a_window_have_the_epoch_and_join_the_modules_own_of_the_same_st
     assert [int(row["step"]) for row in windows] == list(range(len(windows)))
 
 
-@pytest.mark.parametrize("weights", [[1e-9] * 4, [0.3] * 4, [2.0, 0.0, 1.0, 0.0], [0.0] * 4])
-@pytest.mark.parametrize("windows", [1, 2])
-def test_windows_of_little_or_no_weight_are_logged(weights: list[float], windows: int) -> None:
-    left = list(weights)
-    count = GradientAccumulation(windows, weight=lambda batch: left.pop(0), check=False)
-    fit(Scalar([x(1), x(2), x(3), x(4)], lr=0.0), None, count, **csv_logger())
-    assert not left
-    if any(weights):
-        rows = [row for row in logged() if row["window/loss"]]
-        rates = [float(row["window/weight_per_second"]) for row in rows if row["window/weight_per_second"]]
-        assert rates
-        assert all((rate > 0) == (float(row["window/weight"]) > 0) for rate, row in zip(rates, rows[1:], strict=True))
-
-
 @pytest.mark.parametrize(
     ("kind", "size", "micro_batch"),
     [*(("automatic", *sizes) for sizes in [(1, 1), (1, 3), (2, None), (2, 2)]), ("manual", 2, None)],

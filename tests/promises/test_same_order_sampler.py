@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-from datetime import timedelta
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import Scalar, trainer
-from torch import distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_accum import SameOrderSampler
@@ -96,33 +92,6 @@ def test_a_loader_gives_the_samples_of_its_rank_and_epoch(workers: int) -> None:
         sampler.set_epoch(epoch)
         samples = [10 * i for i in permutation(11, seed=epoch)[1::2]]
         assert [batch.tolist() for batch in loader] == [samples[:2], samples[2:4], samples[4:]]
-
-
-def note_what_a_rank_gets(rank: int, folder: Path, sampler: SameOrderSampler) -> None:
-    alone = (len(sampler), sampler.num_replicas, sampler.rank)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2, timeout=timeout)
-    grouped = (len(sampler), sampler.num_replicas, sampler.rank, list(sampler))
-    sampler.deal(3, rank=2)
-    (folder / f"{rank}.json").write_text(json.dumps([alone, grouped, list(sampler)]))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-@pytest.mark.exhaustive
-def test_ranks_are_those_of_the_process_group_until_they_are_dealt(tmp_path: Path) -> None:
-    sampler = SameOrderSampler(range(7), shuffle=False)
-    assert len(sampler) == 7  # asked for before there is a process group
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=note_what_a_rank_gets, args=(rank, tmp_path, sampler)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=60)
-    assert [process.exitcode for process in processes] == [0, 0]
-    left, right = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert left == [[7, 1, 0], [4, 2, 0, [0, 2, 4, 6]], [2, 5]]
-    assert right == [[7, 1, 0], [3, 2, 1, [1, 3, 5]], [2, 5]]
 
 
 def test_lightning_leaves_the_loader_alone() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support import Scalar, Toy, fit, joined, labelled, relative_error, warned, x
+from support import Scalar, Toy, fit, labelled, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
@@ -545,18 +545,3 @@ def test_an_attempt_that_ran_out_of_memory_leaves_the_module_as_if_the_size_had_
     assert found[0][:3] == found[1][:3]
     assert len(found[0][0]) == 4
     assert relative_error(found[0][3], found[1][3]) == 0
-
-
-def test_a_module_that_never_failed_is_the_one_that_trained_on_the_whole_batch() -> None:
-    batches = labelled(8, 8)
-    module, whole = Changes(lambda module: None, object, 4), Changes(lambda module: None, object, 8)
-    fit(module, batches, GradientAccumulation(micro_batch="auto"))
-    fit(whole, [joined([batch]) for batch in batches], strategy="auto")
-    assert relative_error(module.parameters(), whole.parameters()) <= 1e-12
-
-
-def test_none_batches_and_tails_of_windows_of_split_batches() -> None:
-    module = Scalar([x(1, 2, 3), None, x(4), x(5, 6), None])
-    run = fit(module, None, GradientAccumulation(2, micro_batch=2))
-    assert run.global_step == 2
-    assert module.total == pytest.approx(6 / 3 + 15 / 3, rel=1e-12)
