@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -58,7 +59,9 @@ class _Forked:
 
 
 class ForkedFSDP2(_Forked, ModelParallelAccumulationStrategy):
-    pass
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.has_replicas = kwargs.get("sync") == "shard"
 
 
 class ForkedFSDP1(_Forked, FSDPAccumulationStrategy):
@@ -101,14 +104,29 @@ def two_replicas(ranks: int) -> DeviceMesh:
 
 
 def shard(module: pl.LightningModule, parts: list[torch.nn.Module], **kwargs: Any) -> None:
-    """Shard ``parts``, as the strategy of the Trainer does."""
+    """Shard ``parts`` over the ranks of FSDP2; with another strategy, as in the reference on one process, do nothing."""
+    if isinstance(module.trainer.strategy, ModelParallelAccumulationStrategy):
+        mesh = module.device_mesh["data_parallel"]
+        if getattr(module.trainer.strategy, "has_replicas", False):
+            mesh = two_replicas(mesh.size())
+        for part in parts:
+            fully_shard(part, mesh=mesh, **kwargs)
+
+
+def wrap_for_fsdp1(module: Language, **kind: Any) -> None:
+    """Wrap the blocks and the net for FSDP1; with another strategy do nothing."""
     if isinstance(module.trainer.strategy, FSDPAccumulationStrategy):
-        raise NotImplementedError
-    mesh = module.trainer.strategy.gradient_mesh["data_parallel"]
-    if module.trainer.strategy._sync_policy == "shard":
-        mesh = two_replicas(mesh.size())
-    for part in parts:
-        fully_shard(part, mesh=mesh, **kwargs)
+        wrapped = partial(FullyShardedDataParallel, device_id=torch.device("cpu"), **kind)
+        for i, block in enumerate(module.net.blocks):
+            module.net.blocks[i] = wrapped(block)
+        module.net = wrapped(module.net)
+
+
+def cut_linear_layers(module: Language) -> None:
+    """Over the ranks of tensor parallelism."""
+    mesh = module.device_mesh["tensor_parallel"]
+    for block in module.net.blocks if mesh.size() > 1 else ():
+        parallelize_module(block, mesh, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
 
 
 class ShardedLanguage(Language):
@@ -119,20 +137,10 @@ class ShardedLanguage(Language):
         self.reshard_after_forward = reshard_after_forward
 
     def configure_model(self) -> None:
-        strategy = self.trainer.strategy
-        if isinstance(strategy, FSDPAccumulationStrategy):
-            if "auto_wrap_policy" in strategy.kwargs:
-                return  # the strategy does it
-            for i, block in enumerate(self.net.blocks):
-                self.net.blocks[i] = FullyShardedDataParallel(block, device_id=torch.device("cpu"), use_orig_params=True)
-            self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), use_orig_params=True)
-            return
-        if not isinstance(strategy, ModelParallelAccumulationStrategy):
-            return
-        tensor = strategy.gradient_mesh["tensor_parallel"]
-        if tensor.size() > 1:
-            for block in self.net.blocks:
-                parallelize_module(block, tensor, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
+        if "auto_wrap_policy" not in getattr(self.trainer.strategy, "kwargs", {}):
+            wrap_for_fsdp1(self, use_orig_params=True)
+        if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
+            cut_linear_layers(self)
         options = {} if self.reshard_after_forward is None else {"reshard_after_forward": self.reshard_after_forward}
         shard(self, [*self.net.blocks, self.net], **options)
 
@@ -149,8 +157,7 @@ class ShardedScalar(Scalar):
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, FSDPAccumulationStrategy):
             self.layer = FullyShardedDataParallel(self.layer, device_id=torch.device("cpu"), use_orig_params=True)
-        elif isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
-            shard(self, [self.layer])
+        shard(self, [self.layer])
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.append(float("nan"))
