@@ -1,27 +1,23 @@
 """What it costs to read the weight of a loss from its graph, per micro-batch.
 
-python tests/benchmarks/reading.py --calls 20000
+python tests/benchmarks/reading.py --seconds 1
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import timeit
-
 import torch
-from torch import Tensor
+from side_by_side import command_line, show
 from torch.nn import functional as F
+from torch.utils.benchmark import Timer
 
 from lightning_accum.weighing.weight import Weigher
 
 
-def losses() -> dict[str, Tensor]:
-    """One loss of each ordinary shape."""
+def main(seconds: float = 1.0) -> None:
+    """Time one loss of each ordinary shape."""
     logits = torch.randn(32, 10, requires_grad=True)
-    target, value = torch.randint(10, (32,)), torch.rand(32, 10)
-    mask = (torch.rand(32, 10) < 0.5).float()
-    return {
+    target, value, mask = torch.randint(10, (32,)), torch.rand(32, 10), (torch.rand(32, 10) < 0.5).float()
+    losses = {
         "cross entropy": F.cross_entropy(logits, target),
         "cross entropy / 2": F.cross_entropy(logits, target) / 2,
         "label smoothing": F.cross_entropy(logits, target, label_smoothing=0.1),
@@ -30,21 +26,13 @@ def losses() -> dict[str, Tensor]:
         "masked mean": ((logits - value) * mask).sum() / mask.sum(),
         "two terms": F.cross_entropy(logits, target) + 0.1 * F.mse_loss(logits, value),
     }
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=20_000, help="calls in each of seven rounds (default: %(default)s)")
-    calls = parser.parse_args().calls
-    torch.set_num_threads(1)
-    print(f"Median of 7 rounds of {calls} readings, torch {torch.__version__}")
-    for name, loss in losses().items():
-        weigher = Weigher("auto", warn=lambda message: None)
-        weigher(loss, None)
-        rounds = timeit.repeat(lambda weigher=weigher, loss=loss: weigher(loss, None), number=calls, repeat=7)
-        print(f"{name:20} {statistics.median(rounds) / calls * 1e6:6.1f} us")
+    rows = []
+    for name, loss in losses.items():
+        names = {"weigher": Weigher("auto", warn=lambda message: None), "loss": loss}
+        found = Timer("weigher(loss, None)", setup="weigher(loss, None)", globals=names).blocked_autorange(min_run_time=seconds)
+        rows.append([name, f"{found.median * 1e6:.1f}"])
+    show(["", "us, median"], rows)
 
 
 if __name__ == "__main__":
-    main()
+    command_line(main)
