@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from harness import Dealt, assert_one_window_one_batch, dealt, trained, windows_of
@@ -15,18 +14,16 @@ from sharded import (
     SCATTER,
     Profiled,
     ShardedLanguage,
-    fsdp1,
+    cut_linear_layers,
     fully_shard,
     needs_sharding_on_cpu,
     shard,
     two_replicas,
 )
-from support import OPTIMIZERS, ddp, sentences
+from support import Toy, sentences
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_accum import GradientAccumulation
+from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
 
 pytestmark = needs_sharding_on_cpu
 
@@ -45,28 +42,24 @@ class Heads(nn.Module):
         return self.each[head](x)
 
 
-class SeveralTasks(pl.LightningModule):
+class Tasks(nn.ModuleDict):
     """Of three heads of the same size, batches take the first or the second; some leave out a whole layer."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.extra, self.heads = nn.Linear(4, 6).double(), nn.Linear(6, 6).double(), Heads(3).double()
-
-    def configure_model(self) -> None:
-        if self._trainer is not None:
-            shard(self, [self.body, self.extra, self.heads])
+        super().__init__({"body": nn.Linear(4, 6), "extra": nn.Linear(6, 6), "heads": Heads(3)})
 
     def forward(self, x: Tensor, head: int, has_extra: bool) -> Tensor:
-        hidden = self.body(x).tanh()
-        hidden = self.extra(hidden).tanh() if has_extra else hidden
-        return self.heads(hidden, head).square()
+        hidden = self["body"](x).tanh()
+        hidden = self["extra"](hidden).tanh() if has_extra else hidden
+        return self["heads"](hidden, head).square()
 
-    def training_step(self, batches: Any, batch_idx: int) -> Tensor:
-        return torch.cat([self(*batch) for batch in batches]).mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS["adamw"](self.parameters())
+class SeveralTasks(Toy):
+    def __init__(self) -> None:
+        super().__init__(lambda net, batches: torch.cat([net(*batch) for batch in batches]).mean(), "adamw", Tasks)
+
+    def configure_model(self) -> None:
+        shard(self, list(self.net.values()))
 
 
 def tasks(heads: Sequence[Sequence[int]], extra: Sequence[bool]) -> list[list[Any]]:
@@ -102,37 +95,23 @@ def test_a_window_of_three_has_three_reduce_scatters_and_one_all_reduce_for_each
 
 
 class OverAllRanks(ShardedLanguage):
-    def mesh(self) -> DeviceMesh:
-        return self.device_mesh["data_parallel"]
+    def configure_model(self) -> None:
+        for part in (*self.net.blocks, self.net):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+class OverHalfOfThem(ShardedLanguage):
+    """Nothing averages over the replicas."""
 
     def configure_model(self) -> None:
         for part in (*self.net.blocks, self.net):
-            fully_shard(part, mesh=self.mesh())
+            fully_shard(part, mesh=two_replicas(2)["shard"])
 
 
-class OverHalfOfThem(OverAllRanks):
-    """Nothing averages over the replicas."""
-
-    def mesh(self) -> DeviceMesh:
-        return two_replicas(2)["shard"]
-
-
-@pytest.mark.parametrize(
-    ("module", "sync", "match"),
-    [
-        (OverAllRanks, "shard", r"net, net.blocks.0, net.blocks.1 is sharded over all ranks, .*Use sync=\"micro_batch\", or in"),
-        (OverHalfOfThem, "window", r"averages gradients over ranks [01], but the data-parallel ranks are 0, 1, whose weights"),
-    ],
-)
-def test_shards_of_other_ranks_are_refused(module: type[OverAllRanks], sync: str, match: str) -> None:
-    with pytest.raises(Exception, match=f"(?s)MisconfiguredError: .*{match}"):
+@pytest.mark.parametrize(("module", "sync", "named"), [(OverAllRanks, "shard", "sync="), (OverHalfOfThem, "window", "ranks")])
+def test_shards_of_other_ranks_are_refused(module: type[ShardedLanguage], sync: str, named: str) -> None:
+    with pytest.raises(Exception, match=f"(?s)MisconfiguredError: .*{named}"):
         trained(module(), 2, "fsdp2", {"sync": sync}, Dealt(dealt(sentences(8), 2, "fsdp2")))
-
-
-@pytest.mark.parametrize("strategy", [ddp, fsdp1])
-def test_other_engines_have_no_replicas_of_shards(strategy: Any) -> None:
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match='"window" or "micro_batch"'):
-        strategy(sync="shard")
 
 
 # --- beside tensor parallelism ------------------------------------------------------------------------------------------
@@ -142,14 +121,10 @@ class BesideTensor(ShardedLanguage):
     """Replicas of shards, whose layers are cut over other ranks."""
 
     def configure_model(self) -> None:
-        if self._trainer is None:
-            return
-        for block in self.net.blocks:
-            parallelize_module(
-                block, self.device_mesh["tensor_parallel"], {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
-            )
-        for part in [*self.net.blocks, self.net]:
-            fully_shard(part, mesh=self.device_mesh["replicate", "shard"])
+        if isinstance(self.trainer.strategy, ModelParallelAccumulationStrategy):
+            cut_linear_layers(self)
+            for part in [*self.net.blocks, self.net]:
+                fully_shard(part, mesh=self.device_mesh["replicate", "shard"])
 
 
 @pytest.mark.exhaustive

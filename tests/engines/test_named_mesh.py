@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from harness import assert_one_window_one_batch, trained
 from sharded import fully_shard, needs_sharding_on_cpu
-from support import OPTIMIZERS
+from support import Toy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_accum import ModelParallelAccumulationStrategy, SameOrderSampler
+from lightning_accum import AccumulationError, ModelParallelAccumulationStrategy, SameOrderSampler
 
 pytestmark = needs_sharding_on_cpu
 
 VOCABULARY, LENGTH, ROWS = 11, 8, 20
-Misconfigured = pl.utilities.exceptions.MisconfigurationException
 
 
 class _Gathered(torch.autograd.Function):
@@ -45,7 +43,6 @@ class Attending(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.token, self.before, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, 6), nn.Linear(6, VOCABULARY)
 
     def forward(self, tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -57,31 +54,27 @@ class Attending(nn.Module):
         return self.head((own + self.before(means)).tanh())
 
 
-class Parts(pl.LightningModule):
+class Parts(Toy):
     """A rank has the part of each row that it has in the mesh; one process has all of it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.net = Attending().double()
+        super().__init__(self.loss_of_tokens, "adamw", Attending)
 
     def configure_model(self) -> None:
-        if self._trainer is not None:
-            names = [name for name, size in zip(self.device_mesh.mesh_dim_names, self.device_mesh.shape, strict=True) if size > 1]
-            fully_shard(self.net, mesh=self.device_mesh[tuple(names)])
+        mesh = self.device_mesh
+        if mesh is not None:
+            fully_shard(self.net, mesh=mesh[tuple(n for n, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1)])
 
-    def part(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        group = None if self._trainer is None else self.device_mesh["context_parallel"].get_group()
+    def part(self, net: Attending, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        group = None if self.device_mesh is None else self.device_mesh["context_parallel"].get_group()
         tokens, labels = batch["input_ids"], batch["labels"]
         if group is not None:
             tokens, labels = (value.chunk(group.size(), 1)[group.rank()] for value in (tokens, labels))
-        return self.net(tokens, group), labels
+        return net(tokens, group), labels
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
-        logits, labels = self.part(batch)
+    def loss_of_tokens(self, net: Attending, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = self.part(net, batch)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS["adamw"](self.parameters())
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -119,36 +112,32 @@ class LacksLoss(Parts):
 class OfRows(Parts):
     """A sum over the tokens of each row, and the mean of these."""
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
-        logits, labels = self.part(batch)
+    def loss_of_tokens(self, net: Attending, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = self.part(net, batch)
         return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1).mean()
 
 
 @pytest.mark.parametrize(
-    ("module", "match"),
+    ("module", "mesh", "named"),
     [
-        (LacksLoss, "a rank had no loss for a batch that others with parts of the same rows had one for"),
-        (OfRows, "The loss is a mean over rows, of which 2 ranks have parts .mesh=."),
+        (LacksLoss, {"context_parallel": 2}, "loss"),
+        (OfRows, {"context_parallel": 2}, "mesh="),
+        (Parts, {"data_parallel": 2, "context_parallel": 2}, "4 devices"),
     ],
 )
-def test_what_parts_of_rows_cannot_say_is_an_error_on_all_ranks(module: type[Parts], match: str) -> None:
-    with pytest.raises(Exception, match=match):
-        trained(module(), 2, "named mesh", {"mesh": {"context_parallel": 2}}, loaded(), devices=2)
+def test_what_two_ranks_cannot_have_parts_of_is_an_error_on_all(module: type[Parts], mesh: dict[str, int], named: str) -> None:
+    with pytest.raises(Exception, match=rf"(?s)lightning_accum\S*Error: .*{named}"):
+        trained(module(), 2, "named mesh", {"mesh": mesh}, loaded(), devices=2)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "options", "match"),
+    ("mesh", "options", "named"),
     [
-        ({"data_parallel": 2, "pipeline": 2}, {}, "whether ranks along 'pipeline' have rows of their own cannot be known. Name it"),
-        ({"tensor_parallel": 2, "data_parallel": 2}, {}, "'tensor_parallel' has to be its last dimension"),
-        ({"data_parallel": 2}, {"data_parallel_size": 2}, "leave out data_parallel_size and tensor_parallel_size"),
+        ({"data_parallel": 2, "pipeline": 2}, {}, "pipeline"),
+        ({"tensor_parallel": 2, "data_parallel": 2}, {}, "tensor_parallel"),
+        ({"data_parallel": 2}, {"data_parallel_size": 2}, "data_parallel_size"),
     ],
 )
-def test_mesh_that_does_not_say_what_ranks_share_is_refused(mesh: dict[str, int], options: dict[str, int], match: str) -> None:
-    with pytest.raises(Misconfigured, match=match):
+def test_mesh_that_does_not_say_what_ranks_share_is_refused(mesh: dict[str, int], options: dict[str, int], named: str) -> None:
+    with pytest.raises(AccumulationError, match=named):
         ModelParallelAccumulationStrategy(mesh=mesh, **options)
-
-
-def test_mesh_of_another_number_of_devices_is_refused() -> None:
-    with pytest.raises(Exception, match="is of 4 devices, and there are 2"):
-        trained(Parts(), 2, "named mesh", {"mesh": {"data_parallel": 2, "context_parallel": 2}}, loaded(), devices=2)
