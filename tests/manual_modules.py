@@ -187,31 +187,6 @@ class Dependent(Manual):
         opt_g.step()
 
 
-class DependentToggled(Dependent):
-    """The same, each optimizer in its turn of toggle_model, with the step in a closure."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        real, noise = batch
-        opt_g, opt_d = self.optimizers()
-
-        def closure_d() -> None:
-            opt_d.zero_grad()
-            self.manual_backward(gan_loss(-self.discriminator(real)))
-            self.manual_backward(gan_loss(self.discriminator(self.generator(noise).detach())))
-            assert not any(parameter.requires_grad for parameter in self.generator.parameters())
-
-        with opt_d.toggle_model():
-            opt_d.step(closure=closure_d)
-        with opt_g.toggle_model():
-            opt_g.zero_grad()
-            loss = gan_loss(-self.discriminator(self.generator(noise)))
-            self.manual_backward(loss)
-            assert not any(parameter.requires_grad for parameter in self.discriminator.parameters())
-            opt_g.step()
-        self.log("loss_g", loss, on_epoch=True)
-
-
-DEPENDENT = [Dependent, DependentToggled]
 SIZES = [[3, 1, 4, 2, 2, 5, 1], [2, 2, 6, 1, 3, 1, 4]]  # of the loader batches of two ranks; of windows of 3, the last is a tail
 
 

@@ -205,14 +205,6 @@ def test_a_planted_bug_is_named(what: str, strategy: Any, name: str, found: str)
     assert name in report.verdict
 
 
-@LONG
-def test_a_bug_on_one_of_four_ranks_is_that_ranks_unless_ranks_cannot_be_told_apart() -> None:
-    report = verify(Planted("a rank counted twice"), ROWS, devices=4)
-    assert [one.name for one in report.breaks] == ["rank 1"], str(report)
-    same = {name: rows[:1].repeat(4, 1) for name, rows in ROWS.items()}
-    assert [one.name for one in verify(Planted("a rank counted twice"), same, devices=2).breaks] != ["rank 1"]
-
-
 def test_lightnings_own_strategy_over_micro_batches_of_several_sizes_is_not_equal() -> None:
     rows = sentences(16)
     batches = [pad(rows[start:stop]) for start, stop in ((0, 5), (5, 7), (7, 15), (15, 16))]

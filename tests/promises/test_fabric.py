@@ -19,7 +19,6 @@ from support import (
     OPTIMIZERS,
     Language,
     Toy,
-    WrapsAnother,
     error_of_updates,
     language_loss,
     pad,
@@ -66,18 +65,25 @@ Trained = tuple[dict[str, Tensor], list[float]]
 """The parameters of a language model, and the loss of each window."""
 
 
-def loop(
-    fabric: Fabric | None, optimizer: str, loader: Iterable[Any], epochs: int = 2, norm: float = 0.5, **arguments: Any
-) -> Trained:
+def steps(accumulator: Accumulator, model: Any, batches: Iterable[Any]) -> Iterator[float]:
+    """The loss of each window of a loop."""
+    for batch in batches:
+        accumulator.backward(loss_of(model, batch))
+        if accumulator.step(clip_norm=0.5):
+            yield accumulator.window_loss
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    return {f"net.{name}": value for name, value in whole_parameters(model).items()}
+
+
+def loop(fabric: Fabric | None, optimizer: str, loader: Iterable[Any], **arguments: Any) -> Trained:
+    """Two passes."""
     model, wrapped, _, accumulator = set_up(fabric, optimizer, **arguments)
-    losses = []
-    for epoch in range(epochs):
-        for batch in accumulator(loader, is_last=epoch == epochs - 1):
-            accumulator.backward(loss_of(wrapped, batch))
-            if accumulator.step(clip_norm=norm):
-                losses.append(accumulator.window_loss)
+    batches = (batch for is_last in (False, True) for batch in accumulator(loader, is_last=is_last))
+    losses = list(steps(accumulator, wrapped, batches))
     assert accumulator.optimizer_steps == len(losses)
-    return {f"net.{name}": value for name, value in whole_parameters(model).items()}, losses
+    return named(model), losses
 
 
 def assert_steps_of(found: Trained, optimizer: str, windows: Sequence[Any], norm: float = 0.5) -> None:
@@ -190,16 +196,18 @@ def test_two_ranks_take_the_steps_of_one_process_on_the_full_batch(strategy: str
 def switching(fabric: Fabric) -> Trained | str:
     """A loop with what is left of Fabric's own recipe for accumulation."""
     model, wrapped, _, accumulator = set_up(fabric, "adamw", window=2)
-    losses = []
-    try:
-        for index, batch in enumerate(accumulator(in_batches(sentences(24), 4)[fabric.global_rank :: 2])):
+
+    def switched(batches: Iterable[Any]) -> Iterator[Any]:
+        for index, batch in enumerate(batches):
             with fabric.no_backward_sync(wrapped, enabled=index % 2 == 0):
-                accumulator.backward(loss_of(wrapped, batch))
-            if accumulator.step(clip_norm=0.5):
-                losses.append(accumulator.window_loss)
+                yield batch
+
+    try:
+        batches = switched(accumulator(in_batches(sentences(24), 4)[fabric.global_rank :: 2]))
+        losses = list(steps(accumulator, wrapped, batches))
+        return named(model), losses
     except AccumulationError as error:
         return f"{error} {accumulator.optimizer_steps} steps"
-    return {f"net.{name}": value for name, value in whole_parameters(model).items()}, losses
 
 
 def test_a_loop_that_still_switches_the_reduction_off_is_an_error_before_a_step() -> None:
@@ -219,28 +227,25 @@ def test_a_loop_that_still_switches_the_reduction_of_shards_off_takes_the_steps_
 def resumed(fabric: Fabric | None, loader: Sequence[Any], **arguments: Any) -> Trained:
     """Train, be stopped after five loader batches of the second pass, inside a window, and go on in a new model."""
     _, model, optimizer, accumulator = set_up(fabric, "adamw", **arguments)
-    losses = []
-    for batch in (batch for _ in range(2) for batch in accumulator(loader)):
-        accumulator.backward(loss_of(model, batch))
-        if accumulator.step(clip_norm=0.5):
-            losses.append(accumulator.window_loss)
-        if (accumulator.passes, accumulator.loader_batches) == (1, 5):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "accumulator": accumulator.state_dict()}
-            if fabric is None or fabric.global_rank == 0:  # as fabric.save does
-                torch.save(state, "state.pt")
-            break
+
+    def until_it_stops() -> Iterator[Any]:
+        for batch in (batch for _ in range(2) for batch in accumulator(loader)):
+            yield batch
+            if (accumulator.passes, accumulator.loader_batches) == (1, 5):
+                return
+
+    losses = list(steps(accumulator, model, until_it_stops()))
+    states = [one.state_dict() for one in (model, optimizer, accumulator)]
+    if fabric is None or fabric.global_rank == 0:  # as fabric.save does
+        torch.save(states, "state.pt")
     if fabric is not None:
         fabric.barrier()
     of_model, model, optimizer, accumulator = set_up(fabric, "adamw", **arguments)
-    state = torch.load("state.pt", weights_only=True)
-    for one, name in ((model, "model"), (optimizer, "optimizer"), (accumulator, "accumulator")):
-        one.load_state_dict(state[name])
+    for one, state in zip((model, optimizer, accumulator), torch.load("state.pt", weights_only=True), strict=True):
+        one.load_state_dict(state)
     assert (accumulator.passes, accumulator.loader_batches) == (1, 5)
-    for batch in accumulator(loader, skip=accumulator.loader_batches):
-        accumulator.backward(loss_of(model, batch))
-        if accumulator.step(clip_norm=0.5):
-            losses.append(accumulator.window_loss)
-    return {f"net.{name}": value.detach().clone() for name, value in of_model.named_parameters()}, losses
+    losses += steps(accumulator, model, accumulator(loader, skip=accumulator.loader_batches))
+    return named(of_model), losses
 
 
 @WITH_AND_WITHOUT_FABRIC
@@ -256,11 +261,6 @@ def test_a_checkpoint_inside_a_window_of_two_ranks_goes_on() -> None:
     rows = sentences(31)
     found = on_two(lambda fabric: resumed(fabric, in_batches(rows, 2)[fabric.global_rank :: 2], window=3))
     assert_steps_of(found, "adamw", [rows[i : i + 12] for i in range(0, 31, 12)] * 2)
-
-
-def test_a_state_of_something_else_is_refused() -> None:
-    with pytest.raises(AccumulationError):
-        accumulator_of(scalar()).load_state_dict({"format": 3})
 
 
 # --- losses that are not there, not finite, or of the whole batch ---------------------------------------------------------
@@ -487,12 +487,6 @@ def test_what_may_be_left_of_the_old_loop_is_warned_of(name: str) -> None:
         run(body, **arguments)
 
 
-@pytest.mark.parametrize("method", ["step", "backward"])
-def test_outside_of_the_loop_nothing_is_stepped(method: str) -> None:
-    with pytest.raises(AccumulationError, match="loop"):
-        getattr(accumulator_of(scalar()), method)(*[None] * (method == "backward"))
-
-
 @pytest.mark.parametrize("register", ["register_post_accumulate_grad_hook", "register_hook"])
 def test_hooks_of_parameters_that_see_each_micro_batch_are_warned_of(register: str) -> None:
     model = scalar()
@@ -555,21 +549,6 @@ def test_a_pass_that_is_broken_off_goes_on_in_the_next() -> None:
     assert model.weight.item() == -(1 + 2 + 3 + 4) / 4
 
 
-@pytest.mark.parametrize("tail", ["step", "drop", "carry"])
-def test_between_passes_no_loader_batch_of_one_is_done(tail: str) -> None:
-    model = scalar()
-    accumulator, seen = accumulator_of(model, window=2, tail=tail), []
-    for epoch in range(3):
-        assert (accumulator.passes, accumulator.loader_batches) == (epoch, 0)
-        for number, batch in enumerate(accumulator([column(1), column(2), column(4), column(6)])):
-            seen.append(accumulator.loader_batches == number)
-            accumulator.backward(model(batch).mean())
-            if number % 2:  # the step may be left out where no window ends
-                accumulator.step()
-    assert (accumulator.passes, accumulator.loader_batches, accumulator.optimizer_steps) == (3, 0, 6)
-    assert seen == [True] * 12
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -600,27 +579,6 @@ def test_models_and_optimizers_that_do_not_belong_together_are_refused() -> None
             Accumulator(fabric, model, optimizer)
 
 
-def test_errors_of_the_users_code_stay_as_they_are() -> None:
-    def weight(batch: Any) -> float:
-        raise ValueError("of its own")
-
-    with pytest.raises(ValueError, match="^of its own$"):
-        run(good, weight=weight)
-
-
-def test_an_accumulator_that_was_left_in_its_loop_does_not_watch_the_optimizer_of_the_next() -> None:
-    model = scalar()
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    suspended = Accumulator(None, model, optimizer, window=2, log=False)([column(1), column(2)])
-    next(suspended)
-    accumulator = Accumulator(None, model, optimizer, log=False)
-    for batch in accumulator([column(1)]):
-        with pytest.raises(AccumulationError):
-            accumulator.backward(1.0)
-        accumulator.backward(model(batch).mean())
-        assert accumulator.step()
-
-
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_the_start_line_says_what_was_understood_and_whether_it_was_checked(is_checked: bool, capsys: Any) -> None:
     loop(None, "sgd", in_batches(ROWS, 4), window=2, log=True, **({"loss_of": loss_of} if is_checked else {}))
@@ -628,22 +586,3 @@ def test_the_start_line_says_what_was_understood_and_whether_it_was_checked(is_c
     assert out.startswith("Accumulator:")
     assert "2 loader batches" in out
     assert ("loss_of=" in out) is not is_checked
-
-
-def test_an_optimizer_that_wraps_another_without_being_one_itself() -> None:
-    model, optimizer = Language().net, WrapsAnother
-    accumulator = Accumulator(None, model, optimizer(OPTIMIZERS["sgd"](model.parameters())), micro_batch=2, log=False)
-    losses = []
-    for batch in accumulator(in_batches(ROWS, 8)):
-        accumulator.backward(loss_of(model, batch))
-        if accumulator.step(clip_norm=0.5):
-            losses.append(accumulator.window_loss)
-    found = {f"net.{name}": value for name, value in model.named_parameters()}
-    assert_steps_of((found, losses), "sgd", cut(ROWS, [8, 8, 6]))
-
-
-def test_windows_of_equal_micro_batches_between_windows_of_larger_ones() -> None:
-    sizes = [[257, 257, 257], [1024, 1024, 1024], [257, 257, 257], [257, 1024, 1024], [4096, 4096, 4096], [257, 257, 257]]
-    gradients, _ = train_scalar([torch.full((rows, 1), float(rows)).double() for window in sizes for rows in window], 3)
-    expected = [sum(rows * rows for rows in window) / sum(window) for window in sizes]
-    assert gradients == pytest.approx(expected, rel=1e-13)

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import assert_one_window_one_batch
-from manual_modules import ALL, F64, GAN, MAML, SIZES, Closures, Dependent, Manual, RawOptimizers, TwoSchedulers, Unclipped, draw
+from manual_modules import ALL, GAN, MAML, SIZES, Closures, Dependent, Manual, RawOptimizers, TwoSchedulers, Unclipped, draw
 from sharded import fsdp2, needs_sharding_on_cpu
-from support import SaveAfter, Scalar, StatefulLoader, ddp, error_of_updates, fit, fp16_on_cpu, loader, relative_error, warned, x
+from support import SaveAfter, Scalar, StatefulLoader, ddp, error_of_updates, fit, fp16_on_cpu, loader, warned, x
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -154,23 +154,6 @@ class Sometimes(GAN):
         opt_d.step()
 
 
-class Embeds(Manual):
-    """Sparse gradients."""
-
-    def build(self) -> None:
-        self.table = nn.Embedding(9, 2, sparse=True)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SparseAdam(self.parameters(), lr=0.1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        rows = (batch[0][:, 0].abs() * 4).long().clamp(max=8)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward((self.table(rows) - batch[0]).square().mean())
-        optimizer.step()
-
-
 class NeverZero(Manual):
     """Gradients are never cleared: the module's own run adds each batch's to those before."""
 
@@ -202,7 +185,7 @@ class StepsInHook(GAN):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [(Sometimes, 2), (Embeds, 2), (NeverZero, 1), (OwnScheduler, 1), (StepsInHook, 1)])
+@pytest.mark.parametrize(("kind", "ranks"), [(Sometimes, 2), (NeverZero, 1), (OwnScheduler, 1), (StepsInHook, 1)])
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 def test_modules_of_unusual_steps_are_exact_and_not_warned_of(kind: type[Manual], ranks: int) -> None:
     assert_windows_equal_batches(kind, ranks)
@@ -330,34 +313,6 @@ def test_a_training_that_goes_on_inside_a_window_ends_like_one_that_never_stoppe
             train(GradientAccumulation(2), ckpt_path="inside.ckpt")
 
 
-@pytest.mark.parametrize("resumed_on", [1, 2])
-def test_a_checkpoint_inside_the_first_window_holds_what_ranks_of_unequal_batches_have_weighed(resumed_on: int) -> None:
-    """Before the first window has ended, ranks have agreed on nothing."""
-    generator = torch.Generator().manual_seed(1)
-    by_rank = [[torch.randn(rows, 3, generator=generator, dtype=F64) for rows in sizes] for sizes in ((2, 3, 2), (9, 8, 9))]
-
-    class Mean(Half):
-        def __init__(self) -> None:
-            super().__init__([])
-            torch.manual_seed(1)
-            self.w = nn.Parameter(torch.randn(3, dtype=F64))
-
-        def loss(self, batch: Tensor) -> Tensor:
-            return (batch @ self.w).square().mean()
-
-        def train_dataloader(self) -> Any:
-            return StatefulLoader(by_rank[self.trainer.global_rank])
-
-    resumed, reference = Mean(), Mean()
-    fit(Mean(), None, GradientAccumulation(3), SaveAfter(1), strategy=ddp(), devices=2)
-    strategy = ddp() if resumed_on == 2 else "accum"
-    fit(resumed, None, GradientAccumulation(3), strategy=strategy, devices=resumed_on, ckpt_path="inside.ckpt")
-    # what both ranks had before the checkpoint, and those that go on after it
-    rows = torch.cat([by_rank[0][0], by_rank[1][0], *by_rank[0][1:], *(by_rank[1][1:] if resumed_on == 2 else [])])
-    expected = reference.w - torch.autograd.grad(reference.loss(rows), reference.w)[0]
-    assert relative_error([resumed.w], [expected]) < 1e-14
-
-
 class Half(Scalar):
     """One optimizer, stepped by the module or by the Trainer."""
 
@@ -395,15 +350,6 @@ def test_a_window_goes_on_after_loader_batches_of_none(after: int) -> None:
     assert resumed.w.item() == whole.w.item() == -(1.5 + 6)
 
 
-def test_a_window_of_the_trainers_does_not_go_on_in_manual_optimization() -> None:
-    batches = [x(1), x(2), x(3), x(5), x(7), x(9)]
-    fit(Half(batches, is_automatic=True), None, GradientAccumulation(3), SaveAfter(4))
-    resumed = Half(batches)
-    with pytest.warns(AccumulationWarning, match="checkpoint"):
-        fit(resumed, None, GradientAccumulation(3), ckpt_path="inside.ckpt")
-    assert resumed.w.item() == -(2.0 + 8.0)  # the first from the checkpoint, the second on what was left
-
-
 @pytest.mark.parametrize("after", [2, 4, 5, 6])
 def test_a_resumed_training_drops_tails_and_shows_epochs_as_the_whole_one(after: int) -> None:
     whole, resumed = (Half([x(value) for value in (1, 2, 3, 4, 5)]) for _ in range(2))
@@ -414,37 +360,6 @@ def test_a_resumed_training_drops_tails_and_shows_epochs_as_the_whole_one(after:
 
 
 # --- what is stepped or changed in another way ----------------------------------------------------------------------------
-
-
-def test_an_inner_loop_steps_in_every_micro_batch() -> None:
-    class InnerLoop(Manual):
-        """An optimizer of the module's own steps fast weights in every batch, from which the outer gradient follows (Reptile)."""
-
-        def build(self) -> None:
-            self.slow, self.fast = nn.Linear(2, 1), nn.Linear(2, 1)
-            self.inner = torch.optim.SGD(self.fast.parameters(), lr=0.1)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.slow.parameters(), lr=0.5)
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.fast.load_state_dict(self.slow.state_dict())
-            for _ in range(3):
-                self.inner.zero_grad()
-                self.fast(batch[0]).square().mean().backward()
-                self.inner.step()
-            pairs = zip(self.slow.parameters(), self.fast.parameters(), strict=True)
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            rows = torch.ones(len(batch[0]), dtype=F64)
-            self.manual_backward(sum((rows * ((slow - fast.detach()).square().sum() / 2)).mean() for slow, fast in pairs))
-            optimizer.step()
-
-    batch = batches_of(GAN)[2]  # of one batch three times, so that a window's outer gradient is that of each
-    expected, module = InnerLoop(), InnerLoop()
-    fit(expected, [batch], strategy="auto")
-    fit(module, [batch] * 3, accumulate_grad_batches=3)
-    assert relative_error(module.slow.parameters(), expected.slow.parameters()) < 1e-12
 
 
 class Averages(GAN):
@@ -471,15 +386,6 @@ class Direct(GAN):
         optimizer.step()
 
 
-class AfterTheBatch(GAN):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.noise = batch[1]
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.manual_backward(self.generator(self.noise).square().mean())
-        self.optimizers()[0].step()
-
-
 class Follows(GAN):
     """A moving average in a hook, written through ``.data``, which counts no changes."""
 
@@ -494,7 +400,7 @@ class Follows(GAN):
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [(Follows, "average.0.weight"), (Averages, "parameters"), (Alternates, ""), (Direct, "manual_backward"), (AfterTheBatch, "")],
+    [(Follows, "average.0.weight"), (Averages, "parameters"), (Alternates, ""), (Direct, "manual_backward")],
 )
 def test_what_cannot_be_equal_is_named(kind: type[Manual], named: str) -> None:
     with pytest.warns(AccumulationWarning, match=named):
