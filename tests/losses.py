@@ -58,39 +58,32 @@ def make(rows: int, seed: int = 0, ignored: slice = slice(1, None, 3)) -> list[B
     return [{name: column[row] for name, column in columns.items()} for row in range(rows)]
 
 
+# fmt: off
 def ce(net: Any, b: Batch, **kwargs: Any) -> Tensor:
     return F.cross_entropy(net.logits(b["x"]), b["target"], **kwargs)
-
 
 def bce(net: Any, b: Batch, **kwargs: Any) -> Tensor:
     return F.binary_cross_entropy_with_logits(net.value(b["x"])[:, 0], b["y"], **kwargs)
 
-
 def each(net: Any, b: Batch) -> Tensor:
     return (net.value(b["x"])[:, 0] - b["y"]) ** 2
 
-
 def log_p(net: Any, b: Batch) -> Tensor:
     return net.logits(b["x"]).log_softmax(1)
-
 
 def of(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Batch], Tensor]:
     """A loss of logits and probabilities."""
     return lambda net, b: function(net.logits(b["x"]), b["p"])
 
-
 def masked(errors: Tensor, p: Tensor) -> Tensor:
     mask = (p > 0.3).to(errors)
     return (errors * mask).sum() / mask.sum()
 
-
 def steps(columns: Tensor) -> Tensor:
     return torch.cat([columns, columns.flip(1), columns.cumsum(1)], 1)
 
-
 def beside(constant: float) -> Callable[[Any, Batch], Tensor]:
     return lambda net, b: (each(net, b) * b["mask"]).sum() / (b["mask"].to(D).sum() + constant)
-
 
 def filled(*losses: Tensor) -> Tensor:
     vector = torch.zeros(len(losses), dtype=D)
@@ -98,19 +91,15 @@ def filled(*losses: Tensor) -> Tensor:
         vector[place] = loss
     return vector
 
-
 def adversarial(net: Any, b: Batch) -> Tensor:
     x = b["x"].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(F.mse_loss(net.value(x)[:, 0], b["y"], reduction="sum"), x)
     return F.mse_loss(net.value(x + 0.1 * gradient.sign())[:, 0].sigmoid(), b["y"])
 
-
 @partial(torch.compile, backend="aot_eager", dynamic=True)
 def _compiled(values: Tensor, y: Tensor) -> Tensor:
     return (values - y).square().mean()
 
-
-# fmt: off
 WRITTEN: dict[str, Callable[[Any, Batch], Tensor]] = {
     "cross entropy": ce,
     "label smoothing and class weights": lambda net, b: ce(net, b, label_smoothing=0.1, weight=CLASSES),
@@ -121,39 +110,23 @@ WRITTEN: dict[str, Callable[[Any, Batch], Tensor]] = {
     "masked mean, clamped": lambda net, b: (each(net, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1),
     "masked mean, safe": lambda net, b: torch.where(b["mask"].sum() != 0, (each(net, b) * b["mask"]).sum() / b["mask"].sum(), 0.0),
     "selected mean": lambda net, b: each(net, b)[b["mask"]].mean(),
-    "mean of one": lambda net, b: ce(net, b).unsqueeze(0).mean(),
-    "minus": lambda net, b: 1 - ce(net, b),
     "in a dictionary's place of a stack": lambda net, b: torch.stack([bce(net, b), each(net, b).mean()]).mean(),
-    "a list summed": lambda net, b: sum([bce(net, b), each(net, b).mean()]) / 2,
     "two of the same count": lambda net, b: bce(net, b) + 0.3 * F.mse_loss(net.value(b["x"])[:, 0], b["y"]),
     "question answering": lambda net, b: (ce(net, b) + F.cross_entropy(-net.logits(b["x"]), b["target"])) / 2,
-    "tasks, weighed by a product": lambda net, b: torch.stack([bce(net, b), each(net, b).mean()]) @ CLASSES[:2],
-    "cross entropy and z-loss": lambda net, b: bce(net, b) + 0.01 * net.logits(b["x"]).logsumexp(-1).square().mean(),
     "weight penalty": lambda net, b: ce(net, b) + 0.1 * sum(p.square().sum() for p in net.parameters()),
     "penalties by norms": lambda net, b: ce(net, b) + 0.1 * net.logits.weight.abs().max()
         + 0.1 * (net.logits.weight @ net.logits.weight.T).square().sum().sqrt(),
     "learnt weighting of tasks": lambda net, b: torch.exp(-net.log_scale) * ce(net, b) + net.log_scale,
     "learnt scale under the loss": lambda net, b: ce(net, b) / (2 * net.log_scale**2) + net.log_scale.log(),
-    "learnt scale, exponential": lambda net, b: ce(net, b) / net.log_scale.exp() + net.log_scale,
     "checkpointed activations": lambda net, b:
         F.cross_entropy(checkpoint(net.logits, b["x"], use_reentrant=False), b["target"]),
     "checkpointed loss": lambda net, b: checkpoint(lambda: ce(net, b), use_reentrant=False),
-    "criterion's sum over a count": lambda net, b: ce(net, b, reduction="sum") / b["mask"].sum(),
     "label smoothing by hand": lambda net, b:
         (0.9 * ce(net, b, reduction="sum") - 0.1 * (log_p(net, b) * b["mask"][:, None]).sum()) / b["mask"].sum(),
-    "chunks over one count": lambda net, b: sum(F.cross_entropy(o, t, reduction="sum")
-        for o, t in zip(net.logits(b["x"]).split(2), b["target"].split(2), strict=True)) / max(1, int(b["mask"].sum())),
-    "mean over the batch, then a weighted sum": lambda net, b: (CLASSES * log_p(net, b).mean(0)).sum(),
-    "mean over the batch, cast, then a sum": lambda net, b: (-log_p(net, b).mean(0)).to(D).sum(),
     "mean over the batch, viewed, then a mean": lambda net, b: log_p(net, b).mean(0).view(-1).mean(),
-    "column weights that add up to 1": lambda net, b: (log_p(net, b).square() * (CLASSES / CLASSES.sum())).sum(),
     "columns, weighed by a product": lambda net, b: log_p(net, b).square().mean(0) @ CLASSES,
-    "two columns": lambda net, b: (columns := log_p(net, b).square().mean(0))[0] + 2 * columns[1],
     "some columns": lambda net, b: log_p(net, b).square().mean(0)[torch.tensor([0, 2])].sum(),
-    "standard deviation of a row": lambda net, b: net.logits(b["x"]).std(1).mean(),
     "largest of a row": lambda net, b: net.logits(b["x"]).topk(2, dim=1).values.mean() + net.logits(b["x"]).max(-1).values.mean(),
-    "sorted row, trimmed": lambda net, b: log_p(net, b).square().sort(1).values[:, :2].mean(),
-    "loss over its own value": lambda net, b: (loss := ce(net, b)) / loss.detach(),
     "time first": lambda net, b: steps(log_p(net, b)).square().T.mean(0).sqrt().mean(),
     "time first, masked": lambda net, b:
         ((steps(log_p(net, b)) * (mask := steps(b["p"]) > 0.1)).T.sum(0) / mask.T.sum(0).clamp(min=1)).mean(),
@@ -161,7 +134,6 @@ WRITTEN: dict[str, Callable[[Any, Batch], Tensor]] = {
         (log_p(net, b).square().sum(1) / (1 + log_p(net, b).abs().sum(1)))[b["mask"]].mean(),
     "a sort in each sample": lambda net, b:
         torch.stack([row.sort(descending=True).values @ CLASSES.repeat(3) for row in steps(log_p(net, b))]).mean(),
-    "steps stacked first": lambda net, b: torch.stack([each(net, b), net.value(b["x"])[:, 0]]).sum(0).mean(),
     "a loop of means over their number": lambda net, b:
         sum(F.mse_loss(steps(row[None]), torch.ones(1, 9, dtype=D)) for row in net.logits(b["x"])) / len(b["x"]),
     "sums by addmv times a reciprocal": lambda net, b:
@@ -203,9 +175,7 @@ REFUSED: dict[str, Callable[[Any, Batch], Tensor]] = {
     "a function of two counts": of(lambda o, p: torch.sqrt(F.mse_loss(o, p) + masked((o - p).square(), p))),
     "a constant inside": of(lambda o, p: torch.log(1 + F.mse_loss(o, p).sqrt())),
     "a product of a mean with itself": of(lambda o, p: (m := F.mse_loss(o, p)) * m),
-    "a focal loss of a mean": of(lambda o, p: (1 - torch.exp(-(m := F.mse_loss(o, p)))) ** 2 * m),
     "a quotient of means": of(lambda o, p: F.mse_loss(o, p) / F.l1_loss(o, p)),
-    "a product of losses": of(lambda o, p: o.square().mean().exp() * o.mean()),
     "one element": of(lambda o, p: o.flatten()[0]),
     "means of columns, squared": of(lambda o, p: o.mean(0).square().sum()),
     "products of columns' means": of(lambda o, p: (o.mean(0) * o.square().mean(0)).sum()),
@@ -214,17 +184,10 @@ REFUSED: dict[str, Callable[[Any, Batch], Tensor]] = {
     "a hinge of columns' deviations": of(lambda o, p: torch.relu(1 - o.var(0, correction=0).sqrt()).mean()),
     "quotients of columns": of(lambda o, p: (o.square().sum(0) / (o.exp().sum(0) + 1)).mean()),
     "the smallest of each column": of(lambda o, p: o.sort(0).values[:1].mean()),
-    "the largest of each column": of(lambda o, p: o.max(0).values.mean()),
-    "cumulated over rows": of(lambda o, p: o.cumsum(0).mean()),
     "over the largest": of(lambda o, p: (o / o.max()).mean()),
     "a loss times itself": lambda net, b: (c := ce(net, b)) * c.detach(),
-    "the square of a mean times its rows": lambda net, b: bce(net, b).square() * len(b["x"]),
     "over the root of the rows": lambda net, b: bce(net, b, reduction="sum") / torch.tensor(float(len(b["x"]))).sqrt(),
     "a root of a mean times its rows": of(lambda o, p: F.mse_loss(o, p).sqrt() * len(o)),
-    "batch norm by function": of(lambda o, p:
-        (F.batch_norm(torch.cat([o, -o]), None, None, training=True)[: len(o)] * p).sum(1).mean()),
-    "class weights of the batch": lambda net, b: F.cross_entropy(
-        net.logits(b["x"]), t := b["target"].clamp(min=0), weight=1 / torch.bincount(t, minlength=3).add(1).to(D)),
 }
 TOLD: dict[str, Callable[[Any, Batch], Tensor]] = {
     "tokens and samples": lambda net, b: ce(net, b) + each(net, b).mean(),
@@ -232,10 +195,8 @@ TOLD: dict[str, Callable[[Any, Batch], Tensor]] = {
     "a router's balance": lambda net, b: ce(net, b) + 0.01 * ((r := log_p(net, b).exp()).mean(0) * r.square().mean(0)).sum(),
     "a penalty beside a sum": lambda net, b: ce(net, b, reduction="sum") + net.value.weight.square().sum(),
     "a mean of sums": of(lambda o, p: torch.stack([o.sum(), o.square().sum()]).mean()),
-    "a view of a stack": of(lambda o, p: torch.stack([o.mean(), o.square().mean()]).view(2, 1).mean()),
     "one of a stack": of(lambda o, p: torch.stack([o.mean(), o.square().mean()]).gather(0, torch.tensor([1])).sum()),
     "means filled into a vector": of(lambda o, p: filled(o.mean(), o.square().mean()).sum()),
-    "one of a vector that is filled": of(lambda o, p: filled(o.mean(), o.square().mean())[0]),
     "a factor of the batch": lambda net, b: each(net, b).mean() * b["y"].mean(),
     "a factor with its rows in a number": lambda net, b: each(net, b).sum() * (1 / (9 + int(b["mask"].sum()))),
     "1.0 beside the count": beside(1.0),  # too few of the first rows have a label to tell it from another law

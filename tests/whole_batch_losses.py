@@ -47,9 +47,6 @@ def vicreg(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
     covariance = sum(off_diagonal(torch.cov(z.T)).square().sum() / z.shape[1] for z in (a, b))
     return 25 * F.mse_loss(a, b) + 25 * spread + covariance
 
-def simsiam(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
-    return -(F.cosine_similarity(a, b.detach()).mean() + F.cosine_similarity(b, a.detach()).mean()) / 2 + a.mean(0).square().sum()
-
 def mined_triplets(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
     distance = torch.cdist(a, b)
     same = t[:, None] == t
@@ -70,9 +67,6 @@ def dice(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
     p, target = a[:, :3].softmax(1), F.one_hot(t, 3).to(a)
     return 1 - (2 * (p * target).sum() + 1) / (p.sum() + target.sum() + 1)
 
-def rmse(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
-    return (a[:, 0] - t).square().mean().sqrt()
-
 def normalised_advantages(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
     advantage = b[:, 0] + t
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -82,12 +76,6 @@ def experts_balance(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
     gates = a.softmax(1)
     share = F.one_hot(gates.argmax(1), gates.shape[1]).to(a).mean(0)
     return F.cross_entropy(b, t) + gates.shape[1] * (share * gates.mean(0)).sum()
-
-def list_net(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
-    return -(t.to(a).softmax(0) * a[:, 0].log_softmax(0)).sum()
-
-def coral(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
-    return F.cross_entropy(a, t) + (torch.cov(a.T) - torch.cov((b * scale).T)).square().sum() / 4
 
 def koleo(a: Tensor, b: Tensor, t: Tensor, scale: Tensor) -> Tensor:
     z = F.normalize(a)
@@ -159,4 +147,11 @@ LOSSES: dict[str, Loss] = {
     name.replace("_", " "): function
     for name, function in list(globals().items())
     if callable(function) and getattr(function, "__module__", "") == __name__ and name != "off_diagonal"
+}
+LOSSES |= {
+    "simsiam": lambda a, b, t, s:
+        -(F.cosine_similarity(a, b.detach()) + F.cosine_similarity(b, a.detach())).mean() / 2 + a.mean(0).square().sum(),
+    "rmse": lambda a, b, t, s: (a[:, 0] - t).square().mean().sqrt(),
+    "list net": lambda a, b, t, s: -(t.to(a).softmax(0) * a[:, 0].log_softmax(0)).sum(),
+    "coral": lambda a, b, t, s: F.cross_entropy(a, t) + (torch.cov(a.T) - torch.cov((b * s).T)).square().sum() / 4,
 }

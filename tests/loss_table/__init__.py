@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from loss_table import (
-    criteria,
-    forecasting,
-    idioms,
-    language,
-    libraries,
-    metric_learning,
-    multi_task,
-    papers,
-    reinforcement,
-    segmentation,
-    self_supervised,
-    strange,
-    vision,
-)
+from loss_table import criteria, forecasting, idioms, language, libraries, metric_learning, papers, reinforcement, vision
 from loss_table.rows import Loss
 
-_MODULES = (
-    criteria, vision, segmentation, metric_learning, self_supervised, language, reinforcement, forecasting, multi_task, idioms,
-    libraries, strange, papers,
+_TABLES = (
+    criteria.table, vision.table, vision.segmentation, metric_learning.table, metric_learning.self_supervised, language.table,
+    reinforcement.table, forecasting.table, reinforcement.multi_task, idioms.table, libraries.table, idioms.strange, papers.table,
 )  # fmt: skip
-LOSSES: list[Loss] = [loss for module in _MODULES for loss in module.table]
+LOSSES: list[Loss] = [loss for table in _TABLES for loss in table]

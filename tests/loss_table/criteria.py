@@ -114,7 +114,6 @@ for reduction in ("mean", "sum"):
         F.triplet_margin_with_distance_loss(o, m(b.v), m(b.z), distance_function=lambda a, c: 1 - F.cosine_similarity(a, c),
         margin=0.5, **kw))
     add(f"CTC, {reduction}", "s words valid", lambda o, b, m, kw=kw: _ctc(o, b, **kw))
-
 add("KL divergence, batchmean", "x p", lambda o, b, m: F.kl_div(o.log_softmax(1), b.p, reduction="batchmean"))
 add("KL divergence of log targets, batchmean", "x p", lambda o, b, m:
     F.kl_div(o.log_softmax(1), b.p.log(), reduction="batchmean", log_target=True))
@@ -123,7 +122,6 @@ add("CTC of sums over samples", "s words valid", lambda o, b, m: _ctc(o, b, redu
 add("CTC, sum over rows", "s words valid", lambda o, b, m: _ctc(o, b, reduction="sum") / len(o))
 add("CTC of targets put end to end", "s words valid", lambda o, b, m: _ctc(o, b, joined=True))
 add("CTC with infinite losses set to zero", "s words valid", lambda o, b, m: _ctc(o, b, zero_infinity=True, frames=3))
-
 # by hand what the criteria reduce
 for name, each in {
     "cross entropy": lambda o, b: F.cross_entropy(o, b.t, reduction="none"),

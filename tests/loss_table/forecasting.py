@@ -13,7 +13,6 @@ from loss_table.rows import Table
 # fmt: off
 table = Table("forecasting")
 add, of_batch, of_mean, terms = table.adds_up, table.batch, table.of_a_mean, table.terms
-
 # --- functions of a mean ---
 of_mean("RMSE", "x y", lambda o, b, m: F.mse_loss(o, b.y).sqrt())
 of_mean("RMSE by a power", "x y", lambda o, b, m: F.mse_loss(o, b.y) ** 0.5)
@@ -39,7 +38,6 @@ of_mean("RMSE of each column", "x y", lambda o, b, m: (o - b.y).square().mean(0)
 of_mean("mean of squares of columns' means", "x y", lambda o, b, m: (o - b.y).mean(0).square().sum())
 of_mean("RMSE and MAE", "x y", lambda o, b, m: F.mse_loss(o, b.y).sqrt() + F.l1_loss(o, b.y))
 of_mean("geometric mean", "x y", lambda o, b, m: ((o - b.y).abs() + 0.1).log().mean().exp())
-
 # --- points ---
 add("RMSE of each row", "x y", lambda o, b, m: (o - b.y).square().mean(1).sqrt().mean())
 add("logarithm of each row's error", "x y", lambda o, b, m: (o - b.y).square().mean(1).log().mean())
@@ -94,7 +92,6 @@ of_batch("soft maximum over the batch", "x y", lambda o, b, m: (o - b.y).square(
 add("soft maximum of a row", "x y", lambda o, b, m: (o - b.y).square().logsumexp(1).mean())
 of_batch("exponential tilting", "x y", lambda o, b, m: (0.5 * (o - b.y).square().mean(1)).exp().mean().log() / 0.5
     + ((o - b.y).mean(1) - (o - b.y).mean()).square().mean())
-
 # --- distributions ---
 LEVELS = torch.tensor([0.1, 0.5, 0.75, 0.9])
 add("pinball, mean", "x y", lambda o, b, m: _pinball(o, b.y[:, :1]).mean())
@@ -165,7 +162,6 @@ add("normalising flow", "x", lambda o, b, m: (0.5 * o.square().sum(1) + 2 * math
 add("normalising flow, bits per dimension", "x", lambda o, b, m: (0.5 * o.square() - m.log_scales.sum()).sum(1).mean()
     / (4 * math.log(2)))
 add("denoising score matching", "x y", lambda o, b, m: 0.5 * (o + b.y / 0.5).square().sum(1).mean(0))
-
 # --- survival ---
 of_batch("Cox", "x time event", lambda o, b, m: _cox(o[:, 0], b.time, b.event).sum() / len(o))
 of_batch("Cox by events", "x time event", lambda o, b, m: _cox(o[:, 0], b.time, b.event).sum() / b.event.sum().clamp(min=1))
@@ -185,7 +181,6 @@ add("accelerated failure times", "x time event", lambda o, b, m:
     + (1 - b.event) * torch.special.log_ndtr(o[:, 0] - b.time.log())).mean())
 add("censored quantiles", "x time event", lambda o, b, m: (torch.where(b.event > 0, (o[:, 0] - b.time).abs(),
     F.relu(b.time - o[:, 0]))).mean())
-
 # --- latent variables ---
 add("ELBO by rows", "x y", lambda o, b, m: ((o - b.y).square().sum(1) + _kl(o)).mean())
 add("ELBO, sums", "x y", lambda o, b, m: F.mse_loss(o, b.y, reduction="sum") + _kl(o).sum())
@@ -218,7 +213,6 @@ add("Bayesian weights: KL of parameters over a data set", "x t", lambda o, b, m:
 of_batch("total correlation over the batch", "x y", lambda o, b, m: F.mse_loss(o, b.y)
     + 0.1 * (-(o[:, None] - o[None]).square().sum(2)).logsumexp(1).mean())
 of_batch("InfoVAE by MMD", "x y", lambda o, b, m: F.mse_loss(o, b.y) + _mmd(o, b.y))
-
 # --- moments ---
 of_batch("MMD of two samples", "x y", lambda o, b, m: _mmd(o, b.y))
 of_batch("MMD with a median bandwidth", "x y", lambda o, b, m: _mmd(o, b.y, (o - b.y).square().sum(1).median().detach() + 0.5))

@@ -58,7 +58,6 @@ add("heat map with a branch for no peaks", "i masks", lambda o, b, m:
     F.binary_cross_entropy_with_logits(o, b.masks, reduction="sum") if not b.masks.sum()
     else F.binary_cross_entropy_with_logits(o, b.masks, reduction="sum") / b.masks.sum())
 of_batch("gradients harmonised by bins of the batch", "x q", lambda o, b, m: _harmonised(o, b.q))
-
 # --- segmentation and classification tool boxes ---
 add("pixels over those not ignored, a Python number", "i map255", lambda o, b, m:
     F.cross_entropy(o, b.map255, ignore_index=255, reduction="none").sum() / (b.map255.numel() - (b.map255 == 255).sum().item()))
@@ -88,7 +87,6 @@ add("attention transfer", "x", lambda o, b, m: (F.normalize(o.pow(2)) - F.normal
 add("two passes over the same rows", "x t", lambda o, b, m: 0.5 * (ce(o, b) + ce(m(b.x * 1.1), b))
     + 0.25 * F.kl_div(o.log_softmax(1), m(b.x * 1.1).softmax(1), reduction="none").sum(-1).mean()
     + 0.25 * F.kl_div(m(b.x * 1.1).log_softmax(1), o.softmax(1), reduction="batchmean"))
-
 # --- language ---
 add("label smoothing over active elements", "s words valid", lambda o, b, m:
     0.9 * (-log_p(o, b.words)).masked_fill(~b.valid, 0.0).sum() / b.valid.sum()
@@ -110,7 +108,6 @@ add("sequence importance, a mean of rows", "s words valid advantage", lambda o, 
     (-(((log_p(o, b.words) - log_p(o, b.words).detach()) * b.valid).sum(1) / b.valid.sum(1)).exp() * b.advantage).mean())
 of_batch("stopped where the batch has moved too far", "x t old advantage", lambda o, b, m:
     -(log_p(o, b.t) * b.advantage).mean() * float((b.old - log_p(o, b.t)).mean() > 0))
-
 # --- speech ---
 add("a sum over the sum of lengths", "s words valid", lambda o, b, m:
     (-log_p(o, b.words) * b.valid).sum(1).sum() / b.valid.sum(1).double().sum())
@@ -127,14 +124,12 @@ add("the better of two permutations", "s y5", lambda o, b, m:
 add("scale-invariant distortion", "s y5", lambda o, b, m: (-10
     * torch.log10((p := (o * b.y5).sum((1, 2), keepdim=True) * b.y5 / 9).square().sum((1, 2))
     / (o - p).square().sum((1, 2)))).mean())
-
 # --- recommenders ---
 add("pairs with a norm of embeddings over the rows", "x v z", lambda o, b, m:
     F.softplus((o * m(b.z)).sum(1) - (o * m(b.v)).sum(1)).mean()
     + 1e-2 * 0.5 * (o.norm(2).pow(2) + m(b.v).norm(2).pow(2) + m(b.z).norm(2).pow(2)) / float(len(o)))
 of_batch("negatives of the batch by their frequencies", "x v w", lambda o, b, m:
     F.cross_entropy(o @ m(b.v).T - b.w.log(), torch.arange(len(o))))
-
 # --- penalties on parameters ---
 PENALTIES = {
     "the largest singular value": lambda m: torch.linalg.matrix_norm(m.proxies, 2),
@@ -151,7 +146,6 @@ PENALTIES = {
 for _name, _penalty in PENALTIES.items():
     add(f"classes and {_name}", "x t", lambda o, b, m, f=_penalty: ce(o, b) + 0.1 * f(m))
     add(f"ignored labels and {_name}", "x ignored", lambda o, b, m, f=_penalty: F.cross_entropy(o, b.ignored) + 0.1 * f(m))
-
 # --- generative ---
 add("reconstruction and divergence, sums", "x y", lambda o, b, m: F.mse_loss(o, b.y, reduction="sum") + _divergence(o).sum())
 add("reconstruction, and a divergence over rows and pixels", "x y", lambda o, b, m: F.mse_loss(o, b.y)
@@ -166,12 +160,10 @@ of_batch("a sparse code's mean activity", "x y", lambda o, b, m: F.mse_loss(o, b
 of_batch("mutual information by Donsker and Varadhan", "x v", lambda o, b, m: -(o[:, 0].mean() - m(b.v)[:, 0].exp().mean().log()))
 add("mutual information by Nguyen and others", "x v", lambda o, b, m: -(o[:, 0].mean() - (m(b.v)[:, 0] - 1).exp().mean()))
 of_batch("invariant risks", "x t", lambda o, b, m: _invariant(o, b))
-
 # --- risks and constraints ---
 add("value at risk with a learned quantile", "x t", lambda o, b, m: m.bias + F.relu(each(o, b) - m.bias).mean() / 0.1)
 add("a multiplier of a constraint", "x y", lambda o, b, m: F.mse_loss(o, b.y) + m.temperature.detach() * (o.abs().mean() - 0.3))
 of_batch("a barrier of a constraint on the mean", "x y", lambda o, b, m: F.mse_loss(o, b.y) + F.softplus(5 * o[:, 0].mean()))
-
 # --- how the loss is computed ---
 add("vmap of a loss of one row", "x t", lambda o, b, m: torch.vmap(lambda p, t: F.cross_entropy(p, t))(o, b.t).mean())
 add("a loss in a checkpoint", "x t", lambda o, b, m: checkpoint(F.cross_entropy, o, b.t, use_reentrant=False))

@@ -45,7 +45,6 @@ terms("desirable and undesirable, each by its mean", "s words valid old mask", l
     1 - (_sequences(o, b) - b.old).sigmoid(), b.mask))
 of_batch("softmax of rewards over the batch's answers", "s words valid reward", lambda o, b, m: -(
     b.reward.softmax(0) * _sequences(o, b).log_softmax(0)).sum())
-
 # --- policies ---
 add("DAPO: all tokens of the batch", "s words valid advantage y5", lambda o, b, m: -(
     torch.minimum(_ratio(o, b) * b.advantage[:, None], _ratio(o, b).clamp(0.8, 1.28) * b.advantage[:, None])
@@ -71,7 +70,6 @@ of_batch("importance weights over their sum", "x t old", lambda o, b, m: (
 of_batch("advantages by ranks of the batch", "x t reward", lambda o, b, m: (
     b.reward.argsort().argsort().to(o) / len(o) * _nll(o, b)).mean())
 add("lengths beyond a limit are masked", "s words valid advantage y5", lambda o, b, m: _within_limit(o, b))
-
 # --- distillation and language ---
 add("distillation of valid tokens at a temperature", "s p5 valid", lambda o, b, m: 4 * (F.kl_div(
     (o / 2).log_softmax(2), b.p5, reduction="none").sum(2) * b.valid).sum() / b.valid.sum())
@@ -94,7 +92,6 @@ of_batch("load balance of valid tokens", "s words valid", lambda o, b, m: _balan
 add("router's z-loss of valid tokens", "s valid", lambda o, b, m: (o.logsumexp(2).square() * b.valid).sum() / b.valid.sum())
 add("CTC, mean over lengths and rows", "s t", lambda o, b, m: F.ctc_loss(
     o.log_softmax(2).transpose(0, 1), 1 + b.t[:, None] % 3, torch.full((len(o),), 5), torch.ones(len(o)).long()))
-
 # --- detection and segmentation ---
 add("SSD: hard negatives of each row by all positives", "s y5 chosen words", lambda o, b, m: _ssd(o, b))
 terms("DETR: weighed classes and boxes by their number", "s words chosen y5", lambda o, b, m: F.cross_entropy(
@@ -113,7 +110,6 @@ of_batch("focal Tversky of the batch", "i masks", lambda o, b, m: _tversky(o, b,
 of_batch("classes each by their mean", "x t", lambda o, b, m: torch.stack(
     [_nll(o, b)[b.t == c].mean() for c in b.t.unique()]).mean())
 add("images that have any, each by its mean", "s chosen", lambda o, b, m: _images_that_have(o, b))
-
 # --- physics, graphs, generation ---
 terms("inside and at the boundary", "x y mask", lambda o, b, m: (o - b.y).square().mean()
       + 10 * (o[:, 0].square() * b.mask).sum() / b.mask.sum())
@@ -128,7 +124,6 @@ add("p2 weights over time", "x y w", lambda o, b, m: ((o - b.y).square().mean(1)
 add("consistency with a teacher that follows", "x v", lambda o, b, m: (o - m.teacher(b.v)).square().mean())
 add("score matching by a trace", "x", lambda o, b, m: _trace(b, m).mean())
 of_batch("scores matched over pairs", "x y", lambda o, b, m: (torch.cdist(o, o) - torch.cdist(b.y, b.y)).square().mean())
-
 # --- metrics, and transforms of torch ---
 add("metric: mean squared error", "x y", lambda o, b, m: metrics.mean_squared_error(o, b.y))
 of_mean("metric: root mean squared error", "x y", lambda o, b, m: metrics.mean_squared_error(o, b.y, squared=False))

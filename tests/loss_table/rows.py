@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,33 +56,18 @@ class Loss:
 
 
 class Table:
-    """The losses of a family, in the order in which they are added."""
+    """The losses of a family: a method for each kind adds one, of a name, the fields of its batch and the function."""
 
     def __init__(self, family: str) -> None:
         self.family = family
         self.losses: list[Loss] = []
+        self.adds_up, self.terms, self.of_a_mean, self.batch = (partial(self._add, kind) for kind in Kind)
 
     def __iter__(self) -> Iterator[Loss]:
         return iter(self.losses)
 
     def _add(self, kind: Kind, name: str, fields: str, function: Function, **arguments: Any) -> None:
         self.losses.append(Loss(f"{self.family}: {name}", self.family, function, tuple(fields.split()), kind, **arguments))
-
-    def adds_up(self, name: str, fields: str, function: Function, **arguments: Any) -> None:
-        """A loss that is a weighted mean over rows, or a sum."""
-        self._add(Kind.ADDS_UP, name, fields, function, **arguments)
-
-    def terms(self, name: str, fields: str, function: Function, **arguments: Any) -> None:
-        """A loss of terms whose weights differ."""
-        self._add(Kind.TERMS, name, fields, function, **arguments)
-
-    def of_a_mean(self, name: str, fields: str, function: Function, **arguments: Any) -> None:
-        """A function of a mean."""
-        self._add(Kind.OF_A_MEAN, name, fields, function, **arguments)
-
-    def batch(self, name: str, fields: str, function: Function, **arguments: Any) -> None:
-        """A loss that no weight makes exact."""
-        self._add(Kind.BATCH, name, fields, function, **arguments)
 
 
 class Net(nn.Module):
@@ -102,13 +88,9 @@ class Net(nn.Module):
         self.teacher = teacher.requires_grad_(False)
         self.double()
 
-    def features(self, x: Tensor) -> Tensor:
-        """Of width 6."""
-        return self.body(x).tanh()
-
     def forward(self, x: Tensor) -> Tensor:
         """Of width 4, at the place of the channels where ``x`` is an image."""
-        out = self.head(self.features(x))
+        out = self.head(self.body(x).tanh())
         return out.movedim(-1, 1) if x.dim() == 4 else out
 
 
@@ -154,29 +136,25 @@ def part(batch: Batch, start: int, end: int) -> Batch:
     return {name: value[start:end] for name, value in batch.items()}
 
 
+# fmt: off
 def _normal(*shape: int) -> Callable[[torch.Generator], Tensor]:
     return lambda g: torch.randn(ROWS, *shape, generator=g, dtype=torch.float64)
-
 
 def _uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Callable[[torch.Generator], Tensor]:
     return lambda g: low + (high - low) * torch.rand(ROWS, *shape, generator=g, dtype=torch.float64)
 
-
 def _integers(number: int, *shape: int) -> Callable[[torch.Generator], Tensor]:
     return lambda g: torch.randint(0, number, (ROWS, *shape), generator=g)
-
 
 def _labels(g: torch.Generator) -> Tensor:
     labels = torch.randint(0, CLASSES, (ROWS,), generator=g)
     labels[torch.tensor([1, 4, 7])] = -100
     return labels
 
-
 def _mask(g: torch.Generator) -> Tensor:
     mask = torch.rand(ROWS, generator=g) < 0.7
     mask[0], mask[1], mask[7] = True, False, False  # the micro-batch of a single row has nothing
     return mask
-
 
 def _tokens(g: torch.Generator) -> Tensor:
     tokens = torch.randint(0, CLASSES, (ROWS, 5), generator=g)
@@ -184,24 +162,19 @@ def _tokens(g: torch.Generator) -> Tensor:
         tokens[row, length:] = -100
     return tokens
 
-
 def _lengths_as_mask(g: torch.Generator) -> Tensor:
     return torch.arange(5) < torch.randint(1, 6, (ROWS, 1), generator=g)
-
 
 def _class_map(g: torch.Generator) -> Tensor:
     labels = torch.randint(0, CLASSES, (ROWS, 3, 3), generator=g)
     return labels.masked_fill(torch.rand(ROWS, 3, 3, generator=g) < 0.2, 255)
 
-
 def _boxes(g: torch.Generator) -> Tensor:
     corner = torch.rand(ROWS, 2, generator=g, dtype=torch.float64)
     return torch.cat((corner, corner + 0.5 + torch.rand(ROWS, 2, generator=g, dtype=torch.float64)), 1)
 
-
 def _probabilities(*shape: int) -> Callable[[torch.Generator], Tensor]:
     return lambda g: torch.randn(ROWS, *shape, generator=g, dtype=torch.float64).softmax(-1)
-
 
 FIELDS: dict[str, Callable[[torch.Generator], Tensor]] = {
     "x": _normal(4),  # the inputs: vectors, sequences, images
@@ -238,4 +211,4 @@ FIELDS: dict[str, Callable[[torch.Generator], Tensor]] = {
     "time": _uniform(low=0.1, high=5.0),
     "event": lambda g: (torch.rand(ROWS, generator=g) < 0.6).double(),
     "scale": _uniform(low=0.5, high=2.0),
-}  # fmt: skip
+}

@@ -117,21 +117,17 @@ def faults(loss: Loss, outcomes: Mapping[Any, Outcome]) -> set[str]:
     ``"false alarm"`` (a warning, though the training was exact), ``"crashed"``, ``"not exact"`` (told of, though the loss adds
     up), ``"adds up"`` (exact, though the table says that no weight helps), ``"not refused"`` (though a reason is known).
     """
-    found = set()
-    for outcome in outcomes.values():
-        match outcome.word:
-            case "wrong":
-                found.add("silent")
-            case "crashed":
-                found.add("crashed")
-            case "refused" if loss.kind is Kind.ADDS_UP and not loss.refused:
-                found.add("refused")
-            case "warned" if outcome.is_exact:
-                found.add("false alarm")
-            case "warned" if loss.kind is Kind.ADDS_UP:
-                found.add("not exact")
-            case "exact" if loss.kind is Kind.BATCH:
-                found.add("adds up")
+    found, adds_up = set(), loss.kind is Kind.ADDS_UP
+    for word, _, _, is_exact in outcomes.values():
+        seen = {
+            "silent": word == "wrong",
+            "crashed": word == "crashed",
+            "refused": word == "refused" and adds_up and not loss.refused,
+            "false alarm": word == "warned" and is_exact,
+            "not exact": word == "warned" and adds_up and not is_exact,
+            "adds up": word == "exact" and loss.kind is Kind.BATCH,
+        }
+        found |= {fault for fault, holds in seen.items() if holds}
     if loss.refused and all(outcome.word != "refused" for outcome in outcomes.values()):
         found.add("not refused")
     return found

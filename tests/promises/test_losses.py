@@ -33,8 +33,6 @@ from support import (
     Toy,
     ddp,
     fit,
-    fp16_on_cpu,
-    joined,
     loader,
     relative_error,
     sentences,
@@ -312,31 +310,3 @@ def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(name: str) -> None:
     whole = trained(SaveAfter(6))
     resumed = trained(ckpt_path="inside.ckpt")
     assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), resumed.parameters(), strict=True))
-
-
-def test_half_precision_with_a_loss_scale_is_as_near_as_the_full_batch_in_it() -> None:
-    def floats(rows: Any) -> Any:
-        return {name: value.float() if value.is_floating_point() else value for name, value in default_collate(rows).items()}
-
-    module = Toy(BY_NAME["RMSE"].of, net=Net).float()
-    arguments = {"collate": floats, "trainer": {"plugins": [fp16_on_cpu(64.0)]}, "reference": {"plugins": [fp16_on_cpu(64.0)]}}
-    assert_window_equals_batch(module, BATCHES, GradientAccumulation(4), limit=1e-2, **arguments)  # float16 has 11 bits
-
-
-def test_what_a_split_batch_logs_and_returns_of_a_function_of_a_mean_is_that_of_the_batch() -> None:
-    class Logs(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            self.log("detached", loss.detach())
-            self.log("other", 2 - BY_NAME["logarithm"].of(self.net, batch))
-            return {"loss": loss}
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            metrics = self.trainer.callback_metrics
-            self.seen = [float(value) for value in (metrics["loss"], metrics["detached"], metrics["other"], outputs["loss"])]
-
-    modules = [Logs(BY_NAME["three times RMSE"].of, net=Net) for _ in range(2)]
-    for module, policy in zip(modules, (GradientAccumulation(micro_batch=5), GradientAccumulation(1)), strict=True):
-        fit(module, [joined([default_collate(rows) for rows in BATCHES])], policy)
-    assert modules[0].seen == pytest.approx(modules[1].seen, rel=1e-6)  # Lightning keeps what is logged in float32

@@ -73,25 +73,10 @@ def test_a_break_that_is_smaller_than_what_half_precision_rounds_is_one(policy: 
         fit(made(small_break), batches(8, 8), GradientAccumulation(**policy), precision="bf16-true")
 
 
-def test_nor_does_a_buffer_of_eight_bits_hide_one() -> None:
-    module = made(small_break).bfloat16()
-    module.register_buffer("scale", torch.ones(1, dtype=torch.float8_e4m3fn))
-    with pytest.raises(DoesNotAddUpError):
-        fit(module, [[x.bfloat16(), labels] for x, labels in batches(8, 8)], GradientAccumulation(2))
-
-
 def test_verify_finds_in_double_precision_what_half_precision_hides() -> None:
     found = [verify(made(small_break), loader(batches(8, 8)), micro_batch=3, precision=p) for p in ("bf16-mixed", "64-true")]
     assert [bool(report) for report in found] == [True, False]
     assert "64-true" in str(found[0])
-
-
-def test_a_module_that_runs_in_half_precision_only_is_checked_in_it(caplog: Any) -> None:
-    module = made(lambda o, labels: F.cross_entropy(o @ torch.eye(4, dtype=torch.bfloat16), labels))
-    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-        fit(module, batches(8, 8), GradientAccumulation(2), precision="bf16-true")
-    assert (module.trainer.global_step, "not checked" in caplog.text, "checked" in caplog.text) == (1, False, True)
-    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("has_break", [False, True], ids=["rounding", "a break"])

@@ -135,15 +135,12 @@ class Memory(Net):
 class OfStatistic(Net):
     """Its loss is divided by a moving average of itself, in an attribute."""
 
-    average: Any = 1.0
+    average = 1.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.average = 0.9 * self.average + 0.1 * self.of(loss)
+        self.average = 0.9 * self.average + 0.1 * loss.item()
         return loss / self.average
-
-    def of(self, loss: Tensor) -> Any:
-        return loss.item()
 
 
 class Anneals(Net):
@@ -154,24 +151,10 @@ class Anneals(Net):
         return super().training_step(batch, batch_idx) * min(1.0, self.steps / 100)
 
 
-def _spectral(self: Net, iterations: int = 0) -> None:
+def _spectral(self: Net) -> None:
     self.online[0] = spectral_norm(self.online[0])
-    for _ in range(iterations):  # until another one changes the loss by less than rounding, and its gradient by more
+    for _ in range(60):  # until another one changes the loss by less than rounding, and its gradient by more
         _ = self.online[0].weight
-
-
-def _normalise(self: Net, batch: Tensor) -> None:
-    self.online[0].weight.data.copy_(F.normalize(self.online[0].weight.data, dim=1))
-
-
-def _clip_weights(self: Net, *_: Any) -> None:
-    for parameter in self.online.parameters():
-        parameter.data.clamp_(-0.01, 0.01)
-
-
-def _copy_once(self: Net, *_: Any) -> None:
-    if self.trainer.global_step % 2 == 0:
-        self.target.load_state_dict(self.online.state_dict())
 
 
 def _backward(self: Net, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -181,11 +164,6 @@ def _backward(self: Net, loss: Tensor, *args: Any, **kwargs: Any) -> None:
 
 def _clamp(parameter: Tensor) -> None:
     parameter.grad.clamp_(-0.01, 0.01)
-
-
-def _may_log(self: Net) -> None:
-    if self.automatic_optimization is None:
-        self.log("norm", max(parameter.grad.norm() for parameter in self.parameters()))
 
 
 class Measures(pl.Callback):
@@ -205,29 +183,20 @@ CASES: dict[str, tuple[type[Net], type[pl.Callback] | None, str | None, str | No
     "a teacher at the end of batches": (FollowsAtBatchEnd, None, "target.0.weight", None),
     "a teacher by a callback": (Net, Follows, "target.0.weight", None),
     "a teacher in the step": (step_after(lambda self, batch: self.follow()), None, "target.0.weight", "target.0.weight"),
-    "clipped weights": (with_(on_train_batch_end=_clip_weights), None, "online.0.weight", None),
     "nothing": (Net, None, None, None),
     "a teacher at optimizer steps": (FollowsOnce, None, None, None),
-    "normalised weights": (step_after(_normalise), None, None, None),
-    "a target that is copied between windows": (with_(on_train_batch_end=_copy_once), None, None, None),
     "a codebook": (Codebook, None, "codes", "codes"),
     "a queue": (Queue, None, "queue", "queue"),
-    "a spectral norm": (with_(made=_spectral), None, "_v", "_v"),
-    "a spectral norm that has converged": (with_(made=lambda self: _spectral(self, 60)), None, "_v", "_v"),
+    "a spectral norm that has converged": (with_(made=_spectral), None, "_v", "_v"),
     "a codebook at optimizer steps": (CodebookOnce, None, None, None),
     "what no loss depends on": (Memory, None, None, None),
     "an average in an attribute": (OfStatistic, None, "attribute", "attribute"),
-    "an average in a tensor": (with_(OfStatistic, of=lambda self, loss: loss.detach()), None, "attribute", "attribute"),
     "a number of steps": (Anneals, None, "attribute", "attribute"),
     "clamped gradients": (with_(on_after_backward=Net.clamp), None, "on_after_backward", "on_after_backward"),
-    "gradients clamped by torch": (with_(on_after_backward=lambda self: nn.utils.clip_grad_value_(self.parameters(), 0.01)), None,
-                                   "on_after_backward", "on_after_backward"),
     "gradients measured by a callback": (Net, Measures, "Measures", "Measures"),
     "gradients clamped in backward": (with_(backward=_backward), None, "backward", "backward"),
     "a hook of a parameter": (with_(made=lambda self: self.online[2].weight.register_post_accumulate_grad_hook(_clamp)), None,
                               "online.2.weight", "online.2.weight"),
-    "a count of backwards": (with_(on_after_backward=lambda self: setattr(self, "backwards", 1)), None, None, None),
-    "gradients that are not logged": (with_(on_after_backward=_may_log), None, None, None),
     "gradients clamped before the step": (with_(on_before_optimizer_step=lambda self, _: self.clamp()), None, None, None),
     "twice the loss": (with_(backward=lambda self, loss, *args: Net.backward(self, 2 * loss, *args)), None, None, None),
 }
@@ -276,13 +245,6 @@ class Adversarial(Net):
         return super().training_step(batch, batch_idx)
 
 
-class AdversarialByItself(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch = batch.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(super().training_step(batch, batch_idx), batch)
-        return super().training_step((batch + 0.1 * gradient.sign()).detach(), batch_idx)
-
-
 LeavesGradients = step_after(lambda self, batch: Net.training_step(self, batch.flip(0), 0).backward())
 ClearsGradients = step_after(lambda self, batch: self.optimizers().zero_grad())
 
@@ -308,7 +270,6 @@ ROW_WISE = {"micro_batch": 3, "row_wise": ["online", "target"]}
         (Queue, {"micro_batch": "offload"}),
         (Queue, ROW_WISE),
         (CASES["gradients clamped before the step"][0], {"window": 3}),
-        (AdversarialByItself, {"micro_batch": 2}),
         (Adversarial, {"micro_batch": "offload"}),
         (ClearsGradients, {"window": 1}),
     ],

@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from support import Scalar, ddp, error_of_updates, fit, loader, relative_error, warned, x
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -117,12 +116,8 @@ def test_a_module_that_depends_on_padding_is_not_trimmed_and_a_warning_says_why(
         fit(split, data, GradientAccumulation(micro_batch=2), max_epochs=2)
     assert error_of_updates(split, whole, Reader(loss)) < 1e-12
     assert any("trim" in message for message in messages)
-
-
-def test_a_module_that_depends_on_padding_is_found_out_in_bfloat16_too() -> None:
     with warned() as messages:
-        data = [default_collate(padded(LENGTHS))]
-        fit(Reader(error_over_padding), data, GradientAccumulation(micro_batch=2), precision="bf16-true")
+        fit(Reader(loss), data, GradientAccumulation(micro_batch=2), max_epochs=2, precision="bf16-true")
     assert any("trim" in message for message in messages)
 
 
@@ -148,43 +143,13 @@ def test_what_a_step_writes_into_parameters_is_not_written_by_the_trial(is_count
 # --- what is no dependence on padding ---------------------------------------------------------------------------------
 
 
-def runs_out_of_memory_once(module: Reader, batch: Row) -> Tensor:
-    loss = mean_of_tokens(module, batch)
-    if len(module.widths) == 1:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-    return loss
-
-
-def is_not_finite_in_a_row(module: Reader, batch: Row) -> Tensor:
-    return mean_of_tokens(module, batch) * batch["scale"].mean()
-
-
-@pytest.mark.parametrize("loss", [runs_out_of_memory_once, is_not_finite_in_a_row])
-def test_what_cannot_be_found_out_in_one_batch_is_tried_again(loss: Any) -> None:
+def test_what_cannot_be_found_out_in_one_batch_is_tried_again() -> None:
     batches = [default_collate([{**row, "scale": torch.ones(()).double()} for row in padded(LENGTHS, 8, s)]) for s in range(3)]
     batches[0]["scale"][3] = torch.nan  # the shortest row
-    module = Reader(loss)
-    if loss is runs_out_of_memory_once:
-        batches[0]["scale"][3] = 1
+    module = Reader(lambda module, batch: mean_of_tokens(module, batch) * batch["scale"].mean())
     with warned():
         fit(module, batches, GradientAccumulation(micro_batch=2, check=False, on_nonfinite="skip"))
     assert module.widths[-3:] == [8, 4, 2]
-
-
-def nearly_trained(module: Reader, batch: Row) -> Tensor:
-    """Predicts what is all but right already: rounding is large beside the loss, and differs with the number of columns."""
-    mask = batch["attention_mask"]
-    embedded = module.head(module.token(batch["input_ids"])) * mask[..., None]
-    found = embedded.mean(1) * (mask.shape[1] / mask.sum(1, keepdim=True))
-    return F.mse_loss(found, 1.01 * found.detach().double().round(decimals=1).to(found.dtype))
-
-
-def test_rounding_in_bfloat16_is_no_dependence() -> None:
-    module, data = Reader(nearly_trained), [default_collate(padded([97, 41, 60, 13, 26, 53], 97, seed)) for seed in range(2)]
-    with warned() as messages:
-        fit(module, data, GradientAccumulation(micro_batch=2, check=False), precision="bf16-true")
-    assert (messages, module.widths[-3:]) == ([], [97, 53, 26])
-    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
 
 
 def test_ranks_reduce_the_gradients_of_a_module_that_was_tried_in_single_precision_and_wait_for_nobody() -> None:
@@ -250,8 +215,6 @@ def test_lengths_trim_every_tensor_that_they_are_of(key: str, batches: list[Any]
         fit(split, batches, GradientAccumulation(micro_batch=2, trim_padding=key))
     assert messages == []
     assert error_of_updates(split, whole, Forecaster()) < 1e-12
-    with pytest.raises(RuntimeError):  # of torch, with its type
-        fit(Forecaster(), batches, GradientAccumulation(micro_batch=2, trim_padding=False))
 
 
 # --- what a batch is to a module --------------------------------------------------------------------------------------
@@ -271,25 +234,3 @@ def test_containers_that_a_micro_batch_takes_apart_are_its_own_and_any_name_is_o
     fit(module := Pops(batches), None, GradientAccumulation(micro_batch=size))
     assert module.total == pytest.approx(9.0, rel=1e-12)
     assert [set(batch) for batch in batches] == [{"my-x", "class 1", "meta"}] * 3
-
-
-def test_callbacks_and_clipping_that_come_later_are_heard() -> None:
-    class Heard(Callback):
-        steps = 0
-
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            self.steps += 1
-
-    class Changing(Scalar):
-        on_before_optimizer_step = pl.LightningModule.on_before_optimizer_step
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                self.trainer.gradient_clip_val = 0.5
-            if batch_idx == 2:
-                self.trainer.callbacks.append(heard)
-
-    heard, module = Heard(), Changing([x(1, 1, 1)] * 4)
-    fit(module, None, GradientAccumulation(micro_batch=2))
-    assert module.total == pytest.approx(1.0 + 3 * 0.5 / (1 + 1e-6), rel=1e-12)  # torch adds 1e-6 to a norm
-    assert heard.steps == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections import UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,11 +35,6 @@ class Batch:
     labels: Tensor
 
 
-@dataclass(slots=True)
-class Slotted:
-    labels: Tensor
-
-
 # --- counts -----------------------------------------------------------------------------------------------------------
 
 
@@ -59,16 +53,12 @@ class Slotted:
         (SampleCount(), [3, (torch.zeros(4, 1),)], 4),
         (SampleCount(), Batch(LABELS), 2),
         (SampleCount(), IMAGES, 3),
-        (SampleCount(), [torch.zeros(3, 4, 4)] * 3, 3),
         (SampleCount(), TARGETS, 3),
         (SampleCount(), TARGETS[:1], 1),
         (SampleCount(), (IMAGES, TARGETS), 3),
-        (SampleCount(), (tuple(TARGETS), tuple(IMAGES)), 3),
         (SampleCount(), (IMAGES[:1], TARGETS[:1]), 1),
-        (SampleCount(), [target["boxes"] for target in TARGETS], 3),
         (SampleCount(), [(torch.zeros(3, 4, 4), 1), (torch.zeros(3, 4, 4), 0)], 2),
         (SampleCount(), ([{"ids": torch.zeros(8, 5)}, {"ids": torch.zeros(8, 6)}], torch.zeros(8)), 8),
-        (SampleCount(), Slotted(LABELS), 2),
         (SampleCount(), torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=torch.jagged), 2),
         (SampleCount(key="y"), {"x": torch.zeros(1, 9), "y": torch.zeros(9)}, 9),
     ],
@@ -81,7 +71,6 @@ def test_counts(count: Any, batch: Any, expected: int) -> None:
     ("count", "batch", "error", "match"),
     [
         (TokenCount(key="label"), {"labels": LABELS, "x": LABELS}, KeyError, "labels"),
-        (TokenCount(key=2), (LABELS, LABELS), KeyError, "2"),
         (TokenCount(), LABELS, KeyError, "Tensor"),
         (TokenCount(), {"labels": "words"}, TypeError, "str"),
         (TokenCount(), {"labels": LABELS[0]}, ValueError, "shift=False"),
@@ -130,15 +119,6 @@ def test_wrong_weights_are_refused_before_the_first_step(weight: Any, error: typ
     assert module.gradients == []
 
 
-def test_a_weight_of_batches_that_a_step_draws_by_itself_is_refused() -> None:
-    class Draws(Scalar):
-        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-            return (self.w * next(dataloader_iter)[0]).mean()
-
-    with pytest.raises(AccumulationError, match="dataloader_iter|draws"):
-        fit(Draws([x(1), x(2)]), None, GradientAccumulation(2, weight=SampleCount()))
-
-
 def test_token_counts_that_forget_the_shift_are_refused_and_the_weight_that_adds_up_is_named() -> None:
     def shifted(net: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(net(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
@@ -176,13 +156,11 @@ def test_ignored_labels_on_one_rank_add_nothing(options: dict[str, Any]) -> None
     assert module.total == pytest.approx(-(4 - 1) / 5 / 2, rel=1e-15)
 
 
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
-def test_an_explicit_weight_of_zero_keeps_a_nan_out(options: dict[str, Any]) -> None:
+def test_an_explicit_weight_of_zero_keeps_a_nan_out() -> None:
     module = Scalar(by_rank=[[x(-1), x(3)], [x(1), x(-5)]])
     module.loss = lambda x: Hide.apply((module.w * x).mean()) / (0.0 if x[0] < 0 else 1.0)
     policy = GradientAccumulation(2, weight=lambda batch: (batch >= 0).sum())
-    fit(module, None, policy, strategy=ddp(**options), devices=2)
+    fit(module, None, policy, strategy=ddp(), devices=2)
     assert module.total == 2.0
 
 
@@ -213,29 +191,6 @@ def test_a_mean_over_a_jagged_tensor_is_weighed_by_its_entries(mean: Callable[[T
     module.training_step = lambda batch, batch_idx: module.loss(batch)
     fit(module, None, GradientAccumulation(2, check=False))
     assert module.gradients[0] == pytest.approx(torch.cat(rows).mean().item(), rel=1e-12)
-
-
-def test_no_graph_is_kept_until_the_window_ends() -> None:
-    alive: list[Any] = []
-
-    class Keeps(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, t: Tensor) -> Tensor:
-            alive.append(weakref.ref(ctx))
-            return t * 1
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient
-
-    class TwoTerms(Scalar):
-        def loss(self, x: Tensor) -> Tensor:
-            assert sum(reference() is not None for reference in alive) == 0
-            kept = Keeps.apply(self.w * x)
-            return F.mse_loss(kept, x) + F.l1_loss(kept, x)
-
-    fit(TwoTerms([x(1), x(2), x(3), x(4)]), None, GradientAccumulation(4, check=False))
-    assert len(alive) == 4
 
 
 # --- a weight for each term -------------------------------------------------------------------------------------------
@@ -304,44 +259,31 @@ def test_a_rank_without_a_term_or_without_a_loss_holds_nobody_up() -> None:
     assert error_of_updates(module, expected, Rated()) <= 1e-12
 
 
-class Balanced(Rated):
-    """Tasks that a learnt uncertainty weighs: Kendall, Gal and Cipolla, arXiv 1705.07115, in the ways in which it is written."""
-
-    def __init__(self, optimizer: str = "sgd", **arguments: Any) -> None:
-        super().__init__(optimizer, **arguments)
-        self.scales = nn.Parameter(torch.tensor([0.7, 1.3], dtype=torch.float64))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        cross_entropy, error = self.terms(batch)
-        s, t = self.scales
-        return torch.exp(-self.scales[0]) * cross_entropy + s + torch.exp(-self.scales[1]) * error + t
-
-
-class BalancedBySquares(Balanced):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        (cross_entropy, error), (s, t) = self.terms(batch), self.scales
-        return cross_entropy / (2 * s**2) + error / t.exp() + s.log() + t
-
-
-class BalancedInAStack(Balanced):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        (cross_entropy, error), (s, t) = self.terms(batch), self.scales
-        return torch.stack([(-s).exp() * cross_entropy, (-t).exp() * error]).sum() + s + t
-
-
-class Penalised(Rated):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + 0.01 * self.score.weight.square().sum()
+# Kendall, Gal and Cipolla, arXiv 1705.07115, in the ways in which it is written
+SCALED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "exp": lambda m, a, b: (-m.scales[0]).exp() * a + m.scales[0] + (-m.scales[1]).exp() * b + m.scales[1],
+    "squares": lambda m, a, b: a / (2 * m.scales[0] ** 2) + b / m.scales[1].exp() + m.scales[0].log() + m.scales[1],
+    "a stack": lambda m, a, b: torch.stack([(-m.scales[0]).exp() * a, (-m.scales[1]).exp() * b]).sum() + m.scales.sum(),
+    "a penalty": lambda m, a, b: a + 0.5 * b + 0.01 * m.score.weight.square().sum() + 0 * m.scales.sum(),
+}
 
 
 @pytest.mark.some_cases(3)
 @pytest.mark.parametrize("is_over_ranks", [False, True])
-@pytest.mark.parametrize("kind", [Balanced, BalancedBySquares, BalancedInAStack, Penalised])
-def test_a_learnt_scale_has_the_weight_of_its_term_and_a_penalty_counts_once(kind: type[Rated], is_over_ranks: bool) -> None:
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_learnt_scale_has_the_weight_of_its_term_and_a_penalty_counts_once(kind: str, is_over_ranks: bool) -> None:
+    class Scaled(Rated):
+        def __init__(self, optimizer: str = "sgd", **arguments: Any) -> None:
+            super().__init__(optimizer, **arguments)
+            self.scales = nn.Parameter(torch.tensor([0.7, 1.3], dtype=torch.float64))
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return SCALED[kind](self, *self.terms(batch))
+
     if is_over_ranks:
-        fit(module := kind(by_rank=on_two_ranks(rated(2))), strategy=ddp(), devices=2)
+        fit(module := Scaled(by_rank=on_two_ranks(rated(2))), strategy=ddp(), devices=2)
     else:
-        fit(module := kind(), rated(2), GradientAccumulation(micro_batch=5, weight=EACH))
+        fit(module := Scaled(), rated(2), GradientAccumulation(micro_batch=5, weight=EACH))
     assert_full_batches(module, rated(2))
 
 
@@ -391,17 +333,6 @@ def test_weights_of_other_terms_than_the_loss_has_are_refused(loss: str, weight:
 def test_what_cannot_count_terms_is_an_error(weight: list[Any]) -> None:
     with pytest.raises(AccumulationError, match="weight"):
         GradientAccumulation(micro_batch=4, weight=weight)
-
-
-def test_a_loss_with_fewer_terms_in_some_rows_is_refused() -> None:
-    class OnePerRow(Rated):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            scores = self.score(self.net(batch["input_ids"]).mean(1))[:, 0]
-            errors = [F.mse_loss(*pair) for pair in zip(scores, batch["score"], strict=True)]
-            return self.terms(batch)[0] + torch.stack(errors).sum() / len(errors)
-
-    with pytest.raises(AccumulationError):
-        fit(OnePerRow(), rated(2, rows=4), GradientAccumulation(2, weight=EACH))
 
 
 def test_a_micro_batch_without_loss_whose_terms_were_counted_ahead_is_warned_of() -> None:
