@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accum import AccumulationWarning, GradientAccumulation, ModelParallelAccumulationStrategy, Tokens
+from lightning_accum.testing import adamw, sgd
 
 FINE, NAN_LOSS, INF_LOSS, NAN_GRADIENT, INF_GRADIENT = range(5)
 FAULTS = {NAN_LOSS: "nan loss", INF_LOSS: "inf loss", NAN_GRADIENT: "nan gradient", INF_GRADIENT: "inf gradient"}
@@ -142,18 +142,18 @@ def layout(dice: random.Random, ranks: int, micro_batch: int | None) -> tuple[li
 @pytest.mark.some_cases(4, 8)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("micro_batch", [None, 2], ids=["whole", "split"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize(("engine", "options"), [on("accum"), on("ddp"), on("fsdp2")])
 def test_training_equals_the_one_without_the_bad_micro_batches(
-    engine: str, options: Any, optimizer: str, micro_batch: int | None
+    engine: str, options: Any, optimizer: Any, micro_batch: int | None
 ) -> None:
     dice = random.Random(len(engine))
     for _ in range(12 if engine == "accum" else 3):
         by_rank, left, window = layout(dice, HELD[engine].ranks, micro_batch)
         policy = GradientAccumulation(window, micro_batch=micro_batch, on_nonfinite="skip", trim_padding=False, check=False)
         windows = [rows for rows in windows_of(left, window) if any(row["y"] != IGNORED for row in rows)]
-        make = partial(Classifier, optimizer=optimizer)
-        assert_one_window_one_batch(make, by_rank, windows, policy, engine, options, collate=collate)
+        arguments = {"collate": collate, "optimizers": (optimizer,)}
+        assert_one_window_one_batch(Classifier, by_rank, windows, policy, engine, options, **arguments)
 
 
 def test_a_window_of_which_nothing_is_left_takes_no_step() -> None:
