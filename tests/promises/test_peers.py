@@ -6,24 +6,20 @@ The tail: ten micro-batches x = i in windows of four. The full batches' gradient
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from support import Scalar, loader, trainer, x
+from support import Scalar, fit, loader, x
 from torch import nn
 
 UNEVEN = [x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)]
 TAIL = [x(i) for i in range(1, 11)]
 
 
-def ours(batches, window: int) -> list[float]:
+def lightning(batches: Any, window: int, strategy: str = "auto") -> list[float]:
     module = Scalar(batches)
-    trainer(accumulate_grad_batches=window).fit(module)
-    return module.gradients
-
-
-def lightning(batches, window: int) -> list[float]:
-    module = Scalar(batches)
-    trainer("auto", accumulate_grad_batches=window).fit(module)
+    fit(module, None, strategy=strategy, accumulate_grad_batches=window)
     return module.gradients
 
 
@@ -95,7 +91,7 @@ def transformers_trainer(batches, window: int, takes_count: bool) -> list[float]
 
 
 def test_uneven_window_here_and_elsewhere() -> None:
-    assert ours(UNEVEN, 2) == pytest.approx([4.6], rel=1e-15)
+    assert lightning(UNEVEN, 2, "accum") == pytest.approx([4.6], rel=1e-15)
     assert lightning(UNEVEN, 2) == pytest.approx([3.0])
     assert accelerate(UNEVEN, 2) == pytest.approx([3.0])
     assert transformers_trainer(UNEVEN, 2, takes_count=False) == pytest.approx([3.0])
@@ -103,7 +99,7 @@ def test_uneven_window_here_and_elsewhere() -> None:
 
 
 def test_tail_here_and_elsewhere() -> None:
-    assert ours(TAIL, 4) == [2.5, 6.5, 9.5]
+    assert lightning(TAIL, 4, "accum") == [2.5, 6.5, 9.5]
     assert lightning(TAIL, 4) == [2.5, 6.5, 4.75]
     assert accelerate(TAIL, 4) == [2.5, 6.5, 4.75]
     assert transformers_trainer(TAIL, 4, takes_count=True) == [2.5, 6.5, 9.5]

@@ -6,36 +6,23 @@ References are to Lightning-AI/pytorch-lightning. Figures of Lightning itself we
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from support import NONE_LOSS, Scalar, ddp, fp16_on_cpu, loader, trainer, x
+from support import NONE_LOSS, Scalar, ddp, fit, fp16_on_cpu, loader, x
 from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation
 
-
-def fit(module: Scalar, window: int, **kwargs):
-    run = trainer(callbacks=[GradientAccumulation(window), *kwargs.pop("callbacks", [])], **kwargs)
-    run.fit(module)
-    return run
-
-
-# --- uneven windows, and nothing there --------------------------------------------------------------------------------
-
-# batches, the window, the gradients of the full batches, and Lightning's where they are others
+# batches, the window, the gradients of the full batches, and Lightning's if they are others
 WINDOWS = {
     "micro-batches of 1 and 9 tokens, 20350": ([x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)], 2, [4.6], [3.0]),  # the mean of means 1 and 5
     "tail of two batches in a window of four, 19987": ([x(i) for i in range(1, 11)], 4, [2.5, 6.5, 9.5], [2.5, 6.5, 4.75]),
     "epoch shorter than the window": ([x(1), x(2), x(3)], 4, [2.0], [1.5]),
-    "no batch at the start": (
-        [x(1), x(2), x(3), x(4), None, x(6), x(7), x(8)],
-        4,
-        [2.5, 7.0],
-        [2.5, 7.75],
-    ),  # zero_grad was skipped
+    "no batch at the start": ([*map(x, (1, 2, 3, 4)), None, *map(x, (6, 7, 8))], 4, [2.5, 7.0], [2.5, 7.75]),  # stale gradients
     "no batch in the middle": ([x(1), None, x(3), x(5)], 4, [3.0], [2.25]),
-    "no batch at the end": ([x(1), x(2), x(3), None, x(5), x(6), x(7), x(8)], 4, [2.0, 6.5], [6.5]),  # the first window is lost
+    "no batch at the end": ([*map(x, (1, 2, 3)), None, *map(x, (5, 6, 7, 8))], 4, [2.0, 6.5], [6.5]),  # the first window is lost
     "no batch at the end of the epoch": ([x(1), x(2), None], 4, [1.5], []),
     "no loss at the start": ([NONE_LOSS, x(1), x(3), x(4)], 4, [8 / 3], [2.0]),
     "no loss in the middle": ([x(1), NONE_LOSS, x(3), x(4)], 4, [8 / 3], [2.0]),
@@ -48,52 +35,40 @@ WINDOWS = {
 def test_a_window_is_its_full_batch(name: str) -> None:
     batches, window, expected, lightnings = WINDOWS[name]
     module, plain = Scalar(batches), Scalar(batches)
-    fit(module, window)
+    fit(module, None, GradientAccumulation(window))
     assert module.gradients == pytest.approx(expected, rel=1e-15)
     if lightnings is not None:
-        trainer("auto", accumulate_grad_batches=window).fit(plain)
+        fit(plain, None, strategy="auto", accumulate_grad_batches=window)
         assert plain.gradients == pytest.approx(lightnings)
 
 
 def test_windows_of_nothing_count_as_in_lightning() -> None:
-    assert fit(Scalar([None, NONE_LOSS, x(3), x(5)]), 2).global_step == 2  # what training_step returns None for
-    assert fit(Scalar([x(1), x(2), x(3), None, x(5), x(6), x(7), x(8)]), 4).global_step == 2
+    nothing = [None, NONE_LOSS, x(3), x(5)]  # what training_step returns None for
+    assert fit(Scalar(nothing), None, GradientAccumulation(2)).global_step == 2
 
 
 @pytest.mark.parametrize("missing", [None, NONE_LOSS], ids=["batch", "loss"])
-def test_fp16_and_none_on_the_boundary_is_as_if_it_had_not_been_there(missing) -> None:
+def test_fp16_and_none_on_the_boundary_is_as_if_it_had_not_been_there(missing: Any) -> None:
     module = Scalar([x(1), x(2), x(3), missing])
-    run = fit(module, 4, plugins=fp16_on_cpu())
+    run = fit(module, None, GradientAccumulation(4), plugins=fp16_on_cpu())
     assert module.gradients == [2.0]  # Lightning: 1536, still scaled by 256 x 3, and the step is counted but not made
     assert module.total == 2.0
     assert run.global_step == 1
 
 
-# --- on one rank only -------------------------------------------------------------------------------------------------
-
-
-def test_rank_with_nothing_at_all_adds_nothing() -> None:
-    module = Scalar(by_rank=[[x(7), x(5), None, None, None, NONE_LOSS], [x(6), x(6), x(2), x(4), x(1), x(3)]])
-    trainer(ddp(), devices=2, accumulate_grad_batches=2).fit(module)
-    assert module.total == 6.0 + 3.0 + 2.0
-
-
 class WithBuffers(Scalar):
     """DistributedDataParallel broadcasts buffers in its forward: a rank that stays away would be out of step."""
 
-    def __init__(self, **kwargs) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.register_buffer("calls", torch.zeros(3))
 
-    def training_step(self, batch, batch_idx):
-        self.calls += 1
-        return super().training_step(batch, batch_idx)
 
-
-def test_none_batch_on_one_rank_keeps_the_broadcast_of_buffers_in_step() -> None:
-    module = WithBuffers(by_rank=[[x(1), x(2), x(3), x(4)], [x(5), x(6), None, x(7)]])
-    trainer(ddp(), devices=2, accumulate_grad_batches=2).fit(module)
-    assert module.total == pytest.approx((1 + 2 + 5 + 6) / 4 + (3 + 4 + 7) / 3, rel=1e-15)
+@pytest.mark.parametrize("kind", [Scalar, WithBuffers])
+def test_a_rank_with_nothing_at_all_adds_nothing(kind: type[Scalar]) -> None:
+    module = kind(by_rank=[[x(7), x(5), None, None, None, NONE_LOSS], [x(6), x(6), x(2), x(4), x(1), x(3)]])
+    fit(module, None, strategy=ddp(), devices=2, accumulate_grad_batches=2)  # Lightning: RuntimeError
+    assert module.total == 6.0 + 3.0 + 2.0
 
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
@@ -102,7 +77,7 @@ def test_none_batch_on_one_rank_keeps_the_broadcast_of_buffers_in_step() -> None
 class Scheduled(Scalar):
     frequency = 1
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10**6)
         return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": self.frequency}]
@@ -112,47 +87,39 @@ class Scheduled(Scalar):
 def test_scheduler_frequency_counts_optimizer_steps_17544_12894(frequency: int, steps: int) -> None:
     module = Scheduled([x(i) for i in range(16)])
     module.frequency = frequency
-    run = fit(module, 4)
+    run = fit(module, None, GradientAccumulation(4))
     assert run.lr_scheduler_configs[0].scheduler.last_epoch == steps  # Lightning: 4 with each frequency
 
 
-class PlantedInf(Scheduled):
-    """The gradient of one window overflows, as float16 gradients do."""
+def test_the_scheduler_waits_if_the_scaler_skips_a_step_16228_18828() -> None:
+    class PlantedInf(Scheduled):
+        """The gradient of the second window overflows, as float16 gradients do."""
 
-    overflow_at = 1
-    scheduler_seen: tuple[int, ...] = ()
+        scheduler_seen: tuple[int, ...] = ()
 
-    def on_after_backward(self) -> None:
-        if self.trainer.fit_loop.batch_idx // 2 == self.overflow_at:
-            self.w.grad.fill_(math.inf)
+        def on_after_backward(self) -> None:
+            if self.trainer.fit_loop.batch_idx // 2 == 1:
+                self.w.grad.fill_(math.inf)
 
-    def on_train_batch_end(self, *args) -> None:
-        self.scheduler_seen += (self.lr_schedulers().last_epoch,)
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.scheduler_seen += (self.lr_schedulers().last_epoch,)
 
-
-def test_scheduler_waits_where_the_scaler_skips_a_step_16228_18828() -> None:
     module = PlantedInf([x(i) for i in (1, 3, 5, 7, 9, 11)])
-    callback = GradientAccumulation(2)
-    run = trainer(callbacks=[callback], plugins=fp16_on_cpu())
-    run.fit(module)
+    run = fit(module, None, GradientAccumulation(2), plugins=fp16_on_cpu())
     assert module.scheduler_seen == (0, 1, 1, 1, 1, 2)  # Lightning: (0, 1, 1, 2, 2, 3)
     assert module.total == 2.0 + 10.0
-    assert callback.state_dict()["optimizer_steps"] == 2
+    assert run.callback_metrics["window/optimizer_steps"] == 2
 
 
 def test_estimated_stepping_batches_of_an_epoch_schedule() -> None:
-    seen = []
-
     class Asks(Scalar):
-        def configure_optimizers(self):
-            seen.append(self.trainer.estimated_stepping_batches)
+        def configure_optimizers(self) -> Any:
+            self.estimate = self.trainer.estimated_stepping_batches
             return super().configure_optimizers()
 
     module = Asks([x(i) for i in range(8)])
-    run = trainer(callbacks=[GradientAccumulation({0: 1, 1: 8})], max_epochs=3)
-    run.fit(module)
-    assert seen == [10]  # Lightning: 24
-    assert run.global_step == 10
+    run = fit(module, None, GradientAccumulation({0: 1, 1: 8}), max_epochs=3)
+    assert module.estimate == run.global_step == 10  # Lightning: 24
 
 
 # --- what callbacks see -----------------------------------------------------------------------------------------------
@@ -162,59 +129,50 @@ def test_outputs_carry_the_loss_of_the_micro_batch() -> None:
     seen = []
 
     class Watches(Scalar):
-        def training_step(self, batch, batch_idx):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
             return {"loss": (batch - self.w * 0).mean() + self.w, "extra": batch_idx}
 
-        def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append((outputs["loss"].item(), outputs["extra"]))
 
-    fit(Watches([x(8), x(4)]), 2)
+    fit(Watches([x(8), x(4)]), None, GradientAccumulation(2))
     assert seen == [(8.0, 0), (4.0, 1)]  # Lightning: 4.0 and 2.0
 
 
 def test_validation_in_the_middle_of_a_window_changes_nothing() -> None:
     class Validated(Scalar):
-        def validation_step(self, batch, batch_idx) -> None:
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
             assert torch.is_grad_enabled() is False
             self.log("val", batch.mean() * self.w)
 
-        def val_dataloader(self):
+        def val_dataloader(self) -> Any:
             return loader([x(1), x(2)])
 
     batches = [x(i, i + 1) for i in range(12)]
     plain, validated = Scalar(batches), Validated(batches)
-    fit(plain, 4)
-    fit(validated, 4, val_check_interval=3)
+    fit(plain, None, GradientAccumulation(4))
+    fit(validated, None, GradientAccumulation(4), val_check_interval=3)
     assert validated.gradients == plain.gradients
-    assert torch.equal(plain.w, validated.w)
 
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 
-class TwoBranches(Scalar):
-    """A parameter that only some micro-batches use."""
+def test_a_parameter_used_only_before_the_boundary_is_reduced() -> None:
+    class TwoBranches(Scalar):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.rare = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+            self.never = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    def __init__(self, **kwargs) -> None:
-        super().__init__(**kwargs)
-        self.rare = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.never = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        def loss(self, x: Any) -> Any:
+            return ((self.w + self.rare if x.numel() == 2 else self.w) * x).mean()
 
-    def loss(self, x):
-        return (self.w * x).mean() + (self.rare * x).mean() * (x.numel() == 2)
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0, weight_decay=0.5)
 
-    def training_step(self, batch, batch_idx):
-        if batch.numel() == 2:
-            return ((self.w + self.rare) * batch).mean()
-        return (self.w * batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1.0, weight_decay=0.5)
-
-
-def test_parameter_used_only_before_the_boundary_is_reduced() -> None:
     module = TwoBranches(by_rank=[[x(1, 2), x(3)], [x(4), x(5)]])  # mosaicml/composer #9
-    trainer(ddp(find_unused_parameters=True), devices=2, callbacks=[GradientAccumulation(2, check=False)]).fit(module)
+    fit(module, None, GradientAccumulation(2, check=False), strategy=ddp(find_unused_parameters=True), devices=2)
     assert module.total == pytest.approx(15 / 5, rel=1e-15)
     assert -module.rare.item() == pytest.approx(3 / 5, rel=1e-15)
     assert module.never.item() == 1.0  # never used: no gradient, so no weight decay either
@@ -223,7 +181,7 @@ def test_parameter_used_only_before_the_boundary_is_reduced() -> None:
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 def test_static_graph_works_19354_20704(sync: str) -> None:
     module = Scalar(by_rank=[[x(i) for i in range(8)], [x(i, 2 * i) for i in range(8)]])
-    trainer(ddp(static_graph=True, sync=sync), devices=2, accumulate_grad_batches=4).fit(module)
+    fit(module, None, strategy=ddp(static_graph=True, sync=sync), devices=2, accumulate_grad_batches=4)
     expected = sum(torch.cat([*(x(i) for i in w), *(x(i, 2 * i) for i in w)]).mean().item() for w in (range(4), range(4, 8)))
     assert module.total == pytest.approx(expected, rel=1e-14)  # Lightning: SystemError
 
@@ -232,44 +190,41 @@ def test_labels_shifted_in_the_model_are_counted_as_the_model_counts() -> None:
     """A naive count of ``labels != -100`` takes in position 0 of every row, which predicts nothing."""
 
     class Shifts(Scalar):
-        def training_step(self, batch, batch_idx):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
             logits = torch.stack([self.w.expand_as(batch), torch.zeros_like(batch)], -1)
             return F.cross_entropy(logits[:, :-1].flatten(0, 1), (batch[:, 1:] > 0).long().flatten())
 
     module = Shifts([torch.ones(1, 9, dtype=torch.float64), torch.tensor([[1.0, -1.0]], dtype=torch.float64)])
-    fit(module, 2)
+    fit(module, None, GradientAccumulation(2))
     # 8 predictions of class 1 pull by +1/2 each, one of class 0 by -1/2
     assert module.gradients == pytest.approx([(8 * 0.5 - 1 * 0.5) / 9], rel=1e-15)
-
-
-# --- manual optimization ----------------------------------------------------------------------------------------------
 
 
 def test_manual_optimization_in_windows_5054() -> None:
     """Lightning refuses it; Accelerate's wrapped optimizer lets the gradients of one optimizer's loss leak into the other's."""
 
     class TwoOptimizers(Scalar):
-        def __init__(self, batches) -> None:
+        def __init__(self, batches: Any) -> None:
             super().__init__(batches)
             self.automatic_optimization = False
             self.v = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
 
-        def configure_optimizers(self):
+        def configure_optimizers(self) -> Any:
             return [torch.optim.SGD([parameter], lr=1.0) for parameter in (self.w, self.v)]
 
-        def training_step(self, batch, batch_idx):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
             for optimizer, parameter in zip(self.optimizers(), (self.w, self.v), strict=True):
                 optimizer.zero_grad()  # clears what the other's loss has left there
                 self.manual_backward(((self.w + self.v) * batch).mean() * (1 if parameter is self.w else 2))
             for optimizer in self.optimizers():
                 optimizer.step()
 
-        def on_before_optimizer_step(self, optimizer) -> None:
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
             pass
 
-    batches = [x(1), x(1, 2, 3, 4, 5, 6, 7, 8, 9)]
+    batches = WINDOWS["micro-batches of 1 and 9 tokens, 20350"][0]
     with pytest.raises(Exception, match="not supported for manual optimization"):
-        trainer("auto", accumulate_grad_batches=2).fit(TwoOptimizers(batches))
+        fit(TwoOptimizers(batches), None, strategy="auto", accumulate_grad_batches=2)
     module = TwoOptimizers(batches)
-    trainer(accumulate_grad_batches=2).fit(module)
+    fit(module, None, accumulate_grad_batches=2)
     assert (-module.w.item(), -module.v.item()) == pytest.approx((3 * 4.6, 2 * 4.6), rel=1e-15)
