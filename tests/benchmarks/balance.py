@@ -20,38 +20,38 @@ core.
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import math
 import random
 import statistics
 import sysconfig
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from side_by_side import GPT, IGNORED, Module, command_line, show
+from support import ddp, trainer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_accum import BalancedBatchSampler, DDPAccumulationStrategy, GradientAccumulation, SameOrderSampler, Tokens
+from lightning_accum import BalancedBatchSampler, GradientAccumulation, SameOrderSampler, Tokens
 from lightning_accum.demo.corpus import docstrings
 from lightning_accum.even_shares import share_evenly
 
 MEDIAN, LONGEST, SIGMA = 80, 512, 0.9
-BATCH, WINDOW, SEQUENCES, TOKENS = 8, 2, 512, 1024
-VOCABULARY, FEATURES, HEADS, LAYERS = 256, 128, 4, 2
+BATCH, WINDOW, SEQUENCES, TOKENS, VOCABULARY = 8, 2, 512, 1024, 256
 SIDES = ("Lightning", "group_by_length", "SameOrderSampler", "BalancedBatchSampler", "BalancedBatchSampler, Tokens")
 
-Lengths = Sequence[int]
+Cost = Callable[[int, int], float]
+"""Of a loader batch, by its rows and its length."""
 
 
 def log_normal(number: int, seed: int) -> list[int]:
@@ -62,19 +62,19 @@ def log_normal(number: int, seed: int) -> list[int]:
 
 def of_docstrings(number: int, seed: int) -> list[int]:
     """Lengths of the docstrings of the standard library, drawn with replacement."""
-    if not _DOCSTRINGS:
-        texts = docstrings(Path(sysconfig.get_paths()["stdlib"]))
-        _DOCSTRINGS.extend(min(LONGEST, len(text.encode("utf-8", errors="replace"))) for text in texts)
-    return random.Random(seed).choices(_DOCSTRINGS, k=number)
+    return random.Random(seed).choices(_lengths_of_docstrings(), k=number)
 
 
-_DOCSTRINGS: list[int] = []
+@cache
+def _lengths_of_docstrings() -> list[int]:
+    texts = docstrings(Path(sysconfig.get_paths()["stdlib"]))
+    return [min(LONGEST, len(text.encode("utf-8", errors="replace"))) for text in texts]
 
 
-def grouped_by_length(lengths: Lengths, batch: int, generator: torch.Generator) -> list[int]:
+def grouped_by_length(lengths: Sequence[int], batch: int) -> list[int]:
     """As ``get_length_grouped_indices`` of transformers has it, the longest sample of all first."""
     times = min(len(lengths) // (batch * 4), 50) or 1
-    order = torch.randperm(len(lengths), generator=generator).tolist()
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).tolist()
     size = times * batch
     groups = [sorted(order[i : i + size], key=lengths.__getitem__, reverse=True) for i in range(0, len(order), size)]
     first = max(range(len(groups)), key=lambda number: lengths[groups[number][0]])
@@ -85,12 +85,11 @@ def grouped_by_length(lengths: Lengths, batch: int, generator: torch.Generator) 
 class LengthGroupedSampler(Sampler[int]):
     """The ``DistributedLengthGroupedSampler`` of transformers, on a number of samples that the ranks share evenly."""
 
-    def __init__(self, lengths: Lengths, ranks: int) -> None:
+    def __init__(self, lengths: Sequence[int], ranks: int) -> None:
         self.lengths, self.ranks, self.rank = lengths, ranks, 0
 
     def __iter__(self) -> Iterator[int]:
-        order = grouped_by_length(self.lengths, BATCH * WINDOW, torch.Generator().manual_seed(0))
-        return iter(order[self.rank :: self.ranks])
+        return iter(grouped_by_length(self.lengths, BATCH * WINDOW)[self.rank :: self.ranks])
 
     def __len__(self) -> int:
         return len(self.lengths) // self.ranks
@@ -100,32 +99,31 @@ class LengthGroupedSampler(Sampler[int]):
 
 
 def simulate(samples: int, windows: int) -> None:
-    """Print the slowest rank over the mean, in the mean over windows and in the worst of them."""
+    """Print the slowest rank over the mean rank, in the mean over windows and in the worst of them."""
     print(f"Slowest rank over the mean rank, {samples} samples a rank and window: mean over the windows (worst window)\n")
-    print("| lengths | cost | ranks | Lightning | group_by_length | BalancedBatchSampler | ms a window |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    draws: dict[str, Callable[[int, int], list[int]]] = {"log-normal": log_normal, "docstrings": of_docstrings}
-    for name, draw in draws.items():
+    table = []
+    for draw in (log_normal, of_docstrings):
         for power in (1, 2):
             for ranks in (8, 64, 1024):
                 size = samples * ranks
                 lengths = draw(windows * size, ranks)
                 costs = [length**power for length in lengths]
-                grouped = grouped_by_length(lengths, samples, torch.Generator().manual_seed(0))
-                found: dict[str, list[float]] = {side: [] for side in ("Lightning", "group_by_length", "BalancedBatchSampler")}
+                orders = (range(len(lengths)), grouped_by_length(lengths, samples))
+                found: list[list[float]] = [[], [], []]
                 seconds = []
                 for start in range(0, len(lengths), size):
-                    for side, order in (("Lightning", range(len(lengths))), ("group_by_length", grouped)):
+                    for order, ratios in zip(orders, found, strict=False):
                         window = [costs[index] for index in order[start : start + size]]
-                        found[side].append(_slowest([window[rank::ranks] for rank in range(ranks)]))
+                        ratios.append(_slowest([window[rank::ranks] for rank in range(ranks)]))
                     window = costs[start : start + size]
                     begun = time.perf_counter()
                     shares = share_evenly(window, ranks, at_least=1)
                     seconds.append(time.perf_counter() - begun)
-                    found["BalancedBatchSampler"].append(_slowest([[window[place] for place in share] for share in shares]))
-                shown = [f"{statistics.mean(ratios):.4f} ({max(ratios):.4f})" for ratios in found.values()]
+                    found[2].append(_slowest([[window[place] for place in share] for share in shares]))
+                shown = [f"{statistics.mean(ratios):.4f} ({max(ratios):.4f})" for ratios in found]
                 cost = "length" if power == 1 else "its square"
-                print(f"| {name} | {cost} | {ranks} | {' | '.join(shown)} | {1e3 * statistics.median(seconds):.2f} |", flush=True)
+                table.append([draw.__name__, cost, ranks, *shown, f"{1e3 * statistics.median(seconds):.2f}"])
+    show(["lengths", "cost", "ranks", "Lightning", "group_by_length", "BalancedBatchSampler", "ms a window"], table)
 
 
 def _slowest(costs: Sequence[Sequence[float]]) -> float:
@@ -136,44 +134,29 @@ def _slowest(costs: Sequence[Sequence[float]]) -> float:
 # --- trained --------------------------------------------------------------------------------------------------------------
 
 
-class Transformer(pl.LightningModule):
-    """Tokens to their successors, causally. Padding comes last, so that no token sees it."""
+class Language(Module):
+    """Tokens to their successors, causally: padding comes last, so that no token sees it. Notes the shapes of what it sees."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
         self.shapes: list[tuple[int, ...]] = []
-        self.tokens = nn.Embedding(VOCABULARY, FEATURES)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(FEATURES, HEADS, 4 * FEATURES, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(LAYERS)
-        )
-        self.head = nn.Linear(FEATURES, VOCABULARY)
-        self.register_buffer("mask", torch.full((LONGEST, LONGEST), -math.inf).triu(1), persistent=False)
+        super().__init__(GPT(VOCABULARY, 128, 2, LONGEST), self.loss_of)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, labels = batch
-        self.shapes.append(tuple(inputs.shape))
-        hidden, length = self.tokens(inputs), inputs.shape[1]
-        for block in self.blocks:
-            hidden = block(hidden, src_mask=self.mask[:length, :length])
-        return cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+    def loss_of(self, net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.shapes.append(tuple(batch[0].shape))
+        return cross_entropy(net(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED)
 
 
 def collate(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Pad to the longest."""
     rows = list(sequences)
-    return pad_sequence(rows, batch_first=True), pad_sequence(rows, batch_first=True, padding_value=-100)
+    return pad_sequence(rows, batch_first=True), pad_sequence(rows, batch_first=True, padding_value=IGNORED)
 
 
 class Clock(pl.Callback):
     """Notes the shapes of the micro-batches of each loader batch, and the processor time of the thread that trains."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
         self.batches: list[tuple[float, list[tuple[int, ...]]]] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -194,7 +177,7 @@ class Clock(pl.Callback):
         (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
-def train(side: str, sequences: list[Tensor], ranks: int) -> list[dict[str, Any]]:
+def train(side: str, sequences: list[Tensor], ranks: int, cost: Callable[[int], float]) -> list[dict[str, Any]]:
     """Train an epoch. Returns what the clock of each rank noted."""
     lengths = [len(sequence) for sequence in sequences]
     options: dict[str, Any] = {"batch_size": BATCH}
@@ -202,35 +185,24 @@ def train(side: str, sequences: list[Tensor], ranks: int) -> list[dict[str, Any]
     if side == "group_by_length":
         options["sampler"] = LengthGroupedSampler(lengths, ranks)
     elif side == "SameOrderSampler":
-        options["sampler"] = SameOrderSampler(sequences)  # type: ignore[arg-type]
+        options["sampler"] = SameOrderSampler(sequences)
     elif side.startswith("BalancedBatchSampler"):
-        options = {
-            "batch_sampler": BalancedBatchSampler(lengths, BATCH * WINDOW // window, window=window, cost=_CALIBRATED["cost"])
-        }
-    loader = DataLoader(sequences, collate_fn=collate, **options)  # type: ignore[arg-type]
+        options = {"batch_sampler": BalancedBatchSampler(lengths, BATCH * WINDOW // window, window=window, cost=cost)}
+    is_ours = "Sampler" in side
     with tempfile.TemporaryDirectory() as folder:
-        callbacks: list[pl.Callback] = [Clock(Path(folder))]
-        if is_ours := "Sampler" in side:
-            callbacks.append(GradientAccumulation(window, micro_batch=micro_batch, log=False, check=False))
-        strategy = DDPAccumulationStrategy if is_ours else DDPStrategy
-        trainer = pl.Trainer(
-            strategy=strategy(start_method="fork"),
-            accelerator="cpu",
+        ours = [GradientAccumulation(window, micro_batch=micro_batch, log=False, check=False)] if is_ours else []
+        run = trainer(
+            ddp() if is_ours else DDPStrategy(start_method="fork"),
             devices=ranks,
-            max_epochs=1,
-            callbacks=callbacks,
+            callbacks=[Clock(folder), *ours],
             accumulate_grad_batches=1 if is_ours else WINDOW,
             use_distributed_sampler=side != "group_by_length",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
-        trainer.fit(Transformer(), loader)
+        run.fit(Language(), DataLoader(sequences, collate_fn=collate, **options))
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def seconds_of(clocks: Sequence[dict[str, Any]], window: int, cost: Callable[[int, int], float] | None = None) -> float:
+def seconds_of(clocks: Sequence[dict[str, Any]], window: int, cost: Cost | None = None) -> float:
     """Of the slowest rank, window by window, but for the first; as measured, or by a cost of rows and length."""
     total = 0.0
     for start in range(window, len(clocks[0]["batches"]), window):
@@ -241,12 +213,9 @@ def seconds_of(clocks: Sequence[dict[str, Any]], window: int, cost: Callable[[in
     return total
 
 
-_CALIBRATED: dict[str, Any] = {}
-
-
-def calibrate() -> Callable[[int, int], float]:
-    """What a loader batch costs in one process, by rows and length."""
-    module, shapes, seconds = Transformer(), [], []
+def calibrate() -> tuple[Cost, Callable[[int], float]]:
+    """What a loader batch costs in one process, by rows and length; and what a sample does, by its length."""
+    module, shapes, seconds = Language(), [], []
     for rows in (1, 4, 8, 16, 40):
         for length in (16, 48, 96, 192, 320, 512):
             if rows * length > 6000:
@@ -262,50 +231,46 @@ def calibrate() -> Callable[[int, int], float]:
     weights = 1 / torch.tensor(seconds, dtype=torch.float64)  # relative errors count
     terms = torch.tensor(shapes, dtype=torch.float64)
     a, b, c, d = torch.linalg.lstsq(terms * weights[:, None], torch.ones(len(seconds), 1).double()).solution[:, 0].tolist()
-    _CALIBRATED["cost"] = lambda length: max(0.0, b) + c * length + max(0.0, d) * length**2
-    return lambda rows, length: a + b * rows + c * rows * length + d * rows * length**2
+    return (
+        lambda rows, length: a + b * rows + c * rows * length + d * rows * length**2,
+        lambda length: max(0.0, b) + c * length + max(0.0, d) * length**2,
+    )
 
 
 def measure(ranks: int, rounds: int) -> None:
     """Print tokens per second of each side."""
-    cost = calibrate()
+    of_batch, of_sample = calibrate()
     found: dict[str, list[tuple[float, float, float]]] = {side: [] for side in SIDES}
     for number in range(rounds):
         generator = torch.Generator().manual_seed(number)
         lengths = log_normal(SEQUENCES, number)
         sequences = [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths]
         for side in SIDES:
-            clocks = train(side, sequences, ranks)
+            clocks = train(side, sequences, ranks, of_sample)
             window = 1 if side.endswith("Tokens") else WINDOW
             windows = math.ceil(len(clocks[0]["batches"]) / window)
             tokens = sum(lengths) * (windows - 1) / windows  # the first does not count; taken for an even share
-            wall = max(clock["wall"] for clock in clocks)
-            numbers = (tokens / seconds_of(clocks, window), tokens / seconds_of(clocks, window, cost), sum(lengths) / wall)
-            found[side].append(numbers)
-    print(
-        f"\n{ranks} processes, windows of {WINDOW} loader batches of {BATCH}, {rounds} rounds of {SEQUENCES} sequences (medians)\n"
-    )
-    print("| order | tokens per second of the slowest rank's processor time | the last over it | as simulated |", end="")
-    print(" measured over simulated | tokens per second of wall time |\n| --- | --- | --- | --- | --- | --- |")
+            seconds = [seconds_of(clocks, window), seconds_of(clocks, window, of_batch)]
+            found[side].append((*(tokens / each for each in seconds), sum(lengths) / max(clock["wall"] for clock in clocks)))
+    print(f"\n{ranks} processes, windows of {WINDOW} loader batches of {BATCH}, {SEQUENCES} sequences (medians)\n")
+    table = []
     for side in SIDES:
         measured, promised = (
             statistics.median(best[i] / own[i] for best, own in zip(found[SIDES[-1]], found[side], strict=True)) for i in (0, 1)
         )
-        speed, wall = (statistics.median(numbers[i] for numbers in found[side]) for i in (0, 2))
-        print(f"| {side} | {speed:,.0f} | {measured:.2f} | {promised:.2f} | {measured / promised:.3f} | {wall:,.0f} |", flush=True)
+        speed, wall = (f"{statistics.median(numbers[i] for numbers in found[side]):,.0f}" for i in (0, 2))
+        table.append([side, speed, f"{measured:.2f}", f"{promised:.2f}", f"{measured / promised:.3f}", wall])
+    columns = ("the last over it", "as simulated", "measured over simulated", "tokens per second of wall time")
+    show(["order", "tokens per second of the slowest rank's processor time", *columns], table)
+
+
+def main(rounds: int = 3, ranks: tuple[int, ...] = (2, 4), samples: int = 16, windows: int = 20) -> None:
+    """Simulate so many windows (0: none), and train on so many ranks."""
+    if windows:
+        simulate(samples, windows)
+    for number in ranks:
+        measure(number, rounds)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="processes to train on")
-    parser.add_argument("--rounds", type=int, default=3, help="sets of sequences")
-    parser.add_argument("--samples", type=int, default=16, help="of a rank and window, simulated")
-    parser.add_argument("--windows", type=int, default=20, help="simulated; 0 leaves the simulation out")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    if arguments.windows:
-        simulate(arguments.samples, arguments.windows)
-    for number_of_ranks in arguments.ranks:
-        measure(number_of_ranks, arguments.rounds)
+    command_line(main)

@@ -203,7 +203,8 @@ def main(
             if round_ >= 0:
                 found[key].append(result)
     longests = [max(len(tokens) for tokens in batch) for batch in batches]
-    print(f"The longest of a batch: {min(longests)} to {max(longests)}, {longests.count(longest)} of {len(longests)} times {longest}")
+    number = f"{longests.count(longest)} of {len(longests)} times {longest}"
+    print(f"The longest of a batch: {min(longests)} to {max(longests)}, {number}")
     speeds = {key: [speed for speed, _ in results] for key, results in found.items()}
     medians = {key: statistics.median(of_side) for key, of_side in speeds.items()}
     table = []

@@ -2,7 +2,7 @@
 
 For each family: how many trainings were exact, refused, warned of, silently wrong, and false alarms (a warning or an error of the
 check, though the training is exact without it). And of the check alone: of the losses that the reader of the graph lets pass, how
-many that deviate it found or mended, and how many that are exact it refused; and what it costs, in seconds and memory.
+many that deviate it found or mended, and how many that are exact it refused. What a check costs is in ``check.py``.
 
     python tests/benchmarks/losses.py                      # all, about 7 minutes of a core
     python tests/benchmarks/losses.py --every 10           # a tenth of the table
@@ -14,36 +14,25 @@ kornia, monai.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import logging
-import os
 import sys
-import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 from loss_table import LOSSES
 from loss_table.rows import Kind, Loss, Table
 from loss_table.training import WAYS, Outcome, examine
-from memory import SavedBytes
+from side_by_side import command_line, show
 
 from lightning_accum import UnreadableLossError
-from lightning_accum.weighing.check import Check
 
 # --- losses of libraries ---
 
 
-def torchvision(library: ModuleType, table: Table) -> None:
+def torchvision(table: Table) -> None:
     """Boxes and focal losses."""
     from loss_table.vision import corners
 
@@ -51,19 +40,13 @@ def torchvision(library: ModuleType, table: Table) -> None:
     for reduction in ("mean", "sum"):
         for name in ("generalized_box_iou_loss", "distance_box_iou_loss", "complete_box_iou_loss"):
             function = getattr(ops, name)
-            table.adds_up(
-                f"{name}, {reduction}",
-                "x boxes",
-                lambda o, b, m, f=function, r=reduction: f(corners(o), b.boxes, reduction=r),
-            )
-        table.adds_up(
-            f"sigmoid_focal_loss, {reduction}",
-            "x q",
-            lambda o, b, m, r=reduction: ops.sigmoid_focal_loss(o, b.q, reduction=r),
-        )
+            of_boxes = lambda o, b, m, f=function, r=reduction: f(corners(o), b.boxes, reduction=r)  # noqa: E731
+            table.adds_up(f"{name}, {reduction}", "x boxes", of_boxes)
+        focal = lambda o, b, m, r=reduction: ops.sigmoid_focal_loss(o, b.q, reduction=r)  # noqa: E731
+        table.adds_up(f"sigmoid_focal_loss, {reduction}", "x q", focal)
 
 
-def pytorch_metric_learning(library: ModuleType, table: Table) -> None:
+def pytorch_metric_learning(table: Table) -> None:
     """Embeddings and labels; what compares the rows of a batch, and what compares them with its own parameters."""
     losses = import_module("pytorch_metric_learning.losses")
     of_pairs = (
@@ -83,7 +66,7 @@ def pytorch_metric_learning(library: ModuleType, table: Table) -> None:
     table.batch("ProxyAnchorLoss", "x t", lambda o, b, m: anchor(o, b.t))
 
 
-def segmentation_models_pytorch(library: ModuleType, table: Table) -> None:
+def segmentation_models_pytorch(table: Table) -> None:
     """Overlaps, which are of the whole batch there."""
     losses = import_module("segmentation_models_pytorch.losses")
     for name in ("DiceLoss", "JaccardLoss", "TverskyLoss"):
@@ -100,7 +83,7 @@ def segmentation_models_pytorch(library: ModuleType, table: Table) -> None:
     table.batch("MCCLoss", "i masks", lambda o, b, m: matthews(o[:, :1].sigmoid(), b.masks[:, :1]))
 
 
-def kornia(library: ModuleType, table: Table) -> None:
+def kornia(table: Table) -> None:
     """Images and masks."""
     losses = import_module("kornia.losses")
     table.adds_up("ssim_loss", "i image", lambda o, b, m: losses.ssim_loss(o.sigmoid(), b.image.sigmoid(), 3))
@@ -116,7 +99,7 @@ def kornia(library: ModuleType, table: Table) -> None:
     )
 
 
-def monai(library: ModuleType, table: Table) -> None:
+def monai(table: Table) -> None:
     """Medical images: overlaps of each image, or of the batch."""
     losses = import_module("monai.losses")
     for name in ("DiceLoss", "DiceCELoss", "DiceFocalLoss", "GeneralizedDiceLoss", "TverskyLoss"):
@@ -128,7 +111,7 @@ def monai(library: ModuleType, table: Table) -> None:
     table.adds_up("FocalLoss", "i masks", lambda o, b, m: focal(o, b.masks), limit=1e-6)
 
 
-LIBRARIES: tuple[Callable[[ModuleType, Table], None], ...] = (
+LIBRARIES: tuple[Callable[[Table], None], ...] = (
     torchvision, pytorch_metric_learning, segmentation_models_pytorch, kornia, monai,
 )  # fmt: skip
 
@@ -142,56 +125,14 @@ def losses_of_libraries() -> Iterator[Loss]:
             print(f"{add.__name__} is left out: {error}")
             continue
         table = Table(add.__name__)
-        add(library, table)
+        add(table)
         print(f"{add.__name__} {getattr(library, '__version__', '')}: {len(table.losses)} losses")
         yield from table
 
 
 # --- what becomes of them ---
 
-
-class Cost:
-    """How long each check took, and what autograd held in it, beside the training that it is part of."""
-
-    def __init__(self) -> None:
-        self.of_checks: list[float] = []
-        self.bytes: list[tuple[int, int]] = []
-        self._saved: SavedBytes | None = None
-        self._in_check = 0
-
-    @contextlib.contextmanager
-    def weighed(self) -> Iterator[None]:
-        """In here bytes are counted, which takes time, instead of seconds."""
-        self._saved, self._in_check = SavedBytes(), 0
-        with self._saved:
-            yield
-        if self._in_check and self._saved.peak:
-            self.bytes.append((self._in_check, self._saved.peak))
-        self._saved = None
-
-    @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
-        """In here checks are timed."""
-        call = Check.__call__
-
-        def timed(check: Check, *arguments: Any, **named: Any) -> Any:
-            if self._saved is not None:
-                self._saved.restart()
-            start = time.perf_counter()
-            try:
-                return call(check, *arguments, **named)
-            finally:
-                if self._saved is None:
-                    self.of_checks.append(time.perf_counter() - start)
-                else:
-                    self._in_check = max(self._in_check, self._saved.peak)
-                    self._saved.restart()
-
-        Check.__call__ = timed  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            Check.__call__ = call  # type: ignore[method-assign]
+COLUMNS = ("trainings", "exact", "refused", "warned", "wrong", "crashed", "false alarms")
 
 
 def count(loss: Loss, way: str, row: dict[str, int]) -> Outcome:
@@ -209,57 +150,29 @@ def count(loss: Loss, way: str, row: dict[str, int]) -> Outcome:
     return with_check
 
 
-def main() -> None:
-    """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1, help="of the table take every so-manieth loss (default: all)")
-    parser.add_argument("--family", help="only losses of this one")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    losses = [*LOSSES[:: arguments.every], *losses_of_libraries()]
-    losses = [loss for loss in losses if arguments.family in (None, loss.family)]
+def main(every: int = 1, family: str | None = None) -> None:
+    """Train and print; of the table every so-manieth loss, or only losses of one family."""
+    losses = [loss for loss in [*LOSSES[::every], *losses_of_libraries()] if family in (None, loss.family)]
     rows: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    cost, notes = Cost(), []
-    with cost.measured():
-        for number, loss in enumerate(losses):
-            for way in WAYS:
-                if number % 10 == 0:
-                    with cost.weighed():
-                        examine(loss, way)
-                outcome = count(loss, way, rows[loss.family])
-                is_told_off = loss.kind is Kind.ADDS_UP and not loss.refused and outcome.word == "refused"
-                if outcome.word in ("wrong", "crashed") or is_told_off or (outcome.word == "warned" and outcome.is_exact):
-                    notes.append(f"{loss.name} ({way}): {outcome.word}, {outcome.deviation:.1g} off. {outcome.said[:100]}")
-    print(f"\n{len(losses)} losses, {' and '.join(WAYS)}; torch {torch.__version__}")
-    print("| family | trainings | exact | refused | warned | wrong | crashed | false alarms |"
-          " check: found or mended, of those that deviate | check: told of, of those that are exact |")  # fmt: skip
-    print("| --- " * 10 + "|")
-    for family, row in rows.items():
-        print(line(family, row))
+    notes = []
+    for loss in losses:
+        for way in WAYS:
+            outcome = count(loss, way, rows[loss.family])
+            is_told_off = loss.kind is Kind.ADDS_UP and not loss.refused and outcome.word == "refused"
+            if outcome.word in ("wrong", "crashed") or is_told_off or (outcome.word == "warned" and outcome.is_exact):
+                notes.append(f"{loss.name} ({way}): {outcome.word}, {outcome.deviation:.1g} off. {outcome.said[:100]}")
     total: dict[str, int] = defaultdict(int)
-    for row in rows.values():
+    for row in list(rows.values()):
         for column, number in row.items():
             total[column] += number
-    print(line("all", total))
-    if cost.of_checks:
-        mean = sum(cost.of_checks) / len(cost.of_checks)
-        print(f"\n{len(cost.of_checks)} checks: {mean * 1e3:.1f} ms on average, {max(cost.of_checks) * 1e3:.0f} ms at most")
-    if cost.bytes:
-        ratios = sorted(in_check / in_training for in_check, in_training in cost.bytes)
-        median = ratios[len(ratios) // 2]
-        print(f"Autograd holds {median:.2f} times as much in a check as in its training, {ratios[-1]:.2f} times at most")
+    table = []
+    for name, row in [*rows.items(), ("all", total)]:
+        pairs = (f"{row[f'{side}, told']} of {row[side]}" for side in ("deviate", "add up"))
+        table.append([name, *(row[column] for column in COLUMNS), *pairs])
+    print(f"\n{len(losses)} losses, {' and '.join(WAYS)}")
+    show(["family", *COLUMNS, "check: found or mended, of those that deviate", "check: told of, of those that are exact"], table)
     print("\nWrong, crashed, refused though they add up, or warned of though exact:", *notes or ["none"], sep="\n  ")
 
 
-def line(family: str, row: dict[str, int]) -> str:
-    """A row of the printed table."""
-    plain = (row[column] for column in ("trainings", "exact", "refused", "warned", "wrong", "crashed", "false alarms"))
-    pairs = (f"{row[f'{side}, told']} of {row[side]}" for side in ("deviate", "add up"))
-    return "| " + " | ".join([family, *map(str, plain), *pairs]) + " |"
-
-
 if __name__ == "__main__":
-    main()
+    command_line(main)

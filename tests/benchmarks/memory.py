@@ -121,23 +121,27 @@ SIDES: dict[str, tuple[Callable[..., None], int | None]] = {
 }
 
 
-def peaks(train: Callable[..., None], capacity: int | None, rows: int, length: int, features: int) -> tuple[int, int]:
+def held(train: Callable[..., None], module: pl.LightningModule, batch: tuple[Tensor, Tensor]) -> tuple[int, int]:
     """Bytes at the peak of the last batch of a training: what autograd saved, and what a CUDA device allocated in all."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module = Logging(Classifier(features, capacity), classify).to(device)
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(rows, length, features, generator=generator)
-    batch = inputs.to(device), torch.randint(CLASSES, (rows,), generator=generator).to(device)
     with SavedBytes() as saved:
 
         def restart() -> None:
             saved.restart()
-            if device.type == "cuda":
+            if module.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
 
         saved.leave_out([*module.parameters(), *batch])
         train(module, TimedBatches([batch], BATCHES - 1, 0, restart))
-        return saved.peak, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        return saved.peak, torch.cuda.max_memory_allocated() if module.device.type == "cuda" else 0
+
+
+def peaks(train: Callable[..., None], capacity: int | None, rows: int, length: int, features: int) -> tuple[int, int]:
+    """Of a batch of so many rows."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(rows, length, features, generator=generator).to(device)
+    labels = torch.randint(CLASSES, (rows,), generator=generator).to(device)
+    return held(train, Logging(Classifier(features, capacity), classify).to(device), (inputs, labels))
 
 
 def main(features: int = 128, length: int = 64) -> None:
@@ -146,7 +150,7 @@ def main(features: int = 128, length: int = 64) -> None:
     for place, what in enumerate(("bytes saved, peak", "bytes allocated, peak")[: 1 + torch.cuda.is_available()]):
         one = found[WHOLE][MICRO_BATCH][place]
         table = [[name, *(f"{of[rows][place]:,d} ({of[rows][place] / one:.2f})" for rows in ROWS)] for name, of in found.items()]
-        show([what, *(f"{rows} rows (times {MICRO_BATCH} rows in one piece)" for rows in ROWS)], table)
+        show([f"{what} (times {MICRO_BATCH} rows whole)", *(f"{rows} rows" for rows in ROWS)], table)
     split = {peak for name, of in found.items() if name != WHOLE for peak, _ in of.values()}
     verdict = "yes" if split == {found[WHOLE][MICRO_BATCH][0]} else "NO"
     print(f"Saved: the same for any number of micro-batches, and as for {MICRO_BATCH} rows in one piece: {verdict}")

@@ -1,58 +1,42 @@
 """Batches that run whole while what their backward needs waits on the host: the accuracy that BatchNorm keeps, time and memory.
 
-    python tests/benchmarks/offload.py accuracy --out notebooks/figures/batch_norm.png
-    python tests/benchmarks/offload.py cost [--device cuda]
+    python tests/benchmarks/offload.py [--device cuda]
+    python tests/benchmarks/offload.py --out notebooks/figures/batch_norm.png
 
-``accuracy`` trains a ResNet on scikit-learn's digits, batches of 96: on whole batches, on micro-batches of 2, and with
-``micro_batch="offload"``, and draws the validation accuracy of each epoch.
-
-``cost`` compares a step on the whole batch with gradient checkpointing of every block, and with offloading, for three networks: the
+The first compares a step on the whole batch with gradient checkpointing of every block, and with offloading, for three networks: a
 ResNet, layers with BatchNorm after each convolution, and after every sixth. On a GPU time and peak are its own. On a CPU, where the
 package moves nothing, a second memory is made up: the peak is that of all tensors alive in a step, above those that stay
 (parameters, gradients, optimizer, data), counted by a mode that sees every operator, and copies take the processor's time, which
 nothing hides.
+
+``--out`` trains the ResNet on scikit-learn's digits, batches of 96: on whole batches, on micro-batches of 2, and with
+``micro_batch="offload"``, and draws the validation accuracy of each epoch.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import lightning.pytorch as pl
 import torch
 from alive import Alive
 from digits import Block, Digits, digits
-from other_memory import OtherMemory
+from other_memory import other_memory
+from side_by_side import Module, command_line, fit, interleaved, show
 from support import loader, trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum import GradientAccumulation
-from lightning_accum.whole import offload
-
 BATCH = 96
 WHOLE, SPLIT, CHECKPOINTED, OFFLOAD = "whole batch", "micro-batches", "checkpointed", "offload"
-
-
-@contextmanager
-def other_memory() -> Iterator[OtherMemory]:
-    """The CPU is a device that has a host."""
-    own, host = offload.lane_for, OtherMemory()
-    offload.lane_for = host  # type: ignore[assignment]
-    try:
-        yield host
-    finally:
-        offload.lane_for = own
 
 
 # --- accuracy ---------------------------------------------------------------------------------------------------------
@@ -79,6 +63,8 @@ class Validated(Digits):
 
 def accuracy(seeds: int, epochs: int, size: int, stride: int) -> dict[str, list[list[float]]]:
     """The validation accuracies of each epoch, for each seed."""
+    from lightning_accum import GradientAccumulation
+
     (images, labels), validation = digits()  # float64: in single precision two runs drift apart, whatever is rounded first
     found: dict[str, list[list[float]]] = {WHOLE: [], SPLIT: [], OFFLOAD: []}
     for seed in range(seeds):
@@ -86,8 +72,8 @@ def accuracy(seeds: int, epochs: int, size: int, stride: int) -> dict[str, list[
         batches = list(zip(images[order].split(BATCH), labels[order].split(BATCH), strict=True))
         for name, runs in found.items():
             module = Validated(seed, validation, stride).double()
-            micro_batch = {SPLIT: size, OFFLOAD: "offload"}.get(name)
-            callbacks = [] if micro_batch is None else [GradientAccumulation(micro_batch=micro_batch)]  # type: ignore[arg-type]
+            micro_batch: Any = {SPLIT: size, OFFLOAD: "offload"}.get(name)
+            callbacks = [] if micro_batch is None else [GradientAccumulation(micro_batch=micro_batch)]
             with other_memory():
                 trainer("accum" if callbacks else "auto", max_epochs=epochs, callbacks=callbacks).fit(module, loader(batches))
             runs.append(module.accuracies)
@@ -95,7 +81,7 @@ def accuracy(seeds: int, epochs: int, size: int, stride: int) -> dict[str, list[
     return found
 
 
-def draw(found: dict[str, list[list[float]]], size: int, stride: int, path: Path) -> None:
+def draw(found: dict[str, list[list[float]]], size: int, stride: int, path: str) -> None:
     """Write the figure: the mean over seeds, and a band from the lowest to the highest."""
     from matplotlib.figure import Figure
 
@@ -133,19 +119,15 @@ def draw(found: dict[str, list[list[float]]], size: int, stride: int, path: Path
 # --- time and memory ----------------------------------------------------------------------------------------------------
 
 
-class Measured(pl.LightningModule):
+class Measured(Module):
     """Takes the time and the peak of steps."""
 
     def __init__(self, net: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], blocks: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.net, self.loss, self.blocks = net, loss, list(blocks)
+        super().__init__(net, lambda net, batch: loss(net(batch[0]), batch[1]))
+        self.blocks = list(blocks)
         self.times: list[float] = []
         self.peaks: list[int] = []
         self.alive: Alive | None = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images, labels = batch
-        return self.loss(self.net(images), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -186,13 +168,11 @@ def resnet(width: int) -> Measured:
 
 def deep(width: int, between: int) -> Measured:
     """Convolutions, so many of them from one BatchNorm layer to the next."""
-    torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width) if index % between == 0 else nn.Identity(), nn.Tanh())
         for index in range(12)
     ]
-    net = nn.Sequential(nn.Conv2d(1, width, 1), *blocks)
-    return Measured(net, lambda found, labels: (found - 1).square().mean(), blocks)
+    return Measured(nn.Sequential(nn.Conv2d(1, width, 1), *blocks), lambda found, _: (found - 1).square().mean(), blocks)
 
 
 NETWORKS: dict[str, Callable[[int], Measured]] = {
@@ -208,75 +188,44 @@ def step(name: str, network: str, width: int, pixels: int, steps: int, device: s
     images = nn.functional.interpolate(images, size=(pixels, pixels))
     data = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))[: 2 + steps]
     torch.manual_seed(0)
-    module = NETWORKS[network](width)
-    callbacks: list[pl.Callback] = [GradientAccumulation(micro_batch="offload", log=False)] if name == OFFLOAD else []
-    is_cuda = device == "cuda"
-    run = trainer(
-        "accum" if callbacks else "auto", callbacks=callbacks, accelerator=device, use_distributed_sampler=False, devices=1
-    )
+    module = NETWORKS[network](width).to(device)
+    policy: dict[str, Any] = {"micro_batch": "offload", "log": False} if name == OFFLOAD else {}
     with (
         module.checkpointed() if name == CHECKPOINTED else nullcontext(),
-        nullcontext() if is_cuda else other_memory() as host,
+        nullcontext() if device == "cuda" else other_memory() as host,
     ):
-        if not is_cuda:
+        if device == "cpu":
             with Alive() as module.alive:
-                run.fit(module, loader(data[:4]))
-            module.alive, peaks, module.times = None, module.peaks, []
-            run = trainer("accum" if callbacks else "auto", callbacks=callbacks)
-        run.fit(module, loader(data))
-    peaks = module.peaks if is_cuda else peaks
-    return statistics.median(module.times[2:]), float(max(peaks[2:])), 0.0 if host is None else float(host.most)
+                fit(module, loader(data[:4]), **policy)
+            module.alive, module.times = None, []
+        fit(module, loader(data), **policy)
+    return statistics.median(module.times[2:]), float(max(module.peaks[2:])), 0.0 if host is None else float(host.most)
 
 
-def cost(width: int, pixels: int, steps: int, rounds: int, device: str) -> str:
+def cost(width: int, pixels: int, steps: int, rounds: int, device: str) -> None:
     """The table."""
-    lines = [f"{'':34}{'':16}{'ms a step':>12}{'/ whole':>9}{'peak MiB':>11}{'/ whole':>9}{'on host':>9}"]
+    table = []
     for network in NETWORKS:
-        rows = (WHOLE, CHECKPOINTED, OFFLOAD)
-        found: dict[str, list[tuple[float, float, float]]] = {row: [] for row in rows}
-        for round_ in range(rounds):
-            for row in rows if round_ % 2 else reversed(rows):
-                found[row].append(step(row, network, width, pixels, steps, device))
-        whole_time, whole_peak = statistics.median(one[0] for one in found[WHOLE]), found[WHOLE][0][1]
-        for row in rows:
-            seconds = statistics.median(one[0] for one in found[row])
-            _, peak, host = found[row][0]
-            lines.append(
-                f"{network:34}{row:16}{1e3 * seconds:12.1f}{seconds / whole_time:9.2f}{peak / 2**20:11.2f}{peak / whole_peak:9.3f}"
-                f"{host / 2**20:9.2f}"
-            )
-    return "\n".join(lines)
+        names = (WHOLE, CHECKPOINTED, OFFLOAD)
+        sides = {name: partial(step, name, network, width, pixels, steps, device) for name in names}
+        found = interleaved(sides, rounds)
+        seconds = {name: statistics.median(one[0] for one in runs) for name, runs in found.items()}
+        for name, ((_, peak, host), *_) in found.items():
+            times = f"{1e3 * seconds[name]:.1f}", f"{seconds[name] / seconds[WHOLE]:.2f}"
+            table.append([network, name, *times, f"{peak / 2**20:.2f}", f"{peak / found[WHOLE][0][1]:.3f}", f"{host / 2**20:.2f}"])
+    show(["", "", "ms a step", "/ whole", "peak, MiB", "/ whole", "on host, MiB"], table)
 
 
-def main() -> None:
+def main(
+    rounds: int = 3, width: int = 16, pixels: int = 8, steps: int = 8, device: str = "cpu", out: str | None = None,
+    seeds: int = 3, epochs: int = 8, size: int = 2, stride: int = 2,
+) -> None:  # fmt: skip
     """Measure and print, or draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    of_accuracy = kinds.add_parser("accuracy")
-    of_accuracy.add_argument("--seeds", type=int, default=3)
-    of_accuracy.add_argument("--epochs", type=int, default=8)
-    of_accuracy.add_argument("--size", type=int, default=2, help="of a micro-batch")
-    of_accuracy.add_argument(
-        "--stride", type=int, choices=(1, 2), default=2, help="of the first layer; 1: four times as many pixels"
-    )
-    of_accuracy.add_argument("--out", type=Path, default=Path("notebooks/figures/batch_norm.png"))
-    of_cost = kinds.add_parser("cost")
-    of_cost.add_argument("--width", type=int, default=16, help="channels of the first stage")
-    of_cost.add_argument("--pixels", type=int, default=8, help="the images are scaled to so many on each side")
-    of_cost.add_argument("--steps", type=int, default=8)
-    of_cost.add_argument("--rounds", type=int, default=3)
-    of_cost.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    if arguments.kind == "accuracy":
-        found = accuracy(arguments.seeds, arguments.epochs, arguments.size, arguments.stride)
-        draw(found, arguments.size, arguments.stride, arguments.out)
+    if out is not None:
+        draw(accuracy(seeds, epochs, size, stride), size, stride, out)
     else:
-        print(cost(arguments.width, arguments.pixels, arguments.steps, arguments.rounds, arguments.device))
+        cost(width, pixels, steps, rounds, device)
 
 
 if __name__ == "__main__":
-    main()
+    command_line(main)

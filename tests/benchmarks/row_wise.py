@@ -1,8 +1,7 @@
 """What ``row_wise=`` costs: a step of a CLIP-like training, whole, row-wise, and in a hand-written GradCache loop.
 
-Time: of the processor, on one thread; the sides are interleaved, and the medians of many rounds compared. Activations: what
-autograd saves for the backward, without parameters and batches, at its largest; that of the loss, which has a matrix of all pairs,
-by itself.
+Time: of a step, of the processor, on one thread. Activations: what autograd saves for the backward, without parameters and batches,
+at its largest; that of the loss, which has a matrix of all pairs, by itself.
 
 ``--out`` draws the largest batch that a fixed budget of memory has room for, whole, row-wise and offloaded (to a second memory that
 is made up). What counts is all that is alive at the peak of a step, the loss included, above parameters, gradients and the batch.
@@ -13,36 +12,30 @@ is made up). What counts is all that is alive at the peak of a step, the loss in
 
 from __future__ import annotations
 
-import argparse
-import random
-import statistics
-import sys
-import time
-import weakref
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+import lightning.pytorch as pl
 import torch
-from alive import Alive
-from offload import other_memory
+from memory import held
+from side_by_side import CLOCKS, Module, TimedBatches, command_line, compare, fit, interleaved, show
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accum.whole.offload import Offload
-from lightning_accum.whole.row_wise import RowWise
-
-FEATURES, WIDTH = 32, 256
+FEATURES, WIDTH, DEPTH = 32, 256, 6
 DEEP = 12
 """Blocks of a tower, for the largest batch: of so few as for the time, the loss would hold most."""
+TOWERS = ["net.image", "net.text"]
+
+Batch = tuple[Tensor, Tensor]
+Train = Callable[[pl.LightningModule, Any], None]
 
 
 class TwoTowers(nn.Module):
     """Two towers and the loss of CLIP."""
 
-    def __init__(self, depth: int = 6) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.image, self.text = _tower(depth), _tower(depth)
@@ -59,122 +52,72 @@ def _tower(depth: int) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, WIDTH), *blocks, nn.Linear(WIDTH, 64))
 
 
-def whole(model: TwoTowers, images: Tensor, texts: Tensor, size: int) -> None:
-    """The batch as it is."""
-    model.loss(model.image(images), model.text(texts)).backward()
+class Contrastive(Module):
+    """Its gradients stay where they are from step to step, as the budget has it."""
+
+    def __init__(self, depth: int = DEPTH, has_towers: bool = True) -> None:
+        def loss(net: nn.Module, batch: Batch) -> Tensor:
+            if has_towers:
+                return net.loss(net.image(batch[0]), net.text(batch[1]))
+            return net.loss(*(rows.repeat(1, 2).requires_grad_() for rows in batch))
+
+        super().__init__(TwoTowers(depth), loss)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
 
 
-def grad_cache(model: TwoTowers, images: Tensor, texts: Tensor, size: int) -> None:
+def grad_cache(module: pl.LightningModule, batches: Any, size: int) -> None:
     """GradCache by hand (arXiv 2101.06983): all embeddings without a graph, their gradients, and each part again."""
-    towers = [(model.image, images), (model.text, texts)]
-    with torch.no_grad():
-        embeddings = [torch.cat([tower(part) for part in rows.split(size)]) for tower, rows in towers]
-    leaves = [embedding.requires_grad_() for embedding in embeddings]
-    model.loss(*leaves).backward()
-    for (tower, rows), leaf in reversed(list(zip(towers, leaves, strict=True))):
-        assert leaf.grad is not None
-        for part, gradient in zip(rows.split(size), leaf.grad.split(size), strict=True):
-            tower(part).backward(gradient)
+    optimizer, model = module.configure_optimizers(), module.net
+    for images, texts in batches:
+        optimizer.zero_grad(set_to_none=False)
+        towers = [(model.image, images), (model.text, texts)]
+        with torch.no_grad():
+            embeddings = [torch.cat([tower(part) for part in rows.split(size)]) for tower, rows in towers]
+        leaves = [embedding.requires_grad_() for embedding in embeddings]
+        model.loss(*leaves).backward()
+        for (tower, rows), leaf in zip(towers, leaves, strict=True):
+            for part, gradient in zip(rows.split(size), leaf.grad.split(size), strict=True):
+                tower(part).backward(gradient)
+        optimizer.step()
 
 
-def loss_alone(model: TwoTowers, images: Tensor, texts: Tensor, size: int) -> None:
-    """What no splitting of the towers saves: the loss of some embeddings."""
-    model.loss(images.repeat(1, 2).requires_grad_(), texts.repeat(1, 2).requires_grad_()).backward()
-
-
-def row_wise_of(model: TwoTowers, size: int) -> Callable[[TwoTowers, Tensor, Tensor, int], None]:
-    """The package's, of a model that it was made for."""
-    engine = RowWise(model, ["image", "text"], size, torch.device("cpu"))
-
-    def row_wise(model: TwoTowers, images: Tensor, texts: Tensor, size: int) -> None:
-        with engine.step(len(images)):
-            whole(model, images, texts, size)
-
-    return row_wise
-
-
-def offloaded(model: TwoTowers, images: Tensor, texts: Tensor, size: int) -> None:
-    """The batch as it is, and what is saved of it elsewhere."""
-    with Offload(images.device).engaged((*model.parameters(), images, texts)):
-        whole(model, images, texts, size)
-
-
-def batch_of(rows: int) -> tuple[Tensor, Tensor]:
+def batch_of(rows: int) -> Batch:
     """Images and texts."""
     generator = torch.Generator().manual_seed(rows)
     return torch.randn(rows, FEATURES, generator=generator), torch.randn(rows, FEATURES, generator=generator)
 
 
-def seconds(sides: dict[str, Callable[..., None]], model: TwoTowers, rows: int, size: int, rounds: int) -> dict[str, float]:
-    """The median of each side's steps, after two that do not count."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    images, texts = batch_of(rows)
-    for index in range(rounds + 2):
-        for name, step in random.sample(list(sides.items()), len(sides)):  # memory is not warm for the same side each time
-            model.zero_grad()
-            start = time.process_time()
-            step(model, images, texts, size)
-            if index > 1:
-                times[name].append(time.process_time() - start)
-    return {name: statistics.median(of_side) for name, of_side in times.items()}
-
-
-def activations(step: Callable[..., None], model: TwoTowers, rows: int, size: int) -> int:
-    """The most bytes that are saved for the backward at any time, and those of the outputs that wait for it."""
-    held: dict[int, int] = {}
-    uses: dict[int, int] = {}
-    most = 0
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    class Saved:
-        def __init__(self, tensor: Tensor) -> None:
-            nonlocal most
-            self.tensor, key = tensor, tensor.untyped_storage().data_ptr()
-            if key in own:
-                return
-            held[key], uses[key] = tensor.untyped_storage().nbytes(), uses.get(key, 0) + 1
-            most = max(most, sum(held.values()))
-            weakref.finalize(self, release, key)
-
-    def release(key: int) -> None:
-        uses[key] -= 1
-        if not uses[key]:
-            del held[key], uses[key]
-
-    batch = batch_of(rows)
-    own.update(tensor.untyped_storage().data_ptr() for tensor in batch)
-    step(model, *batch, size)  # what is proven once
-    model.zero_grad()
-    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
-        step(model, *batch, size)
-    return most
-
-
-def peak(step: Callable[..., None], model: TwoTowers, rows: int, size: int) -> int:
+def peak(train: Train, rows: int) -> int:
     """The most bytes alive in a step, above parameters, gradients and the batch."""
+    from alive import Alive
+    from other_memory import other_memory
+
     with Alive() as alive, other_memory():
-        batch = batch_of(rows)
-        step(model, *batch, size)  # makes the gradients
-        alive.peak = before = alive.bytes
-        step(model, *batch, size)
-    return alive.peak - before
+
+        def read() -> tuple[int, int]:
+            found, alive.peak = alive.peak, alive.bytes
+            return found, alive.bytes
+
+        batches = TimedBatches([batch_of(rows)], 2, 1, read)
+        train(Contrastive(DEEP), batches)
+        (_, before), (most, _) = batches.readings
+    return most - before
 
 
-def largest_batch(step: Callable[..., None], model: TwoTowers, size: int, budget: float) -> int:
+def largest_batch(train: Train, budget: float) -> int:
     """In rows, to 5 %, that fits into so many bytes."""
     fits, too_many = 0, 32
-    while peak(step, model, too_many, size) <= budget:
+    while peak(train, too_many) <= budget:
         fits, too_many = too_many, 2 * too_many
     while too_many - fits > max(1, 0.05 * fits):
         middle = (fits + too_many) // 2
-        if peak(step, model, middle, size) <= budget:
-            fits = middle
-        else:
-            too_many = middle
+        fits, too_many = (middle, too_many) if peak(train, middle) <= budget else (fits, middle)
     return fits
 
 
-def draw(found: dict[str, list[int]], budgets: list[float], size: int, path: str) -> None:
+def draw(found: dict[str, list[int]], budgets: tuple[float, ...], size: int, path: str) -> None:
     """A line for each side."""
     from matplotlib.figure import Figure
 
@@ -203,38 +146,34 @@ def draw(found: dict[str, list[int]], budgets: list[float], size: int, path: str
     figure.savefig(path, dpi=130)
 
 
-def main() -> None:
-    """Print the tables, or draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--micro-batch", type=int, default=128)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[8, 16, 32, 64], help="MiB, for the largest batch")
-    parser.add_argument("--out", help="where to draw the largest batches")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    model, size = TwoTowers(), arguments.micro_batch
-    sides: dict[str, Callable[..., Any]] = {"whole": whole, "row_wise": row_wise_of(model, size), "GradCache by hand": grad_cache}
-    if arguments.out:
-        model = TwoTowers(DEEP)
-        drawn: dict[str, Callable[..., Any]] = {"whole": whole, "row_wise": row_wise_of(model, size), "offload": offloaded}
-        largest = {
-            name: [largest_batch(step, model, size, budget * 2**20) for budget in arguments.budgets] for name, step in drawn.items()
-        }
-        for name, rows in largest.items():
-            print(f"{name:18}", *rows)
-        draw(largest, arguments.budgets, size, arguments.out)
+def main(
+    rounds: int = 15, rows: int = 1024, micro_batch: int = 128, budgets: tuple[float, ...] = (8.0, 16.0, 32.0, 64.0),
+    clock: str = "cpu", out: str | None = None,
+) -> None:  # fmt: skip
+    """Print the tables, or draw the largest batches for budgets in MiB."""
+    row_wise = partial(fit, micro_batch=micro_batch, row_wise=TOWERS)
+    if out is not None:
+        drawn: dict[str, Train] = {"whole": fit, "row_wise": row_wise, "offload": partial(fit, micro_batch="offload")}
+        largest = {name: [largest_batch(train, budget * 2**20) for budget in budgets] for name, train in drawn.items()}
+        show(["MiB", *map(str, budgets)], [[name, *found] for name, found in largest.items()])
+        draw(largest, budgets, micro_batch, out)
         return
-    times = seconds(sides, model, arguments.rows, size, arguments.rounds)
-    print(f"{arguments.rows} rows in micro-batches of {size}, medians of {arguments.rounds} rounds")
-    for name, of_side in times.items():
-        print(f"{name:18} {of_side * 1e3:8.1f} ms  {of_side / times['whole']:5.2f} of the whole batch")
-    print(f"row_wise / GradCache by hand: {times['row_wise'] / times['GradCache by hand']:.3f}")
-    print("\nactivations, MB")
-    for rows in (256, 512, 1024, 2048):
-        found = {name: activations(step, model, rows, size) for name, step in {**sides, "loss alone": loss_alone}.items()}
-        print(f"{rows:6} rows", *(f"{name} {held / 2**20:.2f}" for name, held in found.items()), sep="  ")
+    sides: dict[str, Train] = {"whole": fit, "row_wise": row_wise, "GradCache by hand": partial(grad_cache, size=micro_batch)}
+    batches = TimedBatches([batch_of(rows)], 2, 2, CLOCKS[clock])
+
+    def timed(train: Train) -> float:
+        train(Contrastive(), batches)
+        return batches.microseconds / 1e3
+
+    compare(interleaved({name: partial(timed, train) for name, train in sides.items()}, rounds), "ms a step", "whole", "row_wise")
+    several = [rows // 4, rows // 2, rows, 2 * rows]
+    table = []
+    for name, train in {**sides, "loss alone": fit}.items():
+        found = [held(train, Contrastive(has_towers=name != "loss alone"), batch_of(n))[0] for n in several]
+        table.append([name, *(f"{bytes_ / 2**20:.2f}" for bytes_ in found)])
+    print("\nactivations, MiB")
+    show(["", *(f"{n} rows" for n in several)], table)
 
 
 if __name__ == "__main__":
-    main()
+    command_line(main)
