@@ -81,10 +81,10 @@ def _bytes(storage: torch.UntypedStorage) -> Any:
 
 
 @contextmanager
-def other_memory(smallest: int = 0) -> Iterator[OtherMemory]:
-    """The CPU is a device that has a host, to which tensors of more than so many bytes are moved."""
+def other_memory(smallest: int | None = None) -> Iterator[OtherMemory]:
+    """The CPU is a device that has a host, to which tensors of more than so many bytes (None: as on a GPU) are moved."""
     own, host = (offload.lane_for, offload._SMALL), OtherMemory()
-    offload.lane_for, offload._SMALL = host, smallest
+    offload.lane_for, offload._SMALL = host, own[1] if smallest is None else smallest
     try:
         yield host
     finally:

@@ -25,7 +25,7 @@ from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUp
 
 @pytest.fixture
 def memory() -> Iterator[OtherMemory]:
-    with other_memory() as host:
+    with other_memory(0) as host:
         yield host
 
 
