@@ -13,7 +13,6 @@ from sharded import fsdp2, needs_sharding_on_cpu
 from support import OPTIMIZERS, Language, Scalar, Toy, ddp, fit, language_loss, pad, relative_error, sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import AccumulationError, GradientAccumulation, Tokens
 
@@ -221,22 +220,6 @@ def test_parameters_that_some_ranks_or_none_use(options: dict[str, Any]) -> None
     of_ranks = [own.double().sum(0) / 3 / 6 for own in module.by_rank]
     assert relative_error([-module.w, -module.of_rank_1], [of_ranks[0] + of_ranks[1], of_ranks[1]]) < 2**-22
     assert torch.equal(module.none, torch.zeros(3))
-
-
-def test_a_static_graph_changes_nothing() -> None:
-    class Checkpointed(OfRank):
-        """As reentrant activation checkpointing, for which DistributedDataParallel has static_graph."""
-
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            needs_gradient = torch.zeros((), requires_grad=True)
-            output = checkpoint(lambda tokens, _: self.net(tokens), batch["input_ids"], needs_gradient, use_reentrant=True)
-            return language_loss(output, batch["labels"])
-
-    modules = [Checkpointed("sgd", 2) for _ in range(2)]
-    for module, is_static in zip(modules, (True, False), strict=True):
-        policy = GradientAccumulation(2, accumulate_dtype=torch.float64)
-        fit(module, None, policy, strategy=ddp(static_graph=is_static), devices=2)
-    assert all(torch.equal(a, b) for a, b in zip(*(module.parameters() for module in modules), strict=True))
 
 
 @needs_sharding_on_cpu

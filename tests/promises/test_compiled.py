@@ -107,27 +107,6 @@ def test_dynamic_is_compiled_once_and_fixed_once_for_each_size(dynamic: bool) ->
     assert compilations(with_compiled_network(dynamic=dynamic), policy, WHOLE) == (1 if dynamic else len(lengths))
 
 
-class Logs(Small):
-    @torch.compiler.disable  # without, Lightning 2.6's own `log` cannot be compiled by torch 2.13
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        super().log(*args, **kwargs)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, batch_size=len(batch["labels"]))
-        return {"loss": loss, "tokens": (batch["labels"] != -100).sum(1)}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("micro_batch", [None, 5])
-def test_a_compiled_step_may_log_and_return_more(micro_batch: int | None) -> None:
-    """Logging breaks the graph in two; still nothing is compiled anew for every batch."""
-    module: Any = torch.compile(Logs(), backend="aot_eager")
-    policy = GradientAccumulation(None if micro_batch else 4, micro_batch=micro_batch, weight=TokenCount())
-    assert 1 <= compilations(module, policy, WHOLE if micro_batch else QUARTERS) <= 8
-    assert "loss" in module.trainer.callback_metrics
-
-
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_a_compiled_step_needs_an_explicit_weight_and_is_told_so(micro_batch: int | None) -> None:
     with pytest.raises(UnreadableLossError, match="TokenCount"):
@@ -160,11 +139,3 @@ def test_over_ranks_compiled_modules_are_exact(is_whole: bool, micro_batch: Any)
     policy = GradientAccumulation(None if micro_batch else 4, micro_batch=micro_batch, weight=weight)
     fit(module, None, policy, strategy=ddp(), devices=2, max_epochs=2)
     assert error_of_updates(own, train_by_hand(Small(), WHOLE, 2), Small()) <= 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("compiled", "weight"), WEIGHTS[::2])
-def test_with_inductor(compiled: Any, weight: Any) -> None:
-    """Generated code adds up in another order, in the type of the module."""
-    policy = GradientAccumulation(micro_batch=Tokens(40), weight=weight)
-    assert 1 <= compilations(compiled(backend="inductor"), policy, WHOLE, limit=1e-11) <= 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,19 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    EMAWeightAveraging,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ProgressBar,
-    RichProgressBar,
-    TQDMProgressBar,
-)
-from lightning.pytorch.loggers import CSVLogger
-from sharded import ShardedLanguage, fsdp2, needs_sharding_on_cpu
-from support import Interrupted, Scalar, ddp, fit, fp16_on_cpu, loader, pad, sentences, trainer, x
+from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from support import Interrupted, Scalar, ddp, fit, fp16_on_cpu, loader, trainer, x
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -48,6 +36,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[Any], list[int]]] = {
     "split windows": ({"window": 3, "micro_batch": 2}, SEVEN, [3, 6, 9]),
     "no batches": ({"window": 3}, GAPS, [2, 4, 6]),
     "skips": ({"window": 2, "on_nonfinite": "skip"}, SEVEN, [4, 8, 12]),
+    "manual": ({"window": 2, "tail": "drop"}, SEVEN, [3, 6, 9]),
 }
 """A policy, the loader batches, and the optimizer steps after each of three epochs."""
 
@@ -77,6 +66,18 @@ class Distance(Scalar):
 
     def val_dataloader(self) -> DataLoader:
         return loader([x(3), x(4)])
+
+
+class Manual(Distance):
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
 
 
 class Listens(Callback):
@@ -112,12 +113,12 @@ def counted(module: Distance, every: int, policy: GradientAccumulation, **kwargs
     return fit(module, None, *callbacks, enable_checkpointing=True, **kwargs), first, last
 
 
-@pytest.mark.some_cases(13)
+@pytest.mark.some_cases(14)
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_hooks_averages_validations_and_checkpoints_are_as_many_as_steps(name: str, every: int) -> None:
     policy, batches, ends = KINDS[name]
-    module, steps = Distance(batches), ends[-1]
+    module, steps = (Manual if name == "manual" else Distance)(batches), ends[-1]
     run, first, last = counted(module, every, GradientAccumulation(**policy, validate_every=every), max_epochs=3)
     assert run.global_step == len(module.stepped) == steps
     assert first.steps == last.steps == list(range(1, steps + 1))
@@ -162,70 +163,6 @@ class Ranked(Distance):
 def test_on_two_ranks_all_validate_after_the_same_steps(policy: dict[str, Any], steps: int) -> None:
     module = Ranked(steps)
     counted(module, 2, GradientAccumulation(**policy, validate_every=2), strategy=ddp(), devices=2, max_epochs=2)
-
-
-class Sharded(ShardedLanguage):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard, self.validated = 0, []
-
-    def train_dataloader(self) -> DataLoader:
-        rows = sentences(24)
-        return loader([pad(rows[i : i + 2]) for i in range(0, 24, 2)][self.trainer.global_rank :: 2])
-
-    def val_dataloader(self) -> DataLoader:
-        return loader([pad(sentences(2))])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("validation", super().training_step(batch, batch_idx), sync_dist=True)
-        self.validated.append(self.trainer.global_step)
-
-    def on_window_end(self, window: Any) -> None:
-        self.heard += window.has_stepped
-
-    def on_train_end(self) -> None:
-        torch.save((self.trainer.global_step, self.heard, self.validated), f"rank{self.global_rank}.pt")
-
-
-@needs_sharding_on_cpu
-def test_validation_of_a_sharded_module_leaves_its_training_as_it_was() -> None:
-    found = []
-    for every, limit in ((2, {}), (None, {"limit_val_batches": 0})):
-        policy = GradientAccumulation(2, validate_every=every)
-        run = fit(Sharded(), None, policy, strategy=fsdp2(), devices=2, max_epochs=2, num_sanity_val_steps=0, **limit)
-        for rank in range(2):
-            assert torch.load(f"rank{rank}.pt") == (6, 6, [2, 4, 6] if every else [])
-        found.append(run.whole)
-    for name, parameter in found[0].items():
-        assert torch.equal(parameter, found[1][name]), name
-
-
-class Manual(Distance):
-    automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
-
-
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_the_steps_of_manual_optimization_are_heard_and_counted(window: int) -> None:
-    module = Manual(SEVEN)
-    run, listens, _ = counted(module, 2, GradientAccumulation(window, tail="drop", validate_every=2), max_epochs=3)
-    steps = 3 * (7 // window)
-    assert run.global_step == len(module.stepped) == steps
-    assert listens.parameters == module.stepped
-    assert {(ended.has_stepped, ended.loader_batches) for ended in listens.windows} == {(True, window)}
-    assert module.w.item() == pytest.approx(averaged(module.stepped), rel=1e-13)
-    assert [step for step, _ in module.validated] == saved_steps("saved") == list(range(2, steps + 1, 2))
-    if window > 1:
-        first = torch.cat(SEVEN[:window])
-        assert listens.windows[0].loss == pytest.approx(first.square().mean().item(), rel=1e-13)
-        assert listens.windows[0].weight == len(first)
 
 
 # --- what a hook gets ----------------------------------------------------------------------------------------------------
@@ -333,47 +270,6 @@ def test_no_validation_comes_twice_or_is_missed_wherever_training_goes_on(hook: 
         assert found == [step for step, _ in whole.validated], f"{hook} {at}"
 
 
-# --- what loggers get, as the page of the site says ---------------------------------------------------------------------
-
-
-def logged_by(module: Distance, every: int, *callbacks: Callback) -> list[dict[str, str]]:
-    logger = CSVLogger("logs")
-    fit(module, None, GradientAccumulation(2), *callbacks, logger=logger, log_every_n_steps=every, max_epochs=3)
-    with (Path(logger.log_dir) / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-AFTER = [0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 9, 10, 10, 11, 12]
-"""The optimizer steps of windows of two after each loader batch of three epochs."""
-
-
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
-def test_loggers_get_every_nth_optimizer_step_by_its_number(every: int) -> None:
-    class Logs(Distance):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            self.log("own", float(self.trainer.fit_loop.epoch_loop.total_batch_idx))
-            return super().training_step(batch, batch_idx)
-
-    rows = logged_by(Logs(SEVEN), every)
-    windows, due = [row for row in rows if row.get("window/loss")], list(range(every - 1, AFTER[-1], every))
-    assert [int(row["step"]) for row in windows] == due
-    assert [int(float(row["window/optimizer_steps"])) - 1 for row in windows] == due
-    # what the module logs is shown with the step of the loader batch that was due
-    expected = [(i, steps - 1) for i, steps in enumerate(AFTER) if steps // every > [0, *AFTER][i] // every]
-    assert [(int(float(row["own"])), int(row["step"])) for row in rows if row.get("own")] == expected
-
-
-def test_learning_rates_are_logged_by_the_steps_before_a_loader_batch() -> None:
-    class Halves(Distance):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"}]
-
-    rows = logged_by(Halves(SEVEN), 1, LearningRateMonitor("step"))
-    found = [(int(row["step"]), float(row["lr-SGD"])) for row in rows if row.get("lr-SGD")]
-    assert found == [(steps, 0.5**steps) for steps in [0, *AFTER[:-1]]]
-
-
 # --- beside Lightning's own ----------------------------------------------------------------------------------------------
 
 
@@ -410,9 +306,8 @@ BARS: dict[str, tuple[dict[str, Any], int | None, list[float], int]] = {
 """A policy, the loader batches of an epoch, the ends of the bar in each, and the steps."""
 
 
-@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
 @pytest.mark.parametrize("name", BARS)
-def test_the_progress_bar_ends_with_the_loader_batches_that_the_steps_take(name: str, kind: type[ProgressBar]) -> None:
+def test_the_progress_bar_ends_with_the_loader_batches_that_the_steps_take(name: str) -> None:
     policy, batches, ends, steps = BARS[name]
     told: list[float] = []
 
@@ -422,7 +317,7 @@ def test_the_progress_bar_ends_with_the_loader_batches_that_the_steps_take(name:
 
     data = DataLoader(Stream(), batch_size=None) if batches is None else loader([x(i, i + 1) for i in range(batches)])
     limits = {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_progress_bar": True}
-    run = fit(Looks(), data, GradientAccumulation(**policy), kind(), **limits)
+    run = fit(Looks(), data, GradientAccumulation(**policy), **limits)
     assert told == ends
     assert run.global_step == steps
 

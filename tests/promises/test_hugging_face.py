@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from harness import assert_one_window_one_batch, dealt, on, windows_of
-from support import Toy, fit
+from support import Toy
 from torch import Tensor
 
-from lightning_accum import AccumulationWarning, DoesNotAddUpError, GradientAccumulation, TokenCount
+from lightning_accum import GradientAccumulation
 from lightning_accum.testing import assert_window_equals_batch
 
 transformers = pytest.importorskip("transformers")
@@ -104,13 +104,6 @@ def test_a_padded_batch_is_its_split_and_trimmed_micro_batches(name: str, side: 
         assert min(widths) < 10
 
 
-def test_a_naive_token_count_is_refused() -> None:
-    with pytest.raises(DoesNotAddUpError):
-        fit(wrapped(gpt2), [texts(2, 1), texts(2, 2)], GradientAccumulation(2, weight=TokenCount(shift=False)))
-    with pytest.warns(AccumulationWarning):
-        fit(wrapped(gpt2), [texts(2, 1), texts(2, 2)], GradientAccumulation(2, weight=TokenCount(shift=False), check=False))
-
-
 CLASSES = torch.arange(8) % 4
 HEADS: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, Tensor]]]] = {
     "masked": (lambda: bert("MaskedLM"), lambda ids: {"labels": torch.where(ids % 3 == 0, ids, -100)}),
@@ -131,14 +124,3 @@ def test_heads_of_other_kinds_are_exact(name: str) -> None:
     make, labels = HEADS[name]
     rows = [[{**{"input_ids": ids}, **labels(ids)} for ids in texts(8, 5)["input_ids"][i:j, None]] for i, j in ((0, 3), (3, 8))]
     assert_window_equals_batch(partial(wrapped, make), rows, GradientAccumulation(2), collate=join, limit=TOLERANCE)
-
-
-def test_clip_is_refused() -> None:
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {**small, "vocab_size": 31, "max_position_embeddings": 8, "eos_token_id": 2}
-    config = transformers.CLIPConfig(text_config=text, vision_config={**small, "image_size": 8, "patch_size": 4}, projection_dim=8)
-    batch = {"input_ids": torch.randint(3, 31, (4, 6)), "pixel_values": torch.randn(4, 3, 8, 8, dtype=torch.float64)}
-    module = wrapped(lambda: transformers.CLIPModel(config))
-    module.loss = lambda model, batch: model(**batch, return_loss=True).loss
-    with pytest.raises(DoesNotAddUpError, match="row_wise"):
-        fit(module, [batch, batch], GradientAccumulation(2))

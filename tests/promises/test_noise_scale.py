@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, GradientNoiseScale, SampleCount, Tokens
+from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, GradientNoiseScale, Tokens
 
 DIMENSIONS = 20
 
@@ -140,14 +140,6 @@ def test_norms_are_those_before_clipping() -> None:
 def test_reduced_at_every_micro_batch_and_of_sums_too(kind: type[Quadratic]) -> None:
     estimate = measured(kind(A, B, lr=0.0), GradientAccumulation(2), 2, ddp(sync="micro_batch"))
     assert_agrees(estimate, quadratic_by_hand([[*A[:2], *B[:2]], [*A[2:], *B[2:]]], lr=0.0), 2)
-
-
-@pytest.mark.parametrize("weight", [SampleCount(), lambda batch: 3.0 * len(batch)])
-def test_explicit_weights_are_the_unit(weight: Any) -> None:
-    estimate, units = measured(Quadratic(A), GradientAccumulation(2, weight=weight)), float(weight(A[0])) / len(A[0])
-    assert_agrees(estimate, quadratic_by_hand([A[:2], A[2:]], units=units), 2)
-    variance, gradient = quadratic_by_hand([A[:2], A[2:]])
-    assert estimate.samples == pytest.approx(variance / gradient, rel=1e-12)
 
 
 class OfRank(ShardedLanguage):

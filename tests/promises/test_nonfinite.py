@@ -15,7 +15,6 @@ from harness import assert_one_window_one_batch, on, windows_of
 from sharded import fsdp2, needs_sharding_on_cpu, shard
 from support import OPTIMIZERS, SaveAfter, StatefulLoader, ddp, fit, fp16_on_cpu, loader, relative_error, train_by_hand
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics.classification import MulticlassAccuracy
@@ -245,20 +244,6 @@ def test_what_is_shown_and_held_is_of_the_good_batches() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_a_split_batch_shows_and_returns_is_of_its_good_micro_batches() -> None:
-    whole = labels(0, 1, 2, 3, 1, 2, 0, 1, seed=5)
-    whole["fault"][2] = NAN_GRADIENT
-    left = {name: value[[0, 1, 4, 5, 6, 7]] for name, value in whole.items()}
-    module, expected = Logging([whole]), Logging([left])
-    run, clean = skipping(module, micro_batch=2, trim_padding=False), skipping(expected, on_nonfinite="propagate")
-    for name in ("loss_epoch", "loss_step", "accuracy_epoch", "window/loss", "window/loss_epoch", "window/total_weight"):
-        assert run.callback_metrics[name].item() == pytest.approx(clean.callback_metrics[name].item(), rel=1e-12)
-    assert module.returned[0]["loss"].item() == pytest.approx(expected.returned[0]["loss"].item(), rel=1e-12)
-    assert module.returned[0]["y"].tolist() == left["y"].tolist()
-    assert run.callback_metrics["window/skipped_micro_batches"] == 1
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("micro_batch", [None, 2], ids=["whole", "split"])
 def test_ranks_that_skip_and_ranks_that_do_not_log_together(micro_batch: int | None) -> None:
     first = [labels(0, 1, seed=1), labels(2, 3, seed=2), labels(1, 0, fault=NAN_GRADIENT)]
@@ -313,36 +298,6 @@ def test_with_a_grad_scaler_a_loss_is_skipped_and_a_gradient_is_left_to_the_scal
     assert plugin.scaler.get_scale() == scale
     assert run.callback_metrics["window/skipped_micro_batches"] == skipped
     assert all(parameter.isfinite().all() for parameter in module.parameters())
-
-
-@pytest.mark.some_cases(1)
-@needs_sharding_on_cpu
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("data", [1, 2])
-def test_ranks_of_tensor_parallelism_find_the_same(data: int) -> None:
-    class Parallel(Classifier):
-        def configure_model(self) -> None:
-            tensor = self.device_mesh["tensor_parallel"]
-            parallelize_module(self.net, tensor, {"first": ColwiseParallel(), "last": RowwiseParallel()})
-            if self.device_mesh["data_parallel"].size() > 1:
-                shard(self, [self.net.first, self.net])
-
-        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            added = None
-            if batch["fault"].any():  # in the gradient of one shard alone
-                own = math.nan if self.device_mesh["tensor_parallel"].get_local_rank() == 1 else 0.0
-                added = torch.full((len(batch["y"]), WIDTH // 2), own, dtype=torch.float64)
-            return F.cross_entropy(self.net(batch["x"], added), batch["y"])
-
-        def train_dataloader(self) -> DataLoader:
-            return loader(self.by_rank[self.device_mesh["data_parallel"].get_local_rank()])
-
-    first = [labels(0, 1, seed=1), labels(2, 3, fault=NAN_GRADIENT), labels(1, 2, 3, seed=2)]
-    second = [labels(3, 1, seed=3), labels(2, seed=4), labels(0, 1, fault=NAN_GRADIENT)]
-    policy = GradientAccumulation(3, on_nonfinite="skip")
-    run = fit(Parallel(first, second), None, policy, strategy=fsdp2(data, 2), devices=2 * data)
-    good = [first[0], first[2]] + (second[:2] if data == 2 else [])
-    assert relative_error(run.whole.values(), full_batches(good).parameters()) <= 1e-12
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -67,27 +67,6 @@ def test_each_scheduler_steps_at_its_own_frequency_and_interval(name: str) -> No
     assert [module.stepped_at(i) for i in range(len(schedulers))] == expected
 
 
-@pytest.mark.parametrize("max_steps", [1, 3, 6])
-def test_a_scheduler_steps_as_often_as_the_optimizer_if_max_steps_ends_training(max_steps: int) -> None:
-    module = Scheduled([x(*range(8))] * 5, schedulers=[{}, {"frequency": 2}])
-    run = fit(module, None, GradientAccumulation(2, micro_batch=3), max_steps=max_steps, max_epochs=-1)
-    steps = list(range(1, max_steps + 1))
-    assert run.global_step == len(module.gradients) == max_steps
-    assert [module.stepped_at(index) for index in range(2)] == [steps, steps[1::2]]
-
-
-def test_ranks_do_not_multiply_scheduler_steps() -> None:
-    class Decays(Scalar):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    module = Decays(by_rank=[[x(1)] * 4, [x(1)] * 4])
-    fit(module, None, strategy=ddp(), devices=2, accumulate_grad_batches=2)
-    assert module.total == 1.0 + 0.5
-
-
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_reduce_lr_on_plateau_steps_at_its_interval(interval: str) -> None:
     class Plateau(Scalar):
@@ -135,15 +114,7 @@ def test_one_cycle_over_estimated_stepping_batches_ends_where_training_ends() ->
     assert scheduler.last_epoch == scheduler.total_steps == run.global_step == 7 + 2 + 2
 
 
-def test_scheduler_time_goes_on_after_a_checkpoint() -> None:
-    first, second = Scheduled(SEVEN, schedulers=[{"frequency": 3}]), Scheduled(SEVEN, schedulers=[{"frequency": 3}])
-    fit(first, None, GradientAccumulation(2)).save_checkpoint("one.ckpt")
-    fit(second, None, GradientAccumulation(2), max_epochs=3, ckpt_path="one.ckpt")
-    assert first.stepped_at() == [3]
-    assert second.stepped_at() == [2, 5, 8]  # optimizer steps 6, 9 and 12 of the whole
-
-
-def test_inf_on_one_rank_holds_the_scheduler_on_all() -> None:
+def test_inf_on_one_rank_holds_the_scheduler_on_all_and_ranks_do_not_multiply_its_steps() -> None:
     class Overflows(Scheduled):
         def on_after_backward(self) -> None:
             if self.trainer.global_rank == 1 and self.trainer.fit_loop.batch_idx == 0:

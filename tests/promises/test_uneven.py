@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +13,6 @@ import pytest
 import torch
 from harness import ENGINES as HELD
 from harness import Unsized, assert_one_window_one_batch, on, windows_of
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from sharded import ShardedScalar, needs_sharding_on_cpu, total_of
 from support import ListOfBatches, Toy, fit, loader, x
 from torch import Tensor, nn
@@ -194,33 +190,6 @@ def test_lengths_may_change_from_epoch_to_epoch(engine: str, has_length: bool) -
     assert found == pytest.approx(sum(mean for by_rank in by_epoch for mean in means(by_rank, 2)), rel=1e-12)
 
 
-class Combined(Uneven):
-    """Two loaders for each rank, the second twice as long."""
-
-    mode = ""
-
-    def train_dataloader(self) -> CombinedLoader:
-        own = self.own(self.by_rank)
-        return CombinedLoader({"one": loader(own), "two": loader([batch + 1 for batch in own * 2])}, self.mode)
-
-    def training_step(self, batch: dict[str, Tensor | None], batch_idx: int) -> Tensor:
-        return self.loss(torch.cat([part for part in batch.values() if part is not None]))
-
-
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
-def test_combined_loaders_may_be_uneven_too(mode: str) -> None:
-    by_rank = batches(2, 5)
-    module = Combined(by_rank)
-    module.mode = mode
-    found = total("ddp", module, 2)
-
-    def of(own: list[Tensor]) -> list[Tensor]:
-        twos, ones = [batch + 1 for batch in own * 2], {"max_size_cycle": own * 2, "max_size": own + [x()] * len(own)}
-        return [torch.cat(pair) for pair in zip(ones.get(mode, own), twos, strict=False)]
-
-    assert found == pytest.approx(EPOCHS * sum(means([of(own) for own in by_rank], 2)), rel=1e-12)
-
-
 @LENGTHS_KNOWN
 def test_if_no_rank_has_any_batch_nothing_is_trained(has_length: bool) -> None:
     assert total("ddp", Uneven(batches(0, 0), has_length), 2) == 0.0
@@ -304,8 +273,7 @@ def test_a_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_lengt
 class Validates(Uneven):
     """Notes how many batches it had trained on at each validation."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def on_fit_start(self) -> None:
         self.validated_at: list[int] = []
 
     def val_dataloader(self) -> DataLoader:
@@ -333,18 +301,6 @@ def test_validation_is_on_all_ranks_at_once(engine: str, has_length: bool, inter
     assert facts_of(2) == [{"validated at": expected}] * 2
 
 
-@pytest.mark.some_cases(3)
-@LENGTHS_KNOWN
-@ENGINES
-def test_checkpoints_are_of_every_other_optimizer_step(engine: str, has_length: bool) -> None:
-    path, by_rank = Path("checkpoints").absolute(), batches(2, 5)
-    saves = ModelCheckpoint(path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    options = {"state_dict_type": "sharded"} if engine == "fsdp1" else {}  # whole ones crash torch itself on a CPU
-    found = total(engine, Uneven(by_rank, has_length), 2, saves, enable_checkpointing=True, options=options)
-    assert found == pytest.approx(EPOCHS * sum(means(by_rank, 2)), rel=1e-12)
-    assert sorted(os.listdir(path)) == [f"step={step}.ckpt" for step in (2, 4, 6)]
-
-
 # --- samplers ---------------------------------------------------------------------------------------------------------
 
 
@@ -364,14 +320,13 @@ class Numbers(Dataset):
 
 
 class MapStyle(Uneven):
-    def __init__(self, length: int, has_own_sampler: bool = False) -> None:
+    def __init__(self, length: int, has_own_sampler: bool) -> None:
         super().__init__()
         self.dataset, self.has_own_sampler = Numbers(length), has_own_sampler
 
     def train_dataloader(self) -> DataLoader:
-        ranks = self.trainer.world_size
-        sampler = DistributedSampler(self.dataset, ranks, self.global_rank, shuffle=True) if self.has_own_sampler else None
-        return DataLoader(self.dataset, batch_size=2, sampler=sampler)
+        own = DistributedSampler(self.dataset, self.trainer.world_size, self.global_rank) if self.has_own_sampler else None
+        return DataLoader(self.dataset, batch_size=2, sampler=own)
 
     def facts(self) -> dict[str, Any]:
         return {"asked": self.dataset.asked}
@@ -390,24 +345,21 @@ def means_of_asked(ranks: int, window: int) -> list[float]:
     return [mean for epoch in asked_in_epochs(ranks) for mean in means([in_batches(asked) for asked in epoch], window)]
 
 
-@pytest.mark.some_cases(3)
+MAPPED = [*(on(engine, 10, 0) for engine in ("ddp", "ddp of 3", "fsdp2")), on("ddp of 3", 1, 0), on("ddp", 2, 1), on("ddp", 10, 1)]
+
+
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize("samples", [7, 10])
-@pytest.mark.parametrize(("engine", "options", "window"), [*(on(e, 10) for e in ("ddp", "ddp of 3", "fsdp2")), on("ddp of 3", 1)])
-def test_every_sample_of_a_map_style_dataset_counts_once(engine: str, options: Any, window: int, samples: int) -> None:
-    found, ranks = total(engine, MapStyle(samples), window, use_distributed_sampler=True), HELD[engine].ranks
+@pytest.mark.parametrize(("engine", "options", "window", "repeated"), MAPPED)
+def test_samples_of_a_map_style_dataset_count_once_but_with_a_sampler_of_the_user_that_repeats_some(
+    engine: str, options: Any, window: int, repeated: int, samples: int
+) -> None:
+    found, ranks = total(engine, MapStyle(samples, repeated > 0), window, use_distributed_sampler=True), HELD[engine].ranks
     for epoch in asked_in_epochs(ranks):
-        assert sorted(chain(*epoch)) == list(range(samples))
-    assert found == pytest.approx(sum(means_of_asked(ranks, window)), rel=1e-12)
-
-
-@pytest.mark.parametrize("use_distributed_sampler", [True, False])
-def test_a_sampler_of_the_user_is_left_as_it_is(use_distributed_sampler: bool) -> None:
-    found = total("ddp", MapStyle(7, has_own_sampler=True), 2, use_distributed_sampler=use_distributed_sampler)
-    for epoch in asked_in_epochs(2):
         counts = Counter(chain(*epoch))
-        assert sorted(counts) == list(range(7))
-        assert sorted(counts.values()) == [1] * 6 + [2]  # torch's repeats one
-    assert found == pytest.approx(sum(means_of_asked(2, 2)), rel=1e-12)
+        assert sorted(counts) == list(range(samples))
+        assert sum(counts.values()) == samples + repeated * (samples % 2)
+    assert found == pytest.approx(sum(means_of_asked(ranks, window)), rel=1e-12)
 
 
 # --- sparse gradients ---------------------------------------------------------------------------------------------------

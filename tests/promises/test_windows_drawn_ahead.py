@@ -13,12 +13,12 @@ from lightning.pytorch.callbacks import Callback
 from rated import EACH
 from resumed import Module as Resumed
 from resumed import assert_goes_on
-from support import Toy, ddp, fit, loader
+from support import Toy, ddp, fit
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_accum import AccumulationWarning, GradientAccumulation, SampleCount, TokenCount, Tokens
+from lightning_accum import GradientAccumulation, SampleCount, TokenCount, Tokens
 from lightning_accum.testing import assert_window_equals_batch
 
 Batch = dict[str, Tensor]
@@ -222,16 +222,6 @@ def test_a_training_that_is_to_stop_inside_a_window_stops_after_it() -> None:
     batches = rows_of("answers", 8)
     windows = [[row for batch in batches[:4] for row in batch]]
     assert_full_batches("answers", batches, 4, windows, trainer={"callbacks": [Stop()]}, reference={"callbacks": []})
-
-
-def test_an_epoch_that_ends_before_a_window_does_is_warned_of() -> None:
-    class Ended(Toy):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 2 else None
-
-    model, batches = MODELS["answers"], [default_collate(rows) for rows in rows_of("answers", 8)]
-    with pytest.warns(AccumulationWarning):
-        fit(Ended(model.loss, net=model.net), loader(batches), GradientAccumulation(4, weight=model.weight))
 
 
 class Scored(Resumed):

@@ -12,16 +12,13 @@ from harness import ENGINES as HELD
 from harness import SHORT, assert_one_window_one_batch, on
 from sharded import ShardedLanguage
 from support import Language, Scalar, ddp, fit, pad, sentences, x
-from torch.utils.data import DataLoader
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, TokenCount, Tokens
 
 
 class Estimates(Scalar):
-    asks = True
-
     def configure_optimizers(self) -> Any:
-        self.estimate = self.trainer.estimated_stepping_batches if self.asks else None
+        self.estimate = self.trainer.estimated_stepping_batches
         return super().configure_optimizers()
 
 
@@ -167,20 +164,6 @@ def test_the_estimate_counts_a_batch_that_is_none_as_nothing(weight: Any) -> Non
     assert module.estimate == run.global_step == 2
 
 
-def test_the_estimate_leaves_the_order_of_the_data_alone() -> None:
-    class Shuffled(Estimates):
-        def train_dataloader(self) -> DataLoader:
-            generator = torch.Generator().manual_seed(3)
-            return DataLoader([x(*range(8 * i, 8 * i + 8)) for i in range(4)], batch_size=None, shuffle=True, generator=generator)
-
-    asked, silent = Shuffled(), Shuffled()
-    silent.asks = False
-    for module in (asked, silent):
-        fit(module, None, GradientAccumulation(Tokens(16)))
-    assert asked.estimate == len(asked.gradients) == 2
-    assert asked.gradients == silent.gradients
-
-
 class Sum(Scalar):
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
         return (self.w * batch).sum()
@@ -234,21 +217,3 @@ def test_schedulers_that_count_loader_batches_count_each_once() -> None:
     fit(module, None, GradientAccumulation(Tokens(16), micro_batch=1, scheduler_counts="micro_batches"))
     assert len(module.gradients) == 2
     assert module.scheduler.last_epoch == 4
-
-
-def test_what_zero_grad_does_to_the_module_lasts_on_a_rank_that_stands_in() -> None:
-    class Averaged(Scalar):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.register_buffer("average", torch.zeros((), dtype=torch.float64))
-
-        def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-            self.average.mul_(0.5).add_(0.5 * self.w.detach())
-
-        def on_train_end(self) -> None:
-            torch.save(self.average, f"average{self.global_rank}.pt")
-
-    by_rank = [[x(10), x(11)], [x(i) for i in range(6)]]
-    strategy = ddp(timeout=SHORT, broadcast_buffers=False)
-    fit(Averaged(by_rank=by_rank), None, GradientAccumulation(1), strategy=strategy, devices=2)
-    assert torch.load("average0.pt") == torch.load("average1.pt") != 0
