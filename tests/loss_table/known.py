@@ -3,8 +3,6 @@
 A test that passes though its loss is in here fails: what is mended is to be taken out.
 """
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 Known: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
