@@ -22,12 +22,10 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def run_ranks(
-    work: Callable[[int], None], world_size: int, leaves_at_once: tuple[int, ...] = (), deadline: float = DEADLINE
-) -> list[str]:
+def run_ranks(work: Callable[[int], None], world_size: int, deadline: float = DEADLINE) -> list[str]:
     """Run ``work`` with a rank in each of so many processes, and return what each ended with: "ended", or its error.
 
-    A rank waits until all have ended, because the store is in the process of rank 0, but for those that leave at once.
+    A rank waits until all have ended, because the store is in the process of rank 0.
     """
     port = free_port()
 
@@ -42,7 +40,7 @@ def run_ranks(
         Path(f"{rank}.part").write_text(said)
         os.replace(f"{rank}.part", f"{rank}.said")
         end = time.monotonic() + deadline
-        while rank not in leaves_at_once and len(list(Path().glob("*.said"))) < world_size and time.monotonic() < end:
+        while len(list(Path().glob("*.said"))) < world_size and time.monotonic() < end:
             time.sleep(0.02)
         os._exit(0)  # gloo's threads now and then abort an interpreter that ends
 

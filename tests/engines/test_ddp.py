@@ -79,22 +79,6 @@ def test_one_gradient_reduction_and_one_small_all_reduce_a_window(
     assert {name for name, _ in collectives if "all_reduce" not in name} <= {"gloo:broadcast"}
 
 
-@pytest.mark.parametrize("strategy", [AccumulationStrategy, ddp])
-def test_one_rank_may_leave_a_parameter_unused_at_the_end_of_a_window(strategy: Any) -> None:
-    class OnlyOdd(Scalar):
-        def loss(self, x: Tensor) -> Tensor:
-            return (self.w * x).mean() + (self.other(x[:, None]).mean() if x[0] % 2 else 0)
-
-        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-            self.gradients.append((self.w.grad.item(), self.other.weight.grad.item()))
-            torch.save(self.gradients, "seen.pt")
-
-    module = OnlyOdd([x(1), x(2), x(3), x(4)])
-    module.other = nn.Linear(1, 1, bias=False).double()
-    fit(module, None, GradientAccumulation(2, weight="equal", check=False), strategy=strategy())
-    assert torch.load("seen.pt") == [(1.5, 0.5), (3.5, 1.5)]
-
-
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
