@@ -1,10 +1,10 @@
-"""Random numbers, so that batches of different sizes can be compared: dropout off, other noise the same for every row."""
+"""Random numbers, so that batches of different sizes can be compared: dropout off, other noise that belongs to rows."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -149,29 +149,64 @@ def _is_same(state: Any, other: Any) -> bool:
     return is_same if isinstance(is_same, bool) else bool(is_same.all())
 
 
-class SameForEveryRow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """In here random numbers depend on how many were drawn since :meth:`restart`, and are the same for all rows of a tensor.
+class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+    """In here random numbers belong to rows: what a step draws for a row is the same in the whole batch and in its part.
 
-    So a row meets the same noise in a micro-batch as in the full batch, wherever dimension 0 is the rows: the noise of an
-    autoencoder, the time steps of a diffusion model, Gumbel noise. The state of the random generators is left as it was. What is
-    drawn in another way (a permutation, draws without replacement, Python's own numbers) stays random.
+    The noise of an autoencoder, the time steps of a diffusion model, Gumbel noise. Each draw depends on how many there were since
+    :meth:`restart`; the state of the random generators is left as it was. If it is not known which rows are run, and where several
+    numbers are drawn for each row, all entries of dimension 0 get the same. What is drawn in another way (a permutation, draws
+    without replacement, Python's own numbers) stays random.
 
     Example:
-        >>> with SameForEveryRow():
-        ...     noise = torch.randn(3, 2)
-        >>> bool((noise == noise[0]).all())
-        True
+        >>> with NoiseOfRows() as noise:
+        ...     noise.restart((0, 3, 3))
+        ...     whole = torch.randn(3, 2)
+        ...     noise.restart((2, 1, 3))
+        ...     part = torch.randn(1, 2)
+        >>> bool((whole[2] == part).all()), bool((whole[0] == part).any())
+        (True, False)
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = 0
+        self._rows: tuple[int, int, int] | None = None
+        self._whole: dict[int, tuple[int, ...]] = {}
         self.found: set[str] = set()
         """The operations that drew, by name."""
+        self.is_unlike = False
+        """A part has drawn numbers of shapes that are not those of its rows in the whole."""
 
-    def restart(self) -> None:
-        """Begin to count anew: with every micro-batch."""
-        self._draws = 0
+    def restart(self, rows: tuple[int, int, int] | None = None) -> None:
+        """Begin to count anew: with every micro-batch.
+
+        Args:
+            rows: the first of them, how many they are, and how many the whole batch has, which runs before its parts. None if that
+                is not known.
+        """
+        self._draws, self._rows = 0, rows
+        if rows is None or rows[1] == rows[2]:
+            self._whole, self.is_unlike = {}, False
+
+    def sample(self, shape: Sequence[int], draw: Callable[[Sequence[int]], Tensor]) -> Tensor:
+        """What ``draw`` gives of a shape, for the rows that are run."""
+        shape = tuple(shape)
+        if self._rows is None or not shape:
+            return draw(shape[1:]).expand(shape).clone()
+        first, number, total = self._rows
+        whole = self._whole.setdefault(self._draws, shape) if number == total else self._whole.get(self._draws, ())
+        others = [dim for dim, size in enumerate(whole) if len(whole) == len(shape) and size != shape[dim]]
+        repeats = len(whole) > 0 and whole[0] > total and whole[0] % total == 0
+        if whole == shape or (len(others) == 1 and whole[others[0]] * number == shape[others[0]] * total):
+            drawn = draw(whole[1:]).expand(whole) if repeats else draw(whole)
+            if whole == shape:
+                return drawn.clone()
+            if whole[others[0]] == total:
+                return drawn.narrow(others[0], first, number).clone()
+            if others[0] == 0:
+                return drawn[:1].expand(shape).clone()
+        self.is_unlike = True
+        return draw(shape)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -181,7 +216,7 @@ class SameForEveryRow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
             return func(*with_tensors(func, args), **kwargs)
         self._draws += 1
         with _seeded(self._draws, _device_of(args, kwargs)):
-            result = draw(func, args, kwargs)
+            result = draw(self.sample, func, args, kwargs)
         if result is None:
             return func(*args, **kwargs)
         self.found.add(name.rstrip("_"))
@@ -210,50 +245,51 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         before.restore()
 
 
-def _row_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty(tensor.shape[1:], dtype=dtype or tensor.dtype, device=tensor.device)
+_Sample: TypeAlias = "Callable[[Sequence[int], Callable[[Sequence[int]], Tensor]], Tensor]"
 
 
-def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+def _uniform(sample: _Sample, tensor: Tensor) -> Tensor:
+    return sample(tensor.shape, lambda shape: torch.rand(shape, dtype=exact_dtype(tensor.device), device=tensor.device))
+
+
+def _in_place(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     if tensor.dim() == 0:
         return func(*args, **kwargs)
     if rest and isinstance(rest[0], Tensor):  # bernoulli_(probabilities)
-        return tensor.copy_(_row_of(tensor, exact_dtype(tensor.device)).uniform_() < rest[0])
-    return tensor.copy_(func(_row_of(tensor), *rest, **kwargs))
+        return tensor.copy_(_uniform(sample, tensor) < rest[0])
+    return tensor.copy_(sample(tensor.shape, lambda shape: func(tensor.new_empty(shape), *rest, **kwargs)))
 
 
-def _like(func: Any, args: Any, kwargs: Any) -> Any:
+def _like(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     if tensor.dim() == 0:
         return func(*args, **kwargs)
     kwargs = {**kwargs, "memory_format": None} if "memory_format" in kwargs else kwargs
-    return func(_row_of(tensor), *rest, **kwargs).expand(tensor.shape).clone()
+    return sample(tensor.shape, lambda shape: func(tensor.new_empty(shape), *rest, **kwargs))
 
 
-def _of_size(func: Any, args: Any, kwargs: Any) -> Any:
+def _of_size(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     place = next((place for place, value in enumerate(args) if isinstance(value, (list, tuple))), None)
     if place is None or not args[place]:
         return None if place is None else func(*args, **kwargs)
-    size = args[place]
-    return func(*args[:place], list(size[1:]), *args[place + 1 :], **kwargs).expand(size).clone()
+    return sample(args[place], lambda shape: func(*args[:place], list(shape), *args[place + 1 :], **kwargs))
 
 
-def _bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
+def _bernoulli(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     probabilities = args[1] if len(args) > 1 else args[0]
     if args[0].dim() == 0:
         return func(*args, **kwargs)
-    return (_row_of(args[0], exact_dtype(args[0].device)).uniform_() < probabilities).to(args[0].dtype)
+    return (_uniform(sample, args[0]) < probabilities).to(args[0].dtype)
 
 
-def _normal(func: Any, args: Any, kwargs: Any) -> Any:
+def _normal(sample: _Sample, func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [value for value in args if isinstance(value, Tensor)]
     if not tensors:
-        return _of_size(func, args, kwargs)
-    shape = sum(tensors).shape  # type: ignore[union-attr]
+        return _of_size(sample, func, args, kwargs)
+    total: Tensor = sum(tensors)  # type: ignore[assignment]
     mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
-    row = torch.empty(shape[1:], dtype=tensors[0].dtype, device=tensors[0].device).normal_()
-    return mean + std * row.expand(shape)
+    return mean + std * sample(total.shape, lambda shape: tensors[0].new_empty(shape).normal_())
 
 
 _WAYS = {

@@ -186,7 +186,7 @@ class SplitRows:
         """The parts, where there are ``number`` of them."""
         if number != self.number:
             return []
-        return [Rows(self._whole, [partial(self._part, index) for index in range(number)], [1] * number)]
+        return [Rows(self._whole, [partial(self._part, index) for index in range(number)], [1] * number, are_counted=False)]
 
     def _whole(self) -> Any:
         return self._split(self._batch, max(2, self._size))[0]

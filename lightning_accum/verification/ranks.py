@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
 from lightning_accum.loops.launch import forks_or_spawns
-from lightning_accum.randomness import SameForEveryRow, seed_everything
+from lightning_accum.randomness import NoiseOfRows, seed_everything
 from lightning_accum.strategies import ModelParallelAccumulationStrategy
 from lightning_accum.verification.processes import run_on_ranks
 from lightning_accum.verification.step import (
@@ -84,7 +84,7 @@ def _train(
         arguments["accumulate_grad_batches"] = window
     if isinstance(strategy, str):
         strategy = re.sub("_(spawn|fork|notebook)$", "", strategy)  # the processes are there
-    noise = SameForEveryRow()
+    noise = NoiseOfRows()
     runner.keep_to_one_step(change, noise)
     seed_everything(0)  # for what setup and configure_model make
     trainer = trainer_of_one_step(

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
-from lightning_accum.randomness import SameForEveryRow, seed_everything
+from lightning_accum.randomness import NoiseOfRows, seed_everything
 from lightning_accum.user_warnings import AccumulationWarning
 from lightning_accum.verification.state import ModuleState
 from lightning_accum.verification.watch import Step, StepRecorder, StepTakenError
@@ -90,7 +90,7 @@ class StepRunner:
 
     def _run(self, batches: Sequence[Any], change: Change, recorder: StepRecorder, callbacks: list[Any], **arguments: Any) -> Step:
         module = uncompiled(self.module)
-        noise = SameForEveryRow()
+        noise = NoiseOfRows()
         with (
             self.state.restored_afterwards(),
             warnings.catch_warnings(record=True) as caught,
@@ -115,7 +115,7 @@ class StepRunner:
         step.noise = noise.found
         return step
 
-    def keep_to_one_step(self, change: Change, noise: SameForEveryRow) -> None:
+    def keep_to_one_step(self, change: Change, noise: NoiseOfRows) -> None:
         """Leave out preparing data that was prepared, and the module's callbacks; and what is to be taken out."""
         module = uncompiled(self.module)
         module.prepare_data = lambda: None

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate, zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -212,12 +213,13 @@ class Check:
 
     def _look(self, rows: Rows, weight: Any) -> Verdict:
         """Compare some rows with their parts."""
-        is_known = self._knows_rows and bool(rows.sizes)
-        total = sum(rows.sizes) if is_known else None
-        sizes: Sequence[int | None] = rows.sizes if is_known else [None] * len(rows.parts)
+        total = sum(rows.sizes) if self._knows_rows and rows.sizes else None
+        drawn_for = sum(rows.sizes) if rows.are_counted else 0
         try:
-            whole = self._measure(rows.whole, weight, rows=total)
-            parts = [self._measure(part, weight, whole, size) for part, size in zip(rows.parts, sizes, strict=True)]
+            whole, parts = self._measure_all(rows, weight, total, drawn_for)
+            if self._largest(float(self._trial.draws_unlike_numbers)):  # not for each row: then all rows draw the same
+                drawn_for = 0
+                whole, parts = self._measure_all(rows, weight, total, drawn_for)
             if abs(whole.loss) < self._trial.tolerance * self.loss:
                 raise UnsuitableRowsError("the loss of the first rows is 0 but for rounding")
             has_no_count = has_raised_count(whole, parts)
@@ -238,7 +240,8 @@ class Check:
             return verdict
         try:
             # as a part that has all rows, where the parts have the mean that the whole has a function of
-            again = self._measure(rows.whole, weight, None if whole.function is None else whole, total)
+            place = (0, drawn_for, drawn_for) if drawn_for else None
+            again = self._measure(rows.whole, weight, None if whole.function is None else whole, total, place)
             if not verdict.adds_up:
                 if self._may_gather and self._trial.has_waited:
                     raise CannotCheckError("training_step gathers from other ranks")
@@ -249,6 +252,16 @@ class Check:
         except CannotCheckError as reason:
             verdict = Verdict.unknown(reason)
         return verdict
+
+    def _measure_all(self, rows: Rows, weight: Any, total: int | None, drawn_for: int) -> tuple[Measured, list[Measured]]:
+        """The whole and its parts; ``drawn_for`` is how many rows random numbers belong to, 0 where all rows have the same."""
+        whole = self._measure(rows.whole, weight, rows=total, place=(0, drawn_for, drawn_for) if drawn_for else None)
+        starts = accumulate((0, *rows.sizes))
+        return whole, [
+            self._measure(part, weight, whole, total and number, (start, number, drawn_for) if drawn_for else None)
+            for part, number, start in zip_longest(rows.parts, rows.sizes, starts)
+            if part is not None
+        ]
 
     def _tolerance(self, seen: str) -> float:
         return rounding_of_gradients(self._trial.eps) if seen == OF_GRADIENT else self._trial.tolerance
@@ -263,9 +276,19 @@ class Check:
             self._excesses.add(whole.weight, [part.weight for part in parts if part.weight], rows)
         return 0.0
 
-    def _measure(self, batch: Callable[[], Any], weight: Any, whole: Measured | None = None, rows: int | None = None) -> Measured:
-        """What a batch of so many rows contributes: all that is to be compared is in parts of ``whole``, where there is one."""
-        self._trial.restore()
+    def _measure(
+        self,
+        batch: Callable[[], Any],
+        weight: Any,
+        whole: Measured | None = None,
+        rows: int | None = None,
+        place: tuple[int, int, int] | None = None,
+    ) -> Measured:
+        """What a batch of so many rows contributes: all that is to be compared is in parts of ``whole``, where there is one.
+
+        ``place`` says which rows they are, see :meth:`NoiseOfRows.restart`.
+        """
+        self._trial.restore(place)
         before = self._trial.random_state()
         weigher = Weigher(weight, lambda message: None, hands_out_terms=self._weighs_terms and weight == "auto")
         weigher.takes_functions, weigher.shares, weigher.proportion = self.takes_functions, self.shares, self.proportion

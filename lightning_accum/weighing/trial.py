@@ -17,7 +17,7 @@ from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import rounding
 from lightning_accum.failures import have_all_left
-from lightning_accum.randomness import RandomState, SameForEveryRow, dropout_switched_off
+from lightning_accum.randomness import NoiseOfRows, RandomState, dropout_switched_off
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, NoDenominatorError, UnsuitableRowsError
 from lightning_accum.wider import is_narrow, widened, widened_batch
@@ -60,9 +60,9 @@ class Backward(Protocol):
 class Trial:
     """Runs ``training_step`` on some rows, and leaves everything as it was.
 
-    Dropout is off and BatchNorm in evaluation mode, so that other breaks are seen beside them; random numbers are the same for
-    every row; nothing is compiled. Random state, buffers, attributes, metrics and parameters are put back. Ranks take every step
-    together, since they may wait for each other in it.
+    Dropout is off and BatchNorm in evaluation mode, so that other breaks are seen beside them; random numbers belong to rows;
+    nothing is compiled. Random state, buffers, attributes, metrics and parameters are put back. Ranks take every step together,
+    since they may wait for each other in it.
 
     Args:
         module: that is trained.
@@ -229,11 +229,16 @@ class Trial:
         self.restore()
         return float(self.step(batch()).detach())
 
-    def restore(self) -> None:
-        """Have the next step begin as the first did."""
+    def restore(self, rows: tuple[int, int, int] | None = None) -> None:
+        """Have the next step begin as the first did; for ``rows`` see :meth:`NoiseOfRows.restart`."""
         assert self._snapshot is not None
         self._snapshot.restore()
-        self._mode.restore()
+        self._mode.restore(rows)
+
+    @property
+    def draws_unlike_numbers(self) -> bool:
+        """The parts of the last whole batch have drawn random numbers that are not those of its rows."""
+        return self._mode.is_unlike
 
     def step(self, batch: Any) -> Tensor:
         """The loss of a batch.
@@ -359,8 +364,8 @@ def _sample(gradient: Tensor, most: int) -> Tensor:
     return flat.cpu().double()
 
 
-class TrialMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """Random numbers are the same for every row, and parameters are copied before something is written into them.
+class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+    """Random numbers belong to rows, and parameters are copied before something is written into them.
 
     Args:
         parameters: of the module. A momentum encoder writes into its own, also through ``.data``, which counts no changes.
@@ -384,9 +389,9 @@ class TrialMode(SameForEveryRow):  # type: ignore[no-untyped-call]  # of its __i
             if parameter.device.type != "meta":
                 self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
 
-    def restore(self) -> None:
+    def restore(self, rows: tuple[int, int, int] | None = None) -> None:
         """Put back what was written into, and draw the same random numbers again."""
-        self.restart()
+        self.restart(rows)
         with torch.no_grad():
             for parameter, value in self._written:
                 parameter.data.copy_(value)

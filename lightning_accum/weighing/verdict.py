@@ -23,11 +23,17 @@ class UnsuitableRowsError(CannotCheckError):
 
 
 class Rows(NamedTuple):
-    """A few rows of a batch, together and in parts, each made anew when it is asked for: a step may take its batch apart."""
+    """A few rows of a batch, together and in parts, each made anew when it is asked for: a step may take its batch apart.
+
+    Attributes:
+        sizes: of the parts.
+        are_counted: these are numbers of rows, in their order; not where the user's own function cuts.
+    """
 
     whole: Callable[[], Any]
     parts: Sequence[Callable[[], Any]]
     sizes: Sequence[int]
+    are_counted: bool = True
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import RowWiseError
-from lightning_accum.randomness import RandomState, SameForEveryRow, dropout_switched_off
+from lightning_accum.randomness import NoiseOfRows, RandomState, dropout_switched_off
 from lightning_accum.splitting.memory import is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.whole.call_state import as_with_a_graph
@@ -247,7 +247,7 @@ def _as_it_is(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     tensors = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor))
     before = RandomState(next((tensor.device for tensor in tensors), torch.device("cpu")))
     try:
-        with SameForEveryRow():
+        with NoiseOfRows():
             return layer.run(*args, **kwargs)
     finally:
         before.restore()  # each run draws the same of Python and numpy

@@ -286,7 +286,7 @@ class FlowMatching(OnPaths):
         return (self.net(torch.cat([start + time * (end - start), time], 1)) - (end - start)).square().mean()
 
 
-@real_module("flow matching, transport from noise", dealt(noised), windows=ONE, split=by("net"), **silent(1.2, 1.7))
+@real_module("flow matching, transport from noise", dealt(noised), windows=ONE, split=by("net"))
 class TransportFromNoise(FlowMatching):
     """Draws the noise that it pairs with rows, and the times."""
 
