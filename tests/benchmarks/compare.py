@@ -12,33 +12,33 @@ accumulation, Accelerate (``accumulate()``, and its recipe for counted tokens), 
 - microseconds per micro-batch of 4 texts of 16 bytes, and thousands of tokens per second on texts of 1 to 256 bytes: float32,
   medians over rounds in which all sides take turns in the same processes.
 
-    python tests/benchmarks/compare.py
+    python tests/benchmarks/compare.py --rounds 7
     python tests/benchmarks/compare.py --write     # also into the README, and notebooks/figures/comparison.png
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
 import platform
 import re
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from compared_sides import GLOBAL_BATCH, IGNORED, REFERENCE, SIDES, Side, Texts, Training, orders, rank, ranks, window
+from compared_sides import GLOBAL_BATCH, REFERENCE, SIDES, Side, Texts, Training, orders, rank, ranks, window
+from processes import free_port
+from side_by_side import command_line
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_accum.demo.corpus import sample_corpus
@@ -128,13 +128,10 @@ def timed(sides: list[Side], rounds: int) -> dict[str, Figures]:
 def work(rounds: int, kind: str, out: Path) -> None:
     """What one process does; the first writes what was found."""
     os.chdir(tempfile.mkdtemp())
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "accelerate"):
+    for name in ("transformers", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    assert IGNORED == -100  # what Hugging Face counts by
     full = REFERENCE.new_training(sample_corpus(SAMPLES, LONGEST), EPOCHS, torch.float64, kind)
     REFERENCE.train(full)
     four_windows = sample_corpus(4 * GLOBAL_BATCH, LONGEST)
@@ -154,23 +151,15 @@ def work(rounds: int, kind: str, out: Path) -> None:
 
 def measured(processes: int, rounds: int, kind: str) -> dict[str, Figures]:
     """Start the processes and read what they found."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "KINETO_LOG_LEVEL": "9",
-    }
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "9"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **quiet}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         launcher = []
         if processes > 1:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = str(probe.getsockname()[1])
-            launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", port]
+            launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(free_port())]
         command = [sys.executable, *launcher, __file__, "--rounds", str(rounds), "--optimizer", kind, "--worker", str(out)]
-        subprocess.run(command, check=True, env=environment, timeout=3600)
+        subprocess.run(command, check=True, env=environment, timeout=3600, stdout=subprocess.DEVNULL)
         found: dict[str, Figures] = json.loads(out.read_text())
     return found
 
@@ -184,18 +173,13 @@ def table(found: Mapping[int, Mapping[str, Figures]]) -> str:
     lines = ["| " + " | ".join(titles) + " |", "| --- |" + " --- |" * (len(titles) - 1)]
     for name in next(iter(found.values())):
         of_all = [figures[name] for figures in found.values()]
-        cells = [
-            *(" / ".join(_short(figures["deviations"][moment]) for figures in of_all) for moment in MOMENTS),
-            " / ".join(str(figures["steps"]) for figures in of_all),
-            " / ".join(str(figures["scheduler steps"]) for figures in of_all),
-            " / ".join(str(figures["collectives"]) for figures in of_all),
+        columns = [
+            *([_short(figures["deviations"][moment]) for figures in of_all] for moment in MOMENTS),
+            *([str(figures[what]) for figures in of_all] for what in ("steps", "scheduler steps", "collectives")),
+            [f"{figures['microseconds']:.0f}" for figures in of_all if "microseconds" in figures],
+            [f"{figures['tokens per second'] / 1000:.1f}" for figures in of_all if "microseconds" in figures],
         ]
-        if "microseconds" in of_all[0]:
-            cells.append(" / ".join(f"{figures['microseconds']:.0f}" for figures in of_all))
-            cells.append(" / ".join(f"{figures['tokens per second'] / 1000:.1f}" for figures in of_all))
-        else:
-            cells += ["", ""]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append("| " + " | ".join([name, *map(" / ".join, columns)]) + " |")
     return "\n".join([*lines, "", conditions()])
 
 
@@ -205,17 +189,13 @@ def _short(number: float) -> str:
 
 def conditions() -> str:
     """Date and versions."""
-    versions = []
-    for name in ("torch", "lightning", "accelerate", "transformers"):
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    names = [name for name in ("torch", "lightning", "accelerate", "transformers") if importlib.util.find_spec(name) is not None]
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     machine = f"Python {platform.python_version()}, {os.cpu_count()} CPU cores"
-    return f"Measured on {datetime.date.today()} with {', '.join(versions)}, {machine}."
+    return f"Measured on {datetime.date.today()} with {versions}, {machine}."
 
 
-def draw(found: Mapping[int, Mapping[str, Figures]], path: Path) -> None:
+def draw(found: Mapping[int, Mapping[str, Figures]], path: Path | str) -> None:
     """Write the figure: the deviations of every side, one panel for each number of processes."""
     from matplotlib.figure import Figure
 
@@ -271,28 +251,22 @@ def into_readme(text: str) -> None:
     readme.write_text(after)
 
 
-def main() -> None:
-    """Measure, print, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="how often every side is timed; 0: not at all (default: 7)")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="for the deviations (default: adamw)")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md, and the figure beside the others")
-    parser.add_argument("--figure", type=Path, help="where to draw")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker is not None:
-        work(arguments.rounds, arguments.optimizer, arguments.worker)
+def main(
+    rounds: int = 7, processes: tuple[int, ...] = (1, 2), optimizer: str = "adamw", write: bool = False,
+    figure: str | None = None, worker: str | None = None,
+) -> None:  # fmt: skip
+    """Measure, print, draw; with ``--rounds 0`` nothing is timed, and ``--optimizer sgd`` is for the deviations."""
+    if worker is not None:
+        work(rounds, optimizer, Path(worker))
         return
-    found = {processes: measured(processes, arguments.rounds, arguments.optimizer) for processes in arguments.processes}
+    found = {number: measured(number, rounds, optimizer) for number in processes}
     text = table(found)
     print(text)
-    if arguments.write:
+    if write:
         into_readme(text)
-    figure = arguments.figure or (ROOT / FIGURE if arguments.write else None)
-    if figure is not None:
-        draw(found, figure)
+    if write or figure:
+        draw(found, figure or ROOT / FIGURE)
 
 
 if __name__ == "__main__":
-    main()
+    command_line(main)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,7 +17,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from side_by_side import IGNORED
+from support import trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_accum import GradientAccumulation, SameOrderSampler
 from lightning_accum.demo.data import collate, count_targets
-from lightning_accum.demo.model import IGNORED, ByteModel
+from lightning_accum.demo.model import ByteModel
 
 GLOBAL_BATCH, MICRO_BATCH, SEED = 32, 4, 5
 
@@ -63,14 +64,11 @@ class GPT(nn.Module):
             self.net = ByteModel().net
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return self.loss(input_ids, labels, None)
+        return {"loss": self.loss(input_ids, labels)}
 
-    def loss(self, input_ids: Tensor, labels: Tensor, count: Tensor | int | None) -> dict[str, Tensor]:
-        """The loss of the bytes to predict: their mean, or their sum divided by ``count``."""
-        logits, targets = self.net(input_ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        if count is None:
-            return {"loss": F.cross_entropy(logits, targets, ignore_index=IGNORED)}
-        return {"loss": F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / count}
+    def loss(self, input_ids: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+        logits = self.net(input_ids)[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
 class CountingGPT(GPT):
@@ -79,14 +77,16 @@ class CountingGPT(GPT):
     loss_type = "ForCausalLM"  # by which the HF Trainer knows that the labels are shifted inside, and counts so
 
     def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> dict[str, Tensor]:
-        return self.loss(input_ids, labels, num_items_in_batch)
+        if num_items_in_batch is None:
+            return super().forward(input_ids, labels)
+        return {"loss": self.loss(input_ids, labels, "sum") / num_items_in_batch}
 
 
 class SummingGPT(GPT):
     """The same, and returns a sum, as the token recipe of Accelerate wants."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return self.loss(input_ids, labels, 1)
+        return {"loss": self.loss(input_ids, labels, "sum")}
 
 
 @dataclass
@@ -146,14 +146,14 @@ def orders(samples: int, epochs: int) -> Iterator[list[int]]:
         yield torch.randperm(samples, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
 
 
-def shared_out(texts: Texts) -> DistributedSampler[int]:
+def shared_out(texts: Texts, of: tuple[int, int] | None = None) -> DistributedSampler[int]:
     """The samples of this rank, a few of them twice where the ranks do not divide them: what torch and Lightning do."""
-    return DistributedSampler(texts, ranks(), rank(), shuffle=True, seed=SEED)  # type: ignore[arg-type]
+    return DistributedSampler(texts, *(of or (ranks(), rank())), shuffle=True, seed=SEED)  # type: ignore[arg-type]
 
 
 def in_one_piece(texts: Texts) -> DistributedSampler[int]:
     """The samples of all ranks, for libraries that share batches out by themselves."""
-    return DistributedSampler(texts, 1, 0, shuffle=True, seed=SEED)  # type: ignore[arg-type]
+    return shared_out(texts, (1, 0))
 
 
 def loader(texts: Texts, sampler: Any, batch: int = MICRO_BATCH) -> DataLoader[bytes]:
@@ -212,37 +212,30 @@ class Module(pl.LightningModule):
         self.training_[0].ended(self.current_epoch)
 
 
-def with_trainer(
-    training: Training, batches: DataLoader[bytes], strategy: str, callbacks: Iterable[Callback] = (), n: int = 1
-) -> None:
+def with_trainer(training: Training, sampler: Any, strategy: str, batch: int = MICRO_BATCH, **arguments: Any) -> None:
     """Lightning's Trainer with nothing else in it."""
-    pl.Trainer(
-        accelerator="cpu", devices=ranks(), strategy=strategy, accumulate_grad_batches=n, callbacks=list(callbacks),
-        max_epochs=training.epochs, use_distributed_sampler=False, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False,
-    ).fit(Module(training), batches)  # fmt: skip
+    run = trainer(strategy if ranks() == 1 else f"{strategy}_ddp".removeprefix("auto_"), devices=ranks(), **arguments)
+    run.fit(Module(training), loader(training.texts, sampler, batch))
 
 
 def with_lightning(training: Training) -> None:
     """``accumulate_grad_batches``."""
-    batches = loader(training.texts, shared_out(training.texts))
-    with_trainer(training, batches, "ddp" if ranks() > 1 else "auto", n=window())
+    arguments = {"accumulate_grad_batches": window(), "max_epochs": training.epochs}
+    with_trainer(training, shared_out(training.texts), "auto", **arguments)
 
 
-def _ours() -> str:
-    return "accum_ddp" if ranks() > 1 else "accum"
+def with_this_package(training: Training, batch: int = MICRO_BATCH, **policy: Any) -> None:
+    """Windows of loader batches, or loader batches split into micro-batches, sorted and trimmed."""
+    sampler = SameOrderSampler(training.texts, seed=SEED)  # type: ignore[arg-type]
+    with_trainer(training, sampler, "accum", batch, callbacks=[GradientAccumulation(**policy)], max_epochs=training.epochs)
 
 
 def with_windows(training: Training) -> None:
-    """This package, windows of loader batches."""
-    batches = loader(training.texts, SameOrderSampler(training.texts, seed=SEED))  # type: ignore[arg-type]
-    with_trainer(training, batches, _ours(), [GradientAccumulation(window())])
+    with_this_package(training, window=window())
 
 
 def with_split_batches(training: Training) -> None:
-    """This package, loader batches split into micro-batches, sorted and trimmed."""
-    batches = loader(training.texts, SameOrderSampler(training.texts, seed=SEED), GLOBAL_BATCH // ranks())  # type: ignore[arg-type]
-    with_trainer(training, batches, _ours(), [GradientAccumulation(micro_batch=MICRO_BATCH)])
+    with_this_package(training, GLOBAL_BATCH // ranks(), micro_batch=MICRO_BATCH)
 
 
 def _without_accelerators_state() -> None:
