@@ -37,30 +37,6 @@ def train(module: Language, by_rank: Any = BY_RANK, epochs: int = EPOCHS, **opti
     fit(module, Dealt(by_rank), strategy=OnCPU(**options), **arguments)
 
 
-class Counting(Language):
-    """A buffer to which every rank adds numbers of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen += 1 + self.global_rank
-        return super().training_step(batch, batch_idx)
-
-    def on_train_end(self) -> None:
-        torch.save(self.seen, f"seen{self.global_rank}.pt")
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("broadcast_buffers", [True, False])
-def test_buffers_of_rank_zero_are_for_all_only_if_they_are_broadcast(broadcast_buffers: bool) -> None:
-    train(Counting(), epochs=1, broadcast_buffers=broadcast_buffers)
-    seen, own = [torch.load(f"seen{rank}.pt").item() for rank in range(RANKS)], len(BY_RANK[0])
-    # DistributedDataParallel broadcasts in the first forward after a reduction: before the last two, the tail
-    assert seen == ([own, own - 2 + 2 * 2] if broadcast_buffers else [own, 2 * own])
-
-
 # --- communication hooks ----------------------------------------------------------------------------------------------
 
 
