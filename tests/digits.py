@@ -57,11 +57,11 @@ class ResNet(nn.Sequential):
 class Digits(pl.LightningModule):
     """Knows nothing of accumulation."""
 
-    def __init__(self, optimizer: str = "sgd", lr: float | None = None, width: int = 8, blocks: int = 1, stride: int = 1) -> None:
+    def __init__(self, lr: float = 0.1, width: int = 8, blocks: int = 1, stride: int = 1) -> None:
         super().__init__()
         torch.manual_seed(11)
         self.net = ResNet(width, blocks, stride)
-        self.optimizer, self.lr = optimizer, lr
+        self.lr = lr
         self.accuracies: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -69,6 +69,4 @@ class Digits(pl.LightningModule):
         return F.cross_entropy(self.net(images), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.optimizer == "adamw":
-            return torch.optim.AdamW(self.parameters(), lr=self.lr or 1e-3, weight_decay=0.1)
-        return torch.optim.SGD(self.parameters(), lr=self.lr or 0.1, momentum=0.9, weight_decay=1e-4)
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=1e-4)

@@ -96,13 +96,8 @@ def assert_one_window_one_batch(
 ) -> None:
     """``lightning_accum.testing.assert_window_equals_batch`` on one of ``ENGINES``, with the module's own optimizer.
 
-    Args:
-        by_rank: the rows of each loader batch of each rank, or one loader or data module for all ranks.
-        windows: the rows of each window, of all epochs, counted by hand; None if the policy tells them.
-        options: of the strategy.
-        clip: to what gradients are clipped, by "norm" or "value".
-        has_length: of the loaders.
-        arguments: of both Trainers.
+    ``by_rank`` has the rows of each loader batch of each rank, or is one loader or data module for all; ``windows`` the rows of
+    each window, of all epochs (None: the policy tells them). Gradients are clipped by "norm" or "value".
     """
     of = ENGINES[engine]
     for algorithm, value in (clip or {}).items():

@@ -159,33 +159,6 @@ def test_weights_are_not_rounded_to_bfloat16() -> None:
     assert torch.equal(torch.load("gradient0.pt"), expected.bfloat16())
 
 
-def test_parameters_of_several_types_and_tied_ones() -> None:
-    """A norm in single precision between layers in bfloat16, and an embedding that is the output layer too."""
-
-    class Mixed(Language):
-        def __init__(self) -> None:
-            super().__init__("adamw")
-            self.net = nn.ModuleList([nn.Embedding(17, 16, dtype=torch.bfloat16), nn.LayerNorm(16)])
-
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            token, norm = self.net
-            hidden = norm(token(batch["input_ids"]).float()).bfloat16()
-            return language_loss(F.linear(hidden, token.weight).float(), batch["labels"])
-
-    module, expected = Mixed(), Mixed()
-    fit(module, [pad(rows) for rows in FOURS], GradientAccumulation(4, accumulate_dtype=torch.float64))
-    optimizer, parameters = expected.configure_optimizers(), list(expected.parameters())
-    for window in POLICIES["windows"][1]:
-        batches = [pad(rows) for rows in window]
-        weights = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
-        gradients = [torch.autograd.grad(expected.training_step(batch, 0), parameters) for batch in batches]
-        for parameter, of_batches in zip(parameters, zip(*gradients, strict=True), strict=True):
-            total = sum(weight * gradient.double() for weight, gradient in zip(weights, of_batches, strict=True))
-            parameter.grad = (total * (1 / sum(weights))).to(parameter.dtype)
-        optimizer.step()
-    assert all(torch.equal(found, wanted) for found, wanted in zip(module.parameters(), parameters, strict=True))
-
-
 @pytest.mark.parametrize(
     ("window", "dtype", "precision"),
     [(1, torch.float32, "bf16-true"), (3, torch.float32, "32-true"), (3, torch.bfloat16, "32-true")],

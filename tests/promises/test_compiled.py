@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import Language, ddp, error_of_updates, fit, loader, pad, sentences, train_by_hand
+from support import Language, error_of_updates, fit, pad, sentences, train_by_hand
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -111,31 +111,3 @@ def test_dynamic_is_compiled_once_and_fixed_once_for_each_size(dynamic: bool) ->
 def test_a_compiled_step_needs_an_explicit_weight_and_is_told_so(micro_batch: int | None) -> None:
     with pytest.raises(UnreadableLossError, match="TokenCount"):
         fit(compiled_whole(), WHOLE, GradientAccumulation(None if micro_batch else 4, micro_batch=micro_batch))
-
-
-class OverRanks(Small):
-    """Every rank has its share of the rows."""
-
-    def __init__(self, batches: Any, is_compiled: bool) -> None:
-        super().__init__()
-        self.batches, self.is_compiled = batches, is_compiled
-
-    def configure_model(self) -> None:
-        if self.is_compiled:
-            self.net.compile(backend="aot_eager")
-
-    def train_dataloader(self) -> Any:
-        rank = self.trainer.global_rank
-        return loader([{key: rows[rank::2] for key, rows in batch.items()} for batch in self.batches])
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("is_whole", [False, True])
-@pytest.mark.parametrize("micro_batch", [None, Tokens(40)])
-def test_over_ranks_compiled_modules_are_exact(is_whole: bool, micro_batch: Any) -> None:
-    own: Any = OverRanks(WHOLE if micro_batch else QUARTERS, is_compiled=not is_whole)
-    module = torch.compile(own, backend="aot_eager") if is_whole else own
-    weight = TokenCount() if is_whole else "auto"
-    policy = GradientAccumulation(None if micro_batch else 4, micro_batch=micro_batch, weight=weight)
-    fit(module, None, policy, strategy=ddp(), devices=2, max_epochs=2)
-    assert error_of_updates(own, train_by_hand(Small(), WHOLE, 2), Small()) <= 1e-12

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from support import Interrupted, Scalar, ddp, fit, fp16_on_cpu, loader, trainer, x
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_accum import AccumulationError, GradientAccumulation, Tokens
 
@@ -286,40 +284,6 @@ def test_callbacks_that_monitor_a_validation_look_after_each(is_first: bool) -> 
     assert [step for step, _ in module.validated] == saved_steps("best") == [2, 4, 6]
     assert run.global_step == 6
     assert best.best_model_path.endswith("step=2.ckpt")
-
-
-class Stream(IterableDataset):
-    """Has no end."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return map(x, count())
-
-
-BARS: dict[str, tuple[dict[str, Any], int | None, list[float], int]] = {
-    "a stream": ({"window": 3}, None, [15], 5),
-    "a stream, by step": ({"window": lambda step: 1 + step}, None, [15], 5),
-    "a stream, in tokens": ({"window": Tokens(3)}, None, [math.inf], 5),
-    "cut tails": ({"window": 3}, 7, [7, 6], 5),
-    "carried tails": ({"window": 3, "tail": "carry"}, 7, [7, 7, 1], 5),
-    "split": ({"micro_batch": 2}, 7, [7, 1], 8),
-}
-"""A policy, the loader batches of an epoch, the ends of the bar in each, and the steps."""
-
-
-@pytest.mark.parametrize("name", BARS)
-def test_the_progress_bar_ends_with_the_loader_batches_that_the_steps_take(name: str) -> None:
-    policy, batches, ends, steps = BARS[name]
-    told: list[float] = []
-
-    class Looks(Distance):
-        def on_train_epoch_start(self) -> None:
-            told.append(self.trainer.progress_bar_callback.total_train_batches)
-
-    data = DataLoader(Stream(), batch_size=None) if batches is None else loader([x(i, i + 1) for i in range(batches)])
-    limits = {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_progress_bar": True}
-    run = fit(Looks(), data, GradientAccumulation(**policy), **limits)
-    assert told == ends
-    assert run.global_step == steps
 
 
 def test_validation_that_is_switched_off_stays_off_and_a_short_trial_validates_as_ever() -> None:

@@ -102,25 +102,3 @@ def test_a_padded_batch_is_its_split_and_trimmed_micro_batches(name: str, side: 
     )
     if side == "right" or name == "llama":  # positions of the others count from the first column
         assert min(widths) < 10
-
-
-CLASSES = torch.arange(8) % 4
-HEADS: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, Tensor]]]] = {
-    "masked": (lambda: bert("MaskedLM"), lambda ids: {"labels": torch.where(ids % 3 == 0, ids, -100)}),
-    "answers": (
-        lambda: bert("QuestionAnswering"),
-        lambda ids: {"start_positions": CLASSES[: len(ids)], "end_positions": CLASSES[: len(ids)] + 1},
-    ),
-    "regression": (lambda: bert("SequenceClassification", num_labels=1), lambda ids: {"labels": ids[:, 0].double()}),
-    "several labels": (
-        lambda: bert("SequenceClassification", num_labels=4, problem_type="multi_label_classification"),
-        lambda ids: {"labels": (ids[:, :4] > 15).double()},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_of_other_kinds_are_exact(name: str) -> None:
-    make, labels = HEADS[name]
-    rows = [[{**{"input_ids": ids}, **labels(ids)} for ids in texts(8, 5)["input_ids"][i:j, None]] for i, j in ((0, 3), (3, 8))]
-    assert_window_equals_batch(partial(wrapped, make), rows, GradientAccumulation(2), collate=join, limit=TOLERANCE)

@@ -151,11 +151,10 @@ class OfRank(ShardedLanguage):
         return loader(self.by_rank[self.trainer.global_rank])
 
 
-@pytest.mark.parametrize("engine", ["accum", "ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
-def test_a_language_model_is_measured_in_tokens_and_samples(engine: str) -> None:
+@pytest.mark.parametrize("strategy", [ddp, pytest.param(fsdp2, marks=needs_sharding_on_cpu)], ids=["ddp", "fsdp2"])
+def test_a_language_model_is_measured_in_tokens_and_samples(strategy: Any) -> None:
     batches = [pad(sentences(16)[i : i + 2]) for i in range(0, 16, 2)]
-    nothing = {**batches[0], "labels": torch.full_like(batches[0]["labels"], -100)}
-    module, policy = Language(), GradientAccumulation(4 if engine == "accum" else 2)
+    module = Language()
     parameters, optimizer = list(module.parameters()), module.configure_optimizers()
 
     def gradient_of(batch: Any) -> Tensor:
@@ -167,18 +166,12 @@ def test_a_language_model_is_measured_in_tokens_and_samples(engine: str) -> None
             parameter.grad = gradient.view_as(parameter)
         optimizer.step()
 
-    windows = [batches[:4], batches[4:]]
-    weighed = [[(batch, float((batch["labels"][:, 1:] != -100).sum())) for batch in window] for window in windows]
-    if engine == "accum":
-        estimate = measured(OfRank(batches), policy)
-        tokens = sum(weight for window in weighed for _, weight in window)
-        assert estimate.samples == pytest.approx(estimate.weight * 16 / tokens, rel=1e-12)
-    else:
-        by_rank = [*batches[:2], *batches[4:6]], [*batches[2:4], *batches[6:]]
-        if engine == "ddp":
-            by_rank[1][1], weighed[0] = nothing, weighed[0][:3]
-        estimate = measured(OfRank(*by_rank), policy, 2, ddp() if engine == "ddp" else fsdp2())
-    assert_agrees(estimate, by_hand(weighed, gradient_of, step), 2)
+    weights = [float((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    weighed = list(zip(batches, weights, strict=True))
+    by_rank = [*batches[:2], *batches[4:6]], [*batches[2:4], *batches[6:]]
+    estimate = measured(OfRank(*by_rank), GradientAccumulation(2), 2, strategy())
+    assert_agrees(estimate, by_hand([weighed[:4], weighed[4:]], gradient_of, step), 2)
+    assert estimate.samples == pytest.approx(estimate.weight * 16 / sum(weights), rel=1e-12)
 
 
 @pytest.mark.some_cases(1)
@@ -198,20 +191,6 @@ def test_a_quadratic_with_known_noise_is_found_within_its_standard_error(ranks: 
 
 
 # --- beside training ----------------------------------------------------------------------------------------------------------
-
-
-def test_training_is_the_same_to_the_bit() -> None:
-    modules = [Quadratic(EQUAL) for _ in range(2)]
-    fit(modules[0], None, GradientAccumulation(3))
-    fit(modules[1], None, GradientAccumulation(3), GradientNoiseScale())
-    assert torch.equal(modules[0].w, modules[1].w)
-
-
-def test_another_fit_begins_anew() -> None:
-    noise = GradientNoiseScale(smoothing=1)
-    for _ in range(2):
-        fit(Quadratic(A), None, GradientAccumulation(2), noise)
-        assert_agrees(noise.estimate, quadratic_by_hand([A[:2], A[2:]]), 2)
 
 
 def test_one_window_in_so_many_is_measured() -> None:
@@ -234,10 +213,12 @@ def test_training_that_goes_on_from_a_checkpoint_goes_on_with_the_estimate() -> 
     assert whole.estimate.windows == 4
 
 
-def test_the_suggestion_is_logged_and_printed(caplog: pytest.LogCaptureFixture) -> None:
-    noise = GradientNoiseScale()
+def test_the_suggestion_is_logged_and_printed_and_training_is_the_same_to_the_bit(caplog: pytest.LogCaptureFixture) -> None:
+    noise, module, plain = GradientNoiseScale(), Quadratic(EQUAL * 4), Quadratic(EQUAL * 4)
+    fit(plain, None, GradientAccumulation(3))
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        run = fit(Quadratic(EQUAL * 4), None, GradientAccumulation(3), noise)
+        run = fit(module, None, GradientAccumulation(3), noise)
+    assert torch.equal(module.w, plain.w)
     assert sum(record.message.startswith("GradientNoiseScale") for record in caplog.records) == 1
     for name in ("weight", "samples", "variance", "gradient"):
         assert run.callback_metrics[f"noise_scale/{name}"].item() == pytest.approx(getattr(noise.estimate, name), rel=1e-12)

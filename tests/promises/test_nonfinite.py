@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accum import AccumulationWarning, GradientAccumulation, ModelParallelAccumulationStrategy, Tokens
+from lightning_accum import AccumulationWarning, GradientAccumulation, ModelParallelAccumulationStrategy
 from lightning_accum.testing import adamw, sgd
 
 FINE, NAN_LOSS, INF_LOSS, NAN_GRADIENT, INF_GRADIENT = range(5)
@@ -190,15 +190,6 @@ def test_one_warning_names_batch_rank_and_what_is_not_finite(fault: int) -> None
     assert (shown["window/skipped_micro_batches"], shown["window/micro_batches"], shown["window/weight"]) == (2, 1, 2)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_window_of_tokens_counts_those_of_good_micro_batches() -> None:
-    good = [labels(*range(4), seed=seed) for seed in range(4)]
-    nan, inf = labels(0, 1, 2, 3, fault=NAN_GRADIENT), labels(0, 1, 2, 3, fault=INF_LOSS)
-    module = Classifier([good[0], nan, good[1], good[2], inf, good[3]])
-    skipping(module, Tokens(8))
-    assert_equal(module, full_batches(good[:2], good[2:]))
-
-
 class Logging(Classifier):
     """Logs its loss in several ways, returns what it computed, counts what it has seen, and holds state."""
 
@@ -298,20 +289,6 @@ def test_with_a_grad_scaler_a_loss_is_skipped_and_a_gradient_is_left_to_the_scal
     assert plugin.scaler.get_scale() == scale
     assert run.callback_metrics["window/skipped_micro_batches"] == skipped
     assert all(parameter.isfinite().all() for parameter in module.parameters())
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_gradients_added_up_in_a_wider_type_are_left_out_too(ranks: int) -> None:
-    good = [labels(0, 1, 2), labels(3), labels(1, 1, 0, 2), labels(2, 2)]
-    nan, inf = labels(1, 2, fault=NAN_GRADIENT), labels(3, 3, 3, fault=INF_LOSS)
-    trained = []
-    for batches in ([good[0], nan, good[1], good[2], good[3], inf], good):
-        batches = [{**batch, "x": batch["x"].float()} for batch in batches]
-        module = Classifier(*[batches] * ranks).float()
-        skipping(module, len(batches) // 2, ranks=ranks, accumulate_dtype=torch.float64)
-        trained.append([parameter.detach() for parameter in module.parameters()])
-    assert relative_error(*trained) < 1e-7  # of one rounding to float32
 
 
 # --- raise, and nothing ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from resumed import assert_goes_on
 from sharded import fsdp2, needs_sharding_on_cpu
-from support import Interrupted, SaveAfter, Scalar, StatefulLoader, ddp, fit, fp16_on_cpu, trainer, x
+from support import Interrupted, SaveAfter, Scalar, StatefulLoader, ddp, fit, trainer, x
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, Tokens
 
@@ -102,13 +102,6 @@ def test_a_checkpoint_holds_gradients_inside_a_window_only_and_loads_as_weights_
     assert sizes[0] - sizes[1] == pytest.approx(8 * 256 * 1024, rel=0.02)
 
 
-def test_a_checkpoint_inside_a_window_loads_in_plain_lightning() -> None:
-    interrupted(numbers(count=8), 4, after=3)
-    module = numbers(count=8)
-    fit(module, None, strategy="auto", ckpt_path="inside.ckpt")
-    assert module.gradients == [1, 2, 3, 4, 5]  # this loader begins anew, and Lightning knows that five batches are left
-
-
 def test_a_checkpoint_that_is_only_validated_does_not_go_on_in_a_later_fit() -> None:
     class Validated(Scalar):
         def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -130,22 +123,6 @@ def test_a_callback_that_has_been_through_a_fit_goes_on_from_a_checkpoint() -> N
     fit(Scalar([x(1)] * 6), None, callback)
     fit(module, None, callback, ckpt_path="inside.ckpt")
     assert module.gradients == pytest.approx([(4 + 5 + 1) / 3], rel=1e-15)  # this loader begins anew, and one batch is left
-
-
-@pytest.mark.parametrize(("before", "after"), [("fp16", "plain"), ("plain", "fp16")])
-def test_partial_gradients_go_on_in_another_precision(before: str, after: str) -> None:
-    def single() -> Scalar:
-        module = Scalar([x(i).float() for i in range(1, 7)])
-        module.w = torch.nn.Parameter(torch.zeros(()))
-        return module
-
-    def plugins(precision: str) -> Any:
-        return [fp16_on_cpu()] if precision == "fp16" else None
-
-    interrupted(single(), 3, after=5, plugins=plugins(before))
-    module = single()
-    fit(module, None, GradientAccumulation(3), plugins=plugins(after), ckpt_path="inside.ckpt")
-    assert module.gradients[-1] == pytest.approx((4 + 5 + 1) / 3, rel=1e-3)  # fp16 rounds the losses
 
 
 def test_parameters_frozen_since_the_checkpoint_stay_where_they_are() -> None:
@@ -238,11 +215,6 @@ def test_a_training_with_stops_takes_the_steps_of_the_one_without(name: str) -> 
     parts_of(stops, values, {"max_epochs": epochs}, **policy)
     if name.startswith("whole"):
         parts_of(stops, values, {"max_epochs": -1, "max_steps": 6}, **policy)
-
-
-def test_a_resumed_window_has_the_size_that_it_began_with() -> None:
-    whole, *_ = parts_of([(END, 3)], [1, 2, 3], {"max_epochs": 3}, window={0: 2, 1: 3}, tail="carry")
-    assert whole.gradients == pytest.approx([1.5, (3 + 1) / 2, (2 + 3 + 1) / 3, (2 + 3) / 2], rel=1e-15)
 
 
 @pytest.mark.parametrize("after", [2, 3, 4])

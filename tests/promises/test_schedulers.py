@@ -87,20 +87,6 @@ def test_reduce_lr_on_plateau_steps_at_its_interval(interval: str) -> None:
     assert run.optimizers[0].param_groups[0]["lr"] == 0.5 ** (steps - 1)  # the first sight of a metric is its best
 
 
-def test_lr_scheduler_step_of_the_module_is_called() -> None:
-    class Own(Scheduled):
-        calls = 0
-
-        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            self.calls += 1
-            scheduler.step()
-
-    module = Own(SEVEN, schedulers=[{"frequency": 2}])
-    fit(module, None, GradientAccumulation(2))
-    assert module.calls == 2
-    assert module.stepped_at() == [2, 4]
-
-
 def test_one_cycle_over_estimated_stepping_batches_ends_where_training_ends() -> None:
     class OneCycle(Scalar):
         def configure_optimizers(self) -> Any:

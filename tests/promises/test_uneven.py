@@ -142,27 +142,6 @@ def test_ranks_that_end_at_different_times_equal_the_full_batch(
     assert_full_batches(engine, batches(*lengths), policy, options, has_length=has_length)
 
 
-class StopsInside(pl.Callback):
-    """After the first of the window's batches."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        trainer.should_stop = True
-
-
-@needs_sharding_on_cpu
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1"])
-def test_an_early_stop_inside_a_window_ends_ranks_without_a_batch_too(engine: str) -> None:
-    by_rank = batches(3, 0)
-    assert_full_batches(engine, by_rank, {"window": 2}, windows=[list(by_rank[0][0])], callbacks=[StopsInside()])
-
-
-@LENGTHS_KNOWN
-def test_limited_batches_are_limited_on_every_rank(has_length: bool) -> None:
-    by_rank = batches(5, 2)
-    windows = windows_of([rank[:3] for rank in by_rank], 2, EPOCHS)
-    assert_full_batches("ddp", by_rank, {"window": 2}, windows=windows, limit_train_batches=3, has_length=has_length)
-
-
 class Streams(Unsized):
     """Others in each epoch."""
 
@@ -190,11 +169,6 @@ def test_lengths_may_change_from_epoch_to_epoch(engine: str, has_length: bool) -
     assert found == pytest.approx(sum(mean for by_rank in by_epoch for mean in means(by_rank, 2)), rel=1e-12)
 
 
-@LENGTHS_KNOWN
-def test_if_no_rank_has_any_batch_nothing_is_trained(has_length: bool) -> None:
-    assert total("ddp", Uneven(batches(0, 0), has_length), 2) == 0.0
-
-
 # --- what standing in leaves alone ------------------------------------------------------------------------------------
 
 
@@ -215,9 +189,6 @@ class Logs(Uneven):
         self.log("count", self.count, on_step=False, on_epoch=True)
         return self.loss(batch)
 
-    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        self.log("at the end", batch.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
-
 
 @pytest.mark.some_cases(3)
 @LENGTHS_KNOWN
@@ -229,7 +200,7 @@ def test_what_is_logged_in_an_epoch_counts_every_sample_once(engine: str, has_le
     values = torch.cat(of_ranks)
     found = {name.removesuffix("_epoch"): value for name, value in torch.load("rank0.pt")[1].items()}
     # torchmetrics sums in float32: seven means, with some ten roundings of 2**-24 together; whole numbers are exact
-    for name in ("mean", "of metric", "at the end"):
+    for name in ("mean", "of metric"):
         assert found[name] == pytest.approx(values.mean().item(), rel=1e-6), name
     assert (found["sum"], found["largest"], found["count"]) == (values.sum(), values.max(), len(values))
     assert found["not synced"] == pytest.approx(of_ranks[0].mean().item(), rel=1e-6)
@@ -240,17 +211,16 @@ class Changes(Uneven):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.calls, self.seen = 0, []
+        self.seen: list[float] = []
         self.norm = nn.BatchNorm1d(1, affine=False).double()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.calls += 1
         self.seen.append(batch.sum().item())
         return self.loss(batch) + self.norm(batch[:, None]).sum() * 0
 
     def facts(self) -> dict[str, Any]:
         norm = {name: buffer.item() for name, buffer in self.norm.named_buffers()}
-        return {"calls": self.calls, "seen": self.seen, **norm}
+        return {"seen": self.seen, **norm}
 
 
 @pytest.mark.some_cases(3)
@@ -264,7 +234,7 @@ def test_a_rank_that_stands_in_changes_nothing_of_its_own(engine: str, has_lengt
         for batch in own * EPOCHS:
             norm(batch[:, None])
         buffers = {name: buffer.item() for name, buffer in norm.named_buffers()}
-        assert found == {"calls": len(own) * EPOCHS, "seen": [batch.sum().item() for batch in own] * EPOCHS, **buffers}
+        assert found == {"seen": [batch.sum().item() for batch in own] * EPOCHS, **buffers}
 
 
 # --- what Lightning does beside ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import NONE_LOSS, Scalar, ddp, fit, fp16_on_cpu, loader, x
+from support import NONE_LOSS, Scalar, ddp, fit, fp16_on_cpu, x
 from torch.nn import functional as F
 
 from lightning_accum import GradientAccumulation
@@ -40,11 +40,6 @@ def test_a_window_is_its_full_batch(name: str) -> None:
     if lightnings is not None:
         fit(plain, None, strategy="auto", accumulate_grad_batches=window)
         assert plain.gradients == pytest.approx(lightnings)
-
-
-def test_windows_of_nothing_count_as_in_lightning() -> None:
-    nothing = [None, NONE_LOSS, x(3), x(5)]  # what training_step returns None for
-    assert fit(Scalar(nothing), None, GradientAccumulation(2)).global_step == 2
 
 
 @pytest.mark.parametrize("missing", [None, NONE_LOSS], ids=["batch", "loss"])
@@ -137,22 +132,6 @@ def test_outputs_carry_the_loss_of_the_micro_batch() -> None:
 
     fit(Watches([x(8), x(4)]), None, GradientAccumulation(2))
     assert seen == [(8.0, 0), (4.0, 1)]  # Lightning: 4.0 and 2.0
-
-
-def test_validation_in_the_middle_of_a_window_changes_nothing() -> None:
-    class Validated(Scalar):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            assert torch.is_grad_enabled() is False
-            self.log("val", batch.mean() * self.w)
-
-        def val_dataloader(self) -> Any:
-            return loader([x(1), x(2)])
-
-    batches = [x(i, i + 1) for i in range(12)]
-    plain, validated = Scalar(batches), Validated(batches)
-    fit(plain, None, GradientAccumulation(4))
-    fit(validated, None, GradientAccumulation(4), val_check_interval=3)
-    assert validated.gradients == plain.gradients
 
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from harness import assert_one_window_one_batch, dealt, on, windows_of
 from sharded import ShardedLanguage
 from support import OPTIMIZERS, fit, pad, relative_error, sentences, train_by_hand
 
-from lightning_accum import GradientAccumulation, TokenCount
+from lightning_accum import GradientAccumulation
 
 ROWS, MICRO_BATCH, EPOCHS = sentences(44), 2, 2
 SMALL = 4096 / 2**20  # 4 KiB, of some 40 that the parameters take: several buckets
@@ -54,17 +54,6 @@ def test_so_it_does_with_every_option_of_a_strategy(engine: str, options: dict[s
     assert_one_window_one_batch(partial(ShardedLanguage, "adamw"), by_rank, windows, 2, engine, options, max_epochs=EPOCHS)
 
 
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize(
-    ("engine", "options", "reshard"), [on("fsdp2", False), on("fsdp2", True), on("fsdp2", False, sync="micro_batch")]
-)
-def test_so_it_does_whether_parameters_are_resharded_after_forward_or_not(engine: str, options: Any, reshard: bool) -> None:
-    by_rank, policy = dealt(ROWS[:20], MICRO_BATCH, engine), GradientAccumulation(3, tail="carry")
-    make = partial(ShardedLanguage, reshard_after_forward=reshard)
-    windows = windows_of(by_rank, 3, EPOCHS, "carry")
-    assert_one_window_one_batch(make, by_rank, windows, policy, engine, options, max_epochs=EPOCHS)
-
-
 CLIPS = {"norm": 0.05, "value": 1e-3}
 CLIPPED = [
     *(on(engine, kind) for engine in ("accum", "ddp", "fsdp2 and tensor") for kind in ("norm", "value")),
@@ -100,16 +89,6 @@ def test_the_tail_of_an_epoch_is_a_window_or_dropped_or_carried(engine: str, opt
     by_rank, policy = dealt(ROWS[:20], MICRO_BATCH, engine), GradientAccumulation(3, tail=tail)
     windows = windows_of(by_rank, 3, EPOCHS, tail)
     assert_one_window_one_batch(ShardedLanguage, by_rank, windows, policy, engine, options, max_epochs=EPOCHS)
-
-
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize(("engine", "options"), [on("accum"), on("fsdp2"), on("ddp"), on("fsdp1")])
-def test_counted_tokens_weigh_as_those_that_are_read(engine: str, options: dict[str, Any]) -> None:
-    by_rank = dealt(ROWS, MICRO_BATCH, engine)
-    windows = windows_of(by_rank, 2)
-    weights = [sum(len(row) - 1 for row in rows) for rows in windows]  # a row has one prediction less than tokens
-    policy = GradientAccumulation(2, weight=TokenCount(shift=True))
-    assert_one_window_one_batch(ShardedLanguage, by_rank, windows, policy, engine, options, weights=weights)
 
 
 def test_the_reference_is_the_loop_by_hand_and_lightnings_own_accumulation_would_not_pass() -> None:

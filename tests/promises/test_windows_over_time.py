@@ -13,7 +13,7 @@ from harness import SHORT, assert_one_window_one_batch, on
 from sharded import ShardedLanguage
 from support import Language, Scalar, ddp, fit, pad, sentences, x
 
-from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, TokenCount, Tokens
+from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, Tokens
 
 
 class Estimates(Scalar):
@@ -149,19 +149,6 @@ def test_the_number_of_steps_of_windows_of_tokens_is_an_estimate_that_says_so() 
     with pytest.warns(AccumulationWarning, match="estimate"):
         run = fit(module, [pad(rows) for rows in shares(1)[0]], GradientAccumulation(Tokens(70)), max_epochs=4)
     assert module.estimate == pytest.approx(run.global_step, rel=0.25)
-
-
-@pytest.mark.parametrize("weight", ["auto", TokenCount(shift=False), lambda batch: len(batch["labels"])])
-def test_the_estimate_counts_a_batch_that_is_none_as_nothing(weight: Any) -> None:
-    class OfLabels(Estimates):
-        def loss(self, batch: Any) -> torch.Tensor:
-            return super().loss(batch["labels"])
-
-    batch = {"labels": x(1, 2, 3, 4)}
-    module = OfLabels([None, batch, batch, None] * 2)
-    with pytest.warns(AccumulationWarning, match="estimate"):
-        run = fit(module, None, GradientAccumulation(Tokens(8), weight=weight))
-    assert module.estimate == run.global_step == 2
 
 
 class Sum(Scalar):
