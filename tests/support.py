@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import runpy
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,6 +72,14 @@ def end_profile(profile: torch.profiler.profile) -> None:
     """End it once it has all collectives: a thread of gloo notes the end of one after whoever waited for it has gone on."""
     time.sleep(0.1)
     profile.__exit__(None, None, None)
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """``lightning-accum`` with these arguments, in this process. Returns the exit status."""
+    monkeypatch.setattr(sys, "argv", ["lightning-accum", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("lightning_accum", run_name="__main__")
+    return ended.value.code
 
 
 def relative_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:

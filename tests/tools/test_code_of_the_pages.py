@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import logging
 import re
 import shlex
@@ -14,12 +13,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from support import command
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accum import GradientAccumulation
-from lightning_accum.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "notebooks" / "site" / "docs"
@@ -93,7 +92,7 @@ def test_code_of_a_page_runs_from_top_to_bottom(page: Path, page_names: dict[str
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_of_a_page_exist(page: Path) -> None:
+def test_commands_of_a_page_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")
     lines = [line for block in blocks(page, "bash") for line in block.splitlines()] + re.findall(
         r"`((?:python|lightning-accum) [^`]+)`", text
@@ -101,9 +100,7 @@ def test_commands_of_a_page_exist(page: Path) -> None:
     for line in lines:
         words = shlex.split(line, comments=True)
         if words[:1] == ["lightning-accum"] and words[1:2] != ["verify"]:
-            with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(None):
-                main([*words[1:], "--help"])
-            assert ended.value.code == 0
+            assert command(monkeypatch, *words[1:], "--help") == 0
         for word in words:
             if re.match(r"(tests|notebooks|\.ci)/[\w/.]+$", word):
                 assert (ROOT / word).exists() or word.endswith(".png"), line
