@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import subprocess
@@ -12,30 +13,31 @@ import sys
 import tempfile
 import traceback
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import Case, packages
 
-MICRO_BATCH, MICRO_BATCHES, SIZES, WINDOWS, EPOCHS = 3, 3, (3, 3, 2), 3, 2
-ROWS = sum(SIZES) * WINDOWS
-"""So many rows a case has: three windows of three micro-batches, the third of which is smaller."""
+MICRO_BATCH, SIZES, WINDOWS, EPOCHS = 3, (3, 3, 2), 3, 2
+"""Three windows of three micro-batches, the third of which is smaller: so many rows a case has."""
+WINDOW = sum(SIZES)
 
 Row = dict[str, Any]
 """A line of the table: names and version; deviations by way; what the package said by way."""
 
 
-def micro_batches() -> list[list[int]]:
-    """The rows of each micro-batch."""
-    rows = iter(range(ROWS))
-    return [[next(rows) for _ in range(size)] for _ in range(WINDOWS) for size in SIZES]
-
-
 def joined_batches() -> list[list[int]]:
     """The rows of each window."""
-    size = sum(SIZES)
-    return [list(range(start, start + size)) for start in range(0, ROWS, size)]
+    return [list(range(start, start + WINDOW)) for start in range(0, WINDOWS * WINDOW, WINDOW)]
+
+
+def micro_batches() -> list[list[int]]:
+    """The rows of each micro-batch."""
+    return [rows[sum(SIZES[:index]) : sum(SIZES[: index + 1])] for rows in joined_batches() for index in range(len(SIZES))]
 
 
 def examine(name: str) -> list[Row]:
@@ -45,19 +47,19 @@ def examine(name: str) -> list[Row]:
     torch.set_num_threads(1)
     kept = make_torchvision_importable()
     entry = packages()[name]
-    version = importlib.metadata.version(name)
     for imports in ("lightning.pytorch", "pytorch_lightning"):
         importlib.import_module(imports)  # which sets the level
     for logger in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(logger).setLevel(logging.ERROR)
+    of_all = {"package": name, "version": importlib.metadata.version(name), "field": entry.field, "imports": entry.imports}
     rows = []
     for case in entry.cases():
-        row = {"package": name, "version": version, "field": entry.field, "imports": entry.imports, "module": case.name}
         try:
-            rows.append({**row, **examined(case, entry.imports)})
+            found = examined(case, entry.imports)
         except Exception as error:  # the reference itself cannot be trained
             show(error)
-            rows.append({**row, "deviations": {}, "said": {}, "failed": first_line(error)})
+            found = {"deviations": {}, "said": {}, "failed": first_line(error)}
+        rows.append({**of_all, "module": case.name, **found})
     del kept
     return rows
 
@@ -81,47 +83,68 @@ def make_torchvision_importable() -> Any:
 def examined(case: Case, imports: str) -> Row:
     """The four ways of one module."""
     pl: Any = importlib.import_module("lightning.pytorch" if imports == "lightning" else imports)
+    accum = importlib.import_module("lightning_accum" if imports == "lightning" else f"lightning_accum.{imports}")
     start, _ = trained(case, pl, joined_batches(), is_trained=False)
     whole, known = trained(case, pl, joined_batches())
-    plain, also_known = trained(case, pl, micro_batches(), accumulate_grad_batches=MICRO_BATCHES)
-    known |= also_known
+    plain, also_known = trained(case, pl, micro_batches(), accumulate_grad_batches=len(SIZES))
     changed = (whole - start).norm()
-    row: Row = {
-        "arguments": sorted(case.arguments),
-        "deviations": {"lightning": float((plain - whole).norm() / changed)},
-        "said": {},
-    }
+    row: Row = {"arguments": sorted(case.arguments), "deviations": {"lightning": float((plain - whole).norm() / changed)}}
+    row["said"] = {}
     for way, batches, policy in (
-        ("windows", micro_batches(), {"window": MICRO_BATCHES}),
-        ("split", joined_batches(), {"micro_batch": MICRO_BATCH}),
+        ("windows", micro_batches(), {"window": len(SIZES)}),
+        ("split", joined_batches(), {"micro_batch": MICRO_BATCH, **case.arguments}),
     ):
-        arguments = case.arguments if way == "split" else {}
         try:
-            accum = importlib.import_module(accumulation_for(imports))
-            found, warned = trained(
-                case,
-                pl,
-                batches,
-                strategy="accum",
-                callbacks=[accum.GradientAccumulation(**policy, **arguments)],
-            )
+            callbacks = [accum.GradientAccumulation(**policy)]
+            found, warned = trained(case, pl, batches, strategy="accum", callbacks=callbacks)
         except Exception as error:
-            row["said"][way] = f"{'refused' if is_refusal(error) else 'crashed'}: {first_line(error)}"
+            is_ours = isinstance(error, accum.AccumulationError) or type(error).__name__ == "MisconfigurationException"
+            row["said"][way] = f"{'refused' if is_ours else 'crashed'}: {first_line(error)}"
             show(error)
             continue
         row["deviations"][way] = float((found - whole).norm() / changed)
-        row["said"][way] = "; ".join(f"warned: {message}" for message in sorted(warned - known))
+        row["said"][way] = "; ".join(f"warned: {message}" for message in sorted(warned - known - also_known))
     return row
 
 
-def accumulation_for(imports: str) -> str:
-    """The import of this package for modules of that Lightning."""
-    return "lightning_accum.pytorch_lightning" if imports == "pytorch_lightning" else "lightning_accum"
+class SameForEveryRow(TorchDispatchMode):
+    """Random numbers are the same at every draw, and for every row of a tensor: so a row meets the same noise in any batch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
+            return args[0]  # torch hands a number over that was a tensor once
+        size = next((value for value in args if isinstance(value, (list, tuple))), None)
+        first = next((value for value in args if isinstance(value, Tensor)), None)
+        shape = size if first is None else first.shape
+        if torch.Tag.nondeterministic_seeded not in func.tags or not shape or "perm" in name or "multinomial" in name:
+            return func(*args, **kwargs)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            if first is None:  # rand, randn, randint
+                smaller = [list(shape[1:]) if value is size else value for value in args]
+                return func(*smaller, **kwargs).expand(shape).clone()
+            row = torch.empty(shape[1:], dtype=first.dtype, device=first.device)
+            if name == "bernoulli" or (name == "bernoulli_" and isinstance(args[1], Tensor)):  # each row has its probabilities
+                drawn = (row.double().uniform_() < args[-1]).to(first.dtype)
+                return first.copy_(drawn) if name == "bernoulli_" else drawn
+            if name == "normal":
+                mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+                return mean + std * row.normal_()
+            drawn = func(row, *args[1:], **{key: value for key, value in kwargs.items() if key != "memory_format"})
+            return first.copy_(drawn) if name.endswith("_") else drawn.expand(shape).clone()
 
 
-def trained(
-    case: Case, pl: Any, batches: list[list[int]], is_trained: bool = True, **arguments: Any
-) -> tuple[torch.Tensor, set[str]]:
+def without_dropout(module: nn.Module) -> None:
+    """Set all probabilities of dropout to 0: ``p`` of its layers, and numbers in attributes with "drop" in their name."""
+    for layer in module.modules():
+        for holder in (vars(layer), vars(layer).get("_hparams") or {}):
+            for name, value in holder.items():
+                if ("drop" in name.lower() or ("Drop" in type(layer).__name__ and name == "p")) and isinstance(value, float):
+                    holder[name] = 0.0
+
+
+def trained(case: Case, pl: Any, batches: list[list[int]], is_trained: bool = True, **arguments: Any) -> tuple[Tensor, set[str]]:
     """All parameters after training, as one vector, and the warnings that there were.
 
     SGD takes the place of the module's optimizer: where a gradient is 0 but for rounding, Adam divides this by its own size.
@@ -129,42 +152,22 @@ def trained(
     """
     from torchmetrics import Metric
 
-    from lightning_accum import randomness
-
-    class SameAlways(randomness.SameForEveryRow):  # Lightning's hooks do not say when a micro-batch begins
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
-                return args[0]  # torch hands a number over that was a tensor once
-            if torch.Tag.nondeterministic_seeded not in func.tags:
-                return func(*args, **(kwargs or {}))
-            self.restart()
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    randomness.seed_everything(7)
+    pl.seed_everything(7, verbose=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module = case.module()
-        randomness.switch_off_dropout(module)
+        without_dropout(module)
         module.double()
         for metric in module.modules():  # some are the loss
             if isinstance(metric, Metric):
                 metric.set_dtype(torch.float64)
         if module.automatic_optimization:
             module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=case.learning_rate)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            precision="64-true",
-            max_epochs=EPOCHS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-            **arguments,
-        )
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        on_cpu = {"accelerator": "cpu", "devices": 1, "precision": "64-true", "max_epochs": EPOCHS, "limit_val_batches": 0}
+        trainer = pl.Trainer(**on_cpu, **quiet, **arguments)
         if is_trained:
-            with SameAlways():
+            with SameForEveryRow():
                 trainer.fit(module, case.new_loader(batches))
             assert trainer.global_step > 0, "no optimizer step was taken"
     vector = torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
@@ -173,21 +176,8 @@ def trained(
 
 def first_line(message: object, words: int = 14) -> str:
     """The beginning of a message."""
-    text = " ".join(str(message).split()) or type(message).__name__
-    parts = text.split(" ")
+    parts = str(message).split() or [type(message).__name__]
     return " ".join(parts[:words]) + (" …" if len(parts) > words else "")
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether the error was raised by this package, or by Lightning's Trainer, and not by what they call."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1].filename.replace(os.sep, "/")
-    raises = (frames[-1].line or "").startswith("raise ")
-    return (
-        (raises and "/lightning_accum/" in last)
-        or "/accelerator_connector" in last
-        or type(error).__name__ == "MisconfigurationException"
-    )
 
 
 def show(error: BaseException) -> None:
@@ -196,15 +186,5 @@ def show(error: BaseException) -> None:
         traceback.print_exception(error)
 
 
-def main(argv: list[str]) -> int:
-    """``NAME FILE``: examine a package and write what was found as JSON."""
-    import json
-    from pathlib import Path
-
-    name, out = argv
-    Path(out).write_text(json.dumps(examine(name)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    Path(sys.argv[2]).write_text(json.dumps(examine(sys.argv[1])))

@@ -42,14 +42,6 @@ class OfTheBatch(Classifier):
         return logits.square().mean(0).sqrt().mean()
 
 
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("make", [Classifier, Noisy, lambda: Classifier(nn.Dropout(0.5))])
-def test_a_module_whose_loss_is_a_mean_over_rows_is_exact_and_lightnings_own_is_not(make: Any) -> None:
-    row = examined(Case("", make, ROWS), "lightning")
-    assert row["said"] == {"windows": "", "split": ""}
-    assert max(row["deviations"]["windows"], row["deviations"]["split"]) < 1e-12 < 1e-3 < row["deviations"]["lightning"]
-
-
 class Theirs(pytorch_lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +51,17 @@ class Theirs(pytorch_lightning.LightningModule):
         return F.cross_entropy(self.net(batch["x"]), batch["y"])
 
 
-def test_a_module_of_pytorch_lightning_is_trained_by_its_trainer() -> None:
-    row = examined(Case("", Theirs, ROWS), "pytorch_lightning")
+@pytest.mark.parametrize(
+    ("make", "imports"),
+    [
+        (Classifier, "lightning"),
+        (Theirs, "pytorch_lightning"),
+        pytest.param(Noisy, "lightning", marks=pytest.mark.exhaustive),
+        pytest.param(lambda: Classifier(nn.Dropout(0.5)), "lightning", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_module_whose_loss_is_a_mean_over_rows_is_exact_and_lightnings_own_is_not(make: Any, imports: str) -> None:
+    row = examined(Case("", make, ROWS), imports)
     assert row["said"] == {"windows": "", "split": ""}
     assert max(row["deviations"]["windows"], row["deviations"]["split"]) < 1e-12 < 1e-3 < row["deviations"]["lightning"]
 
@@ -69,15 +70,10 @@ def test_what_the_package_says_is_quoted() -> None:
     row = examined(Case("", lambda: Classifier(nn.BatchNorm1d(6)), ROWS), "lightning")
     assert row["said"]["windows"].startswith("warned: BatchNorm (net.1) normalises each micro-batch")
     assert row["deviations"]["windows"] > 1e-3
-    row = examined(Case("", OfTheBatch, ROWS), "lightning")
-    assert row["said"]["split"].startswith("refused: The loss is, or has in it, a function of a mean")
-    assert set(row["deviations"]) == {"lightning"}
-
-
-def test_arguments_are_for_split_batches() -> None:
     row = examined(Case("", OfTheBatch, ROWS, arguments={"weight": "equal"}), "lightning")
     assert row["said"]["windows"].startswith("refused: ")
-    assert row["said"]["split"] == ""
+    assert row["said"]["split"] == "", "arguments are for split batches"
+    assert set(row["deviations"]) == {"lightning", "split"}
 
 
 @pytest.mark.parametrize(
