@@ -21,21 +21,18 @@ BEGIN, END = "<!-- versions -->", "<!-- end of versions -->"
 COLUMNS = ["", "Python", "torch", "lightning", "torchmetrics", "tested on", "passed", "skipped", "failed"]
 OF_OTHERS = ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT", "PIP_REQUIREMENT", "PIP_NO_DEPS", "PIP_PRE", "PIP_ONLY_BINARY")
 """Variables that would change what is installed or imported. Where packages come from stays pip's own configuration."""
-VERSIONS = """
-import importlib.metadata, platform
-print(platform.python_version(), *map(importlib.metadata.version, ("torch", "lightning", "torchmetrics")))
-"""
+VERSIONS = (
+    "import platform, importlib.metadata as of\n"
+    "print(platform.python_version(), *map(of.version, ('torch', 'lightning', 'torchmetrics')))"
+)
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment that nothing outside reaches into.
-
-    Attributes:
-        directory: where it is.
-    """
+    """A virtual environment in a directory; variables named in ``left_out`` do not reach into it."""
 
     directory: Path
+    left_out: Sequence[str] = OF_OTHERS
 
     def make(self, python: str) -> None:
         """Make it with this Python, if it is not there."""
@@ -45,31 +42,31 @@ class Environment:
     @property
     def python(self) -> Path:
         """Its interpreter."""
-        return self._scripts / "python"
-
-    @property
-    def _scripts(self) -> Path:
-        return self.directory / ("Scripts" if os.name == "nt" else "bin")
+        return self.directory / ("Scripts" if os.name == "nt" else "bin") / "python"
 
     def pip_install(self, *arguments: str) -> None:
         """Install into it."""
         self._run(str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
 
+    def printed(self, code: str) -> str:
+        """What Python prints there."""
+        return self._run(str(self.python), "-c", code, capture_output=True).stdout.strip()
+
     def versions(self) -> list[str]:
         """Those of Python, torch, lightning and torchmetrics."""
-        return self._run(str(self.python), "-c", VERSIONS, capture_output=True).stdout.split()
+        return self.printed(VERSIONS).split()
 
     def pytest(self, arguments: Sequence[str]) -> tuple[int, list[int]]:
         """Run pytest. Returns its exit code, and how many tests passed, were skipped and failed."""
         with tempfile.TemporaryDirectory() as results:
             file = Path(results) / "results.xml"
             # not "python -m pytest", which would put the checkout before the installed package
-            command = [str(self._scripts / "pytest"), f"--junitxml={file}", *arguments]
+            command = [str(self.python.with_name("pytest")), f"--junitxml={file}", *arguments]
             code = self._run(*command, check=False).returncode
             return code, counts(file.read_text(encoding="utf-8")) if file.exists() else [0, 0, 0]
 
     def _run(self, *command: str, check: bool = True, capture_output: bool = False) -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if name not in OF_OTHERS}
+        environment = {name: value for name, value in os.environ.items() if name not in self.left_out}
         return subprocess.run(command, cwd=ROOT, env=environment, check=check, capture_output=capture_output, text=True)
 
 

@@ -17,14 +17,7 @@ import sys
 
 from environments import ROOT, Environment, parsed, parser, run_tests
 
-TEST_TOOLS = [
-    "pytest>=8.3",
-    "pytest-rerunfailures>=15",
-    "pytest-timeout>=2.3",
-    "pytest-xdist>=3.6",
-    "rich>=13.7",
-    "tensorboard>=2.18",
-]
+TEST_TOOLS = ["pytest>=8.3", "pytest-rerunfailures>=15", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "rich>=13.7"]
 
 
 def lower_bounds(pyproject: str, key: str) -> list[str]:
@@ -45,7 +38,7 @@ def install(environment: Environment) -> None:
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     pinned = lower_bounds(pyproject, "dependencies") + lower_bounds(pyproject, "demo")
     second = [f"pytorch-{pin}" for pin in pinned if pin.startswith("lightning==")]  # which lightning requires in any version
-    environment.pip_install(*pinned, *second, *TEST_TOOLS)
+    environment.pip_install(*pinned, *second, *TEST_TOOLS, "tensorboard>=2.18")
     environment.pip_install("--no-deps", "--force-reinstall", str(ROOT))
 
 

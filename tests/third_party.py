@@ -34,48 +34,34 @@ PAGE = ROOT / "notebooks" / "third_party.md"
 BASE = ["torch", "lightning", "pytorch-lightning", "torchmetrics", "numpy", "pandas", "scikit-learn", "scipy"]
 WAYS = ("windows", "split")
 LIMIT = 1e-9
+SITE_PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 sys.path.insert(0, str(ROOT / "tests"))
 
+from environments import Environment  # noqa: E402
 from third_party_modules import Package, packages  # noqa: E402
 
 PACKAGES = packages()
 Row = dict[str, Any]
 
 
-def python_of(environment: Path) -> str:
-    """Its interpreter."""
-    return str(environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
-
-
-def pip_install(python: str, *arguments: str) -> None:
-    """Install into the environment of ``python``."""
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], check=True)
-
-
-def site_packages(python: str) -> str:
-    """Where its packages lie."""
-    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def prepare(directory: Path, package: Package) -> str:
+def prepare(directory: Path, package: Package) -> Path:
     """Make the package's environment, unless it is there, on top of one that all share. Returns its interpreter."""
-    base, own = directory / "base", directory / "env" / package.name
+    base, own = Environment(directory / "base", ()), Environment(directory / "env" / package.name, ())
     if not (directory / "base.done").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(base)], check=True)
-        pip_install(python_of(base), *BASE)
+        base.make(sys.executable)
+        base.pip_install(*BASE)
         (directory / "base.done").touch()
-    done = own.with_name(f"{own.name}.done")
+    done = own.directory.with_name(f"{package.name}.done")
     if not done.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(own)], check=True)
-        (Path(site_packages(python_of(own))) / "base.pth").write_text(site_packages(python_of(base)))
+        own.make(sys.executable)
+        (Path(own.printed(SITE_PACKAGES)) / "base.pth").write_text(base.printed(SITE_PACKAGES))
         if package.requirements:
-            pip_install(python_of(own), *package.requirements)
+            own.pip_install(*package.requirements)
         if package.without_dependencies:
-            pip_install(python_of(own), "--no-deps", *package.without_dependencies)
+            own.pip_install("--no-deps", *package.without_dependencies)
         done.touch()
-    return python_of(own)
+    return own.python
 
 
 def examined(directory: Path, package: Package) -> list[Row]:
@@ -86,8 +72,7 @@ def examined(directory: Path, package: Package) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         try:
-            python = prepare(directory, package)
-            command = [python, "-W", "ignore", "-m", "third_party_modules.training", package.name, str(out)]
+            command = [prepare(directory, package), "-W", "ignore", "-m", "third_party_modules.training", package.name, out]
             subprocess.run(command, check=True, env=environment, timeout=1800)
         except subprocess.SubprocessError as error:
             return [{**failed, "failed": f"not trained: {type(error).__name__}"}]
@@ -144,13 +129,6 @@ def page(rows: list[Row], versions: str) -> str:
     return "\n\n".join(["# Modules of other packages", *introduction, table(rows), measured]) + "\n"
 
 
-def versions(directory: Path) -> str:
-    """Of what all environments share."""
-    names = ("torch", "lightning", "pytorch-lightning")
-    code = f"import importlib.metadata as m; print(', '.join(f'{{name}} {{m.version(name)}}' for name in {names}))"
-    return subprocess.run([python_of(directory / "base"), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-
-
 def main() -> int:
     """Read the command line, examine the packages, print the table."""
     parser = argparse.ArgumentParser(description="Train modules of other packages whole, in windows and split, and compare.")
@@ -170,7 +148,8 @@ def main() -> int:
             rows += found
         print(f"\n{table(rows)}")
         if options.write:
-            PAGE.write_text(page(rows, versions(directory)), encoding="utf-8")
+            _, torch, lightning, _ = Environment(directory / "base", ()).versions()
+            PAGE.write_text(page(rows, f"torch {torch}, lightning {lightning}"), encoding="utf-8")
     finally:
         if options.environment is None:
             shutil.rmtree(directory, ignore_errors=True)

@@ -64,14 +64,9 @@ def packages() -> dict[str, Package]:
 def package(
     name: str, field: str, imports: str, *requirements: str, without_dependencies: Sequence[str] = ()
 ) -> Callable[[Callable[[], list[Case]]], Callable[[], list[Case]]]:
-    """Put the cases that the decorated function returns into :func:`packages`.
+    """Put the cases that the decorated function returns into :func:`packages`; ``requirements`` are the name where there are none.
 
-    Args:
-        name: on PyPI.
-        field: what it is for.
-        imports: ``"lightning"`` or ``"pytorch_lightning"``.
-        requirements: what pip installs; the name where there are none.
-        without_dependencies: what pip installs with ``--no-deps``, where a dependency is not needed for training and cannot be had.
+    ``without_dependencies`` is installed with ``--no-deps``, where a dependency is not needed for training and cannot be had.
     """
 
     def register(cases: Callable[[], list[Case]]) -> Callable[[], list[Case]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from . import Case, package
@@ -24,14 +25,12 @@ def chemprop() -> list[Case]:
     generator = torch.Generator().manual_seed(1)
     targets = torch.randn(len(SMILES), 2, generator=generator)
     targets[::5, 1] = float("nan")  # not measured: these do not count in the loss
-    rows = data.MoleculeDataset(
-        [data.MoleculeDatapoint.from_smi(smiles, y=target.numpy()) for smiles, target in zip(SMILES, targets, strict=True)]
-    )
+    points = zip(SMILES, targets, strict=True)
+    rows = data.MoleculeDataset([data.MoleculeDatapoint.from_smi(smiles, y=target.numpy()) for smiles, target in points])
 
     def module() -> Any:
-        return models.MPNN(
-            nn.BondMessagePassing(d_h=16, depth=2), nn.MeanAggregation(), nn.RegressionFFN(n_tasks=2, hidden_dim=16, input_dim=16)
-        )
+        head = nn.RegressionFFN(n_tasks=2, hidden_dim=16, input_dim=16)
+        return models.MPNN(nn.BondMessagePassing(d_h=16, depth=2), nn.MeanAggregation(), head)
 
     def collate(molecules: list[Any]) -> Any:
         batch = collate_batch(molecules)
@@ -69,8 +68,8 @@ def chemprop() -> list[Case]:
         "hydra-colorlog",
         "tensorboardX",
         "tensorboard",
-        "rich",
     ),
+    "rich",
     without_dependencies=["schnetpack"],  # the sympy that it asks for is older than torch's
 )
 def schnetpack() -> list[Case]:
@@ -115,19 +114,13 @@ def schnetpack() -> list[Case]:
         for start in range(0, len(batch["_n_atoms"]), size):
             is_atom = (batch["_idx_m"] >= start) & (batch["_idx_m"] < start + size)
             is_pair, first = is_atom[batch["_idx_i"]], int(is_atom.int().argmax())
-            part = {}
+            rows = dict.fromkeys(("_idx_m", "_positions", "_atomic_numbers", "forces"), is_atom)
+            rows |= dict.fromkeys(("_idx_i", "_idx_j", "_offsets", "_idx_i_local", "_idx_j_local"), is_pair)
+            before, part = {"_idx_m": start, "_idx_i": first, "_idx_j": first}, {}
             for key, value in batch.items():
-                if key == "_idx_m":
-                    part[key] = value[is_atom] - start
-                elif key in ("_idx_i", "_idx_j"):
-                    part[key] = value[is_pair] - first
-                elif key in ("_offsets", "_idx_i_local", "_idx_j_local"):
-                    part[key] = value[is_pair]
-                elif key in ("_positions", "_atomic_numbers", "forces"):
-                    part[key] = value[is_atom]
-                else:
-                    of_each = len(value) // len(batch["_n_atoms"])
-                    part[key] = value[start * of_each : (start + size) * of_each]
+                of_each = len(value) // len(batch["_n_atoms"])
+                chosen = value[rows[key] if key in rows else slice(start * of_each, (start + size) * of_each)]
+                part[key] = chosen - before[key] if key in before else chosen
             parts.append(part)
         return parts
 
@@ -154,9 +147,8 @@ def matgl() -> list[Case]:
     converter = Molecule2Graph(element_types=elements, cutoff=4.0)
     energies, potentials = [], []
     for number in generator.integers(2, 7, size=24):
-        graph, lattice, state = converter.get_graph(
-            Molecule(list("CHONHH")[:number], generator.normal(scale=1.5, size=(number, 3)))
-        )
+        molecule = Molecule(list("CHONHH")[:number], generator.normal(scale=1.5, size=(number, 3)))
+        graph, lattice, state = converter.get_graph(molecule)
         forces = torch.from_numpy(generator.normal(size=(number, 3)))
         energies.append((graph, lattice, torch.tensor(state), {"energy": float(number)}))
         potentials.append((graph, lattice, torch.tensor(state), {"energies": float(number), "forces": forces}))
@@ -169,19 +161,12 @@ def matgl() -> list[Case]:
         return PotentialLightningModule(TensorNet(element_types=elements, units=8, nblocks=1, is_intensive=False, cutoff=4.0))
 
     def split(batch: Any, size: int) -> list[Any]:
-        graphs, _, *others = batch
-        parts = []
-        for start in range(0, len(others[0]), size):
-            part = Batch.from_data_list(graphs.to_data_list()[start : start + size])
-            rest = [other[start : start + size] for other in others]
-            parts.append((part, batch[1][start : start + size], *rest))
-        return parts
-
-    def pes(rows: list[Any]) -> Any:
-        return collate_fn_pes(rows, include_stress=False)
+        graphs, *others = batch
+        places = [slice(start, start + size) for start in range(0, len(others[0]), size)]
+        return [(Batch.from_data_list(graphs.to_data_list()[p]), *(other[p] for other in others)) for p in places]
 
     return [
         Case("MEGNet", megnet, energies, collate_fn_graph),
         Case("MEGNet", megnet, energies, collate_fn_graph, arguments={"split": split}),
-        Case("TensorNet, energy and forces", potential, potentials, pes),
+        Case("TensorNet, energy and forces", potential, potentials, partial(collate_fn_pes, include_stress=False)),
     ]

@@ -15,35 +15,21 @@ def pytorch_forecasting() -> list[Case]:
     from pytorch_forecasting.metrics import MAE, RMSE, NormalDistributionLoss, QuantileLoss
 
     generator = np.random.default_rng(0)
-    table = pd.DataFrame(
-        {
-            "series": [str(series) for series in range(3) for _ in range(20)],
-            "time": [time for _ in range(3) for time in range(20)],
-            "value": generator.normal(size=60).cumsum() + 10,
-        }
-    )
+    table = pd.DataFrame({"series": np.repeat(["0", "1", "2"], 20), "time": np.tile(range(20), 3)})
+    table["value"] = generator.normal(size=60).cumsum() + 10
 
-    def dataset(shortest: int, longest_forecast: int = 3, **kwargs: Any) -> Any:
+    def dataset(shortest: int) -> Any:
         return TimeSeriesDataSet(
-            table,
-            time_idx="time",
-            target="value",
-            group_ids=["series"],
-            min_encoder_length=shortest,
-            max_encoder_length=8,
-            min_prediction_length=1 if shortest < 8 else longest_forecast,
-            max_prediction_length=longest_forecast,
-            time_varying_unknown_reals=["value"],
-            **kwargs,
-        )
+            table, time_idx="time", target="value", group_ids=["series"], time_varying_unknown_reals=["value"],
+            min_encoder_length=shortest, max_encoder_length=8,
+            min_prediction_length=1 if shortest < 8 else 3, max_prediction_length=3,
+        )  # fmt: skip
 
     def case(name: str, make: Any, loss: Any, shortest: int = 8, **kwargs: Any) -> Case:
         arguments = {} if shortest == 8 else {"trim_padding": "lengths"}
         data = dataset(shortest)
-        every_second = [data[index] for index in range(0, len(data), max(1, len(data) // 24))]
-        return Case(
-            name, lambda: make.from_dataset(data, **kwargs, loss=loss()), every_second, data._collate_fn, arguments=arguments
-        )
+        rows = [data[index] for index in range(0, len(data), max(1, len(data) // 24))]
+        return Case(name, lambda: make.from_dataset(data, **kwargs, loss=loss()), rows, data._collate_fn, arguments=arguments)
 
     small: dict[str, Any] = {"hidden_size": 8}
     tft = {**small, "attention_head_size": 2, "hidden_continuous_size": 4}

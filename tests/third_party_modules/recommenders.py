@@ -54,24 +54,19 @@ def rectools() -> list[Case]:
     from rectools import Columns
     from rectools.dataset import Dataset
     from rectools.models import BERT4RecModel, SASRecModel
+    from rectools.models.nn.item_net import IdEmbeddingsItemNet
 
     generator = np.random.default_rng(0)
     users = np.repeat(np.arange(24), generator.integers(3, 8, size=24))
     table = pd.DataFrame({Columns.User: users, Columns.Item: generator.integers(10, size=len(users)), Columns.Weight: 1.0})
     table[Columns.Datetime] = pd.Timestamp("2020-01-01") + pd.to_timedelta(np.arange(len(users)), unit="D")
     dataset = Dataset.construct(table)
-    small = {
-        "n_blocks": 1,
-        "n_factors": 8,
-        "n_heads": 2,
-        "session_max_len": 6,
-        "dropout_rate": 0.0,
-        "train_min_user_interactions": 2,
-    }
+    small = {"n_blocks": 1, "n_factors": 8, "n_heads": 2, "session_max_len": 6, "dropout_rate": 0.0}
+    small["train_min_user_interactions"] = 2
 
     def case(make: Any, loss: str) -> Case:
         def model() -> Any:
-            found = make(**small, loss=loss, item_net_block_types=(make_ids(),))
+            found = make(**small, loss=loss, item_net_block_types=(IdEmbeddingsItemNet,))
             found._build_model_from_dataset(dataset)
             return found
 
@@ -84,10 +79,5 @@ def rectools() -> list[Case]:
         loader = model().data_preparator.get_dataloader_train()
         torch.manual_seed(0)
         return Case(f"{make.__name__}, {loss}", module, loader.dataset, loader.collate_fn)
-
-    def make_ids() -> Any:
-        from rectools.models.nn.item_net import IdEmbeddingsItemNet
-
-        return IdEmbeddingsItemNet
 
     return [case(SASRecModel, "softmax"), case(SASRecModel, "BCE"), case(BERT4RecModel, "softmax")]

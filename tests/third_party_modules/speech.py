@@ -13,15 +13,9 @@ from . import Case, package
     "pytorch_lightning",
     *("soundfile", "huggingface-hub", "pyyaml", "librosa"),
     # torchaudio, which it asks for, needs a torch with CUDA on some machines, and is only used for augmentation
-    without_dependencies=[
-        "asteroid",
-        "asteroid-filterbanks",
-        "julius",
-        "torch-optimizer",
-        "pytorch-ranger",
-        "pb-bss-eval",
-        "torch-stoi",
-    ],
+    without_dependencies=(
+        *("asteroid", "asteroid-filterbanks", "julius", "torch-optimizer", "pytorch-ranger", "pb-bss-eval", "torch-stoi"),
+    ),
 )
 def asteroid() -> list[Case]:
     import torch

@@ -27,32 +27,20 @@ def pytorch_tabular() -> list[Case]:
     def case(name: str, config: Any) -> Case:
         data = DataConfig(target=["target"], continuous_cols=["a", "b"], categorical_cols=["c"])
         trainer = TrainerConfig(accelerator="cpu", checkpoints=None, load_best=False)
-        tabular = TabularModel(
-            data_config=data,
-            model_config=config,
-            optimizer_config=OptimizerConfig(),
-            trainer_config=trainer,
-            verbose=False,
-            suppress_lightning_logger=True,
-        )
+        configs = {"data_config": data, "model_config": config, "optimizer_config": OptimizerConfig(), "trainer_config": trainer}
+        tabular = TabularModel(**configs, verbose=False, suppress_lightning_logger=True)
         datamodule = tabular.prepare_dataloader(small_table(config.task), seed=1)
         dataset = datamodule.train_dataloader().dataset
         return Case(name, lambda: tabular.prepare_model(datamodule), [dataset[index % len(dataset)] for index in range(24)])
 
     mlp: dict[str, Any] = {"layers": "8-8", "dropout": 0.0, "embedding_dropout": 0.0}
+    plain = {"batch_norm_continuous_input": False}
+    tokens = {"input_embed_dim": 8, "num_heads": 2, "num_attn_blocks": 1, **plain}
     return [
-        case(
-            "CategoryEmbedding, regression",
-            CategoryEmbeddingModelConfig(task="regression", **mlp, batch_norm_continuous_input=False),
-        ),
+        case("CategoryEmbedding, regression", CategoryEmbeddingModelConfig(task="regression", **mlp, **plain)),
         case("CategoryEmbedding, BatchNorm", CategoryEmbeddingModelConfig(task="classification", **mlp)),
-        case(
-            "FTTransformer, classes",
-            FTTransformerConfig(
-                task="classification", input_embed_dim=8, num_heads=2, num_attn_blocks=1, batch_norm_continuous_input=False
-            ),
-        ),
-        case("GANDALF", GANDALFConfig(task="regression", gflu_stages=2, batch_norm_continuous_input=False)),
+        case("FTTransformer, classes", FTTransformerConfig(task="classification", **tokens)),
+        case("GANDALF", GANDALFConfig(task="regression", gflu_stages=2, **plain)),
     ]
 
 

@@ -33,9 +33,8 @@ def torch_uncertainty() -> list[Case]:
         return ClassificationRoutine(net, 4, ELBOLoss(net, nn.CrossEntropyLoss(), kl_weight=1e-3, num_samples=1))
 
     def segmentation() -> Any:
-        return SegmentationRoutine(
-            nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 4, 1)), 4, nn.CrossEntropyLoss()
-        )
+        net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 4, 1))
+        return SegmentationRoutine(net, 4, nn.CrossEntropyLoss())
 
     def regression() -> Any:
         return RegressionRoutine(mlp(5, 2, [8], dist_family="normal"), 2, DistributionNLLLoss(), dist_family="normal")

@@ -70,14 +70,8 @@ def page_names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, value in {"MAX_EPOCHS": 1, "ENABLE_PROGRESS_BAR": False, "ENABLE_MODEL_SUMMARY": False, "ACCELERATOR": "cpu"}.items():
         monkeypatch.setenv(f"PL_TRAINER_{name}", str(value))
     loader = pages_loader()
-    return {
-        "module": Encoded(),
-        "model": nn.Linear(4, 2),
-        "loader": loader,
-        "datamodule": Data(),
-        "dataset": loader.dataset,
-        "__name__": "page",
-    }
+    modules = {"module": Encoded(), "model": nn.Linear(4, 2), "datamodule": Data()}
+    return {**modules, "loader": loader, "dataset": loader.dataset, "__name__": "page"}
 
 
 @pytest.mark.filterwarnings("ignore")

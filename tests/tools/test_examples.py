@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,14 @@ def environment(**variables: object) -> dict[str, str]:
     """This process's, without what a cluster or a launcher has set, and with ``variables``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_CLUSTERS)}
     paths = os.pathsep.join(filter(None, [str(EXAMPLES.parents[1]), kept.get("PYTHONPATH", "")]))
-    return {
-        **kept,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": paths,
-        **{name: str(value) for name, value in variables.items()},
-    }
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    return {**kept, **own, **{name: str(value) for name, value in variables.items()}}
 
 
-def run(*commands: list[str], variables: list[dict[str, object]] | None = None) -> tuple[int, float]:
+def run(command: list[str], variables: Sequence[dict[str, object]] = ({},)) -> tuple[int, float]:
     """Run processes side by side. Returns the steps and the loss that one of them prints."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command], env=environment(**found), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for command, found in zip(commands, variables or [{}] * len(commands), strict=True)
-    ]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen([sys.executable, *command], env=environment(**found), **streams) for found in variables]
     try:
         outputs = [process.communicate(timeout=DEADLINE)[0] for process in processes]
     finally:
@@ -51,8 +43,13 @@ def run(*commands: list[str], variables: list[dict[str, object]] | None = None) 
             process.kill()
             process.wait()
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
-    (printed,) = re.findall(r"^(\d+) steps, loss ([\d.]+)$", "\n".join(outputs), re.MULTILINE)
-    return int(printed[0]), float(printed[1])
+    return printed("\n".join(outputs))
+
+
+def printed(output: str) -> tuple[int, float]:
+    """The steps and the loss."""
+    ((steps, loss),) = re.findall(r"^(\d+) steps, loss ([\d.]+)$", output, re.MULTILINE)
+    return int(steps), float(loss)
 
 
 def script(name: str, *arguments: str) -> list[str]:
@@ -76,27 +73,18 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     """Run a script of one process in this one. Returns the steps and the loss that it prints."""
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    (printed,) = re.findall(r"^(\d+) steps, loss ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
-    return int(printed[0]), float(printed[1])
+    return printed(capsys.readouterr().out)
 
 
-def one_epoch_of_ddp_by_hand() -> tuple[int, Any]:
-    """The steps and the mean loss of ``ddp.py`` in an epoch, in one process, each window one batch."""
-    example = runpy.run_path(str(EXAMPLES / "ddp.py"))
+def one_epoch_by_hand(name: str) -> tuple[int, Any]:
+    """The steps and the mean loss of ``ddp.py`` or ``fsdp2.py`` in an epoch, in one process, each window one batch."""
+    example = runpy.run_path(str(EXAMPLES / name))
     pl.seed_everything(0)
-    inputs = torch.randn(1000, 16)
-    return one_epoch(example["Regression"](), [inputs, inputs.sum(1, keepdim=True).sin()], 128)
-
-
-def one_epoch_of_fsdp2_by_hand() -> tuple[int, Any]:
-    """And of ``fsdp2.py``."""
-    example = runpy.run_path(str(EXAMPLES / "fsdp2.py"))
-    pl.seed_everything(0)
-    tokens = torch.randint(0, 4, (500, 24)).cumsum(1) % 32
-    return one_epoch(example["NextToken"](), [tokens], 64)
-
-
-def one_epoch(module: pl.LightningModule, tensors: list[torch.Tensor], window: int) -> tuple[int, Any]:
+    if name == "ddp.py":
+        inputs = torch.randn(1000, 16)
+        module, tensors, window = example["Regression"](), [inputs, inputs.sum(1, keepdim=True).sin()], 128
+    else:
+        module, tensors, window = example["NextToken"](), [torch.randint(0, 4, (500, 24)).cumsum(1) % 32], 64
     order, optimizer = list(SameOrderSampler(range(len(tensors[0])))), module.configure_optimizers()
     total = 0.0
     windows = [order[first : first + window] for first in range(0, len(order), window)]
@@ -117,14 +105,9 @@ def test_one_device(micro_batch: str, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @pytest.mark.exhaustive
-def test_ddp_by_torchrun_is_the_full_batch() -> None:
-    assert run(torchrun("ddp.py", "--epochs", "1")) == one_epoch_of_ddp_by_hand()
-
-
-@pytest.mark.exhaustive
-@needs_sharding_on_cpu
-def test_fsdp2_by_torchrun_is_the_full_batch() -> None:
-    assert run(torchrun("fsdp2.py", "--epochs", "1")) == one_epoch_of_fsdp2_by_hand()
+@pytest.mark.parametrize("name", ["ddp.py", pytest.param("fsdp2.py", marks=needs_sharding_on_cpu)])
+def test_an_example_by_torchrun_is_the_full_batch(name: str) -> None:
+    assert run(torchrun(name, "--epochs", "1")) == one_epoch_by_hand(name)
 
 
 def test_cli_reads_strategy_and_callback_from_yaml(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,8 +135,7 @@ def kubeflow(rank: int, port: int) -> dict[str, object]:
 def test_variables_of_a_cluster_make_one_training_of_two_processes(cluster, arguments: list[str]) -> None:
     port = free_port()
     command = script("ddp.py", "--epochs", "1", *arguments)
-    found = run(command, command, variables=[cluster(rank, port) for rank in range(2)])
-    assert found == one_epoch_of_ddp_by_hand()
+    assert run(command, [cluster(rank, port) for rank in range(2)]) == one_epoch_by_hand("ddp.py")
 
 
 def test_file_for_sbatch_is_shell_and_names_options_of_the_script() -> None:
@@ -169,4 +151,4 @@ def test_file_for_sbatch_is_shell_and_names_options_of_the_script() -> None:
 @pytest.mark.timeout(600)
 def test_ray_is_the_full_batch(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    assert run(script("ray_train.py", "--epochs", "1", "--storage", str(tmp_path))) == one_epoch_of_ddp_by_hand()
+    assert run(script("ray_train.py", "--epochs", "1", "--storage", str(tmp_path))) == one_epoch_by_hand("ddp.py")
