@@ -236,7 +236,7 @@ def test_a_function_splits_what_shows_no_rows(size: Any) -> None:
     assert [part.value for part in pieces(Opaque([1, 2, 3, 4, 15]), size, split=by_value)] == expected
 
 
-@pytest.mark.parametrize("returned", [None, [], 3, iter([1])], ids=repr)
+@pytest.mark.parametrize("returned", [None, [], 3, iter([1])], ids=["nothing", "an empty list", "a number", "an iterator"])
 def test_a_function_that_returns_no_list_is_named(returned: Any) -> None:
     def splits_badly(batch: Any, size: int) -> Any:
         return returned
