@@ -12,31 +12,25 @@ CPU wheels saves them. The environment variable ``TMPDIR`` moves the directory, 
 
 from __future__ import annotations
 
-import re
 import sys
+from importlib.metadata import requires
 
 from environments import ROOT, Environment, parsed, parser, run_tests
+from packaging.requirements import Requirement
 
 TEST_TOOLS = ["pytest>=8.3", "pytest-rerunfailures>=15", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "rich>=13.7"]
 
 
-def lower_bounds(pyproject: str, key: str) -> list[str]:
-    """The dependencies in the list ``key``, each pinned to its lower bound: ``["torch==2.5", ...]``.
-
-    A regular expression, since Python 3.10 has no tomllib; it refuses a dependency that it cannot read.
-    """
-    block = re.search(rf"^{key} = \[(.*?)\]$", pyproject, re.MULTILINE | re.DOTALL)
-    dependencies = re.findall(r'"([^"]*)"', block[1]) if block else []
-    bounds = [re.match(r"([\w.-]+)\s*>=\s*([\w.]+)", dependency) for dependency in dependencies]
-    if not bounds or None in bounds:
-        raise SystemExit(f"pyproject.toml: expected a lower bound for each of {key}, found {dependencies}")
-    return [f"{bound[1]}=={bound[2]}" for bound in bounds if bound]
+def lower_bounds() -> list[str]:
+    """What the installed package requires, with its demo, each pinned to its lower bound: ``["torch==2.6", ...]``."""
+    found = [Requirement(text) for text in requires("lightning-accum") or ()]
+    wanted = [one for one in found if one.marker is None or one.marker.evaluate({"extra": "demo"})]
+    return [f"{one.name}=={bound.version}" for one in wanted for bound in one.specifier if bound.operator == ">="]
 
 
 def install(environment: Environment) -> None:
     """Each dependency at its lower bound, and this package as a wheel."""
-    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    pinned = lower_bounds(pyproject, "dependencies") + lower_bounds(pyproject, "demo")
+    pinned = lower_bounds()
     second = [f"pytorch-{pin}" for pin in pinned if pin.startswith("lightning==")]  # which lightning requires in any version
     environment.pip_install(*pinned, *second, *TEST_TOOLS, "tensorboard>=2.18")
     environment.pip_install("--no-deps", "--force-reinstall", str(ROOT))

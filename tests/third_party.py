@@ -1,10 +1,7 @@
 """Modules of other packages, unchanged: does a window of theirs take the step of one batch?
 
-For each package an environment is made, in which its modules are trained on a little data four times, in float64 and with SGD: on
-batches of 8 with plain Lightning (the reference); with this package on batches of 3, 3 and 2 in windows of three, and on batches
-of 8 that are split into micro-batches of 3; and on the small ones with Lightning's own ``accumulate_grad_batches``. The table has
-the deviation of the last three from the reference: the norm of the difference of all parameters over that of what training has
-changed.
+Each package has an environment of its own, in which ``third_party_modules/training.py`` trains its modules on a little data: whole,
+in windows, split, and in Lightning's own windows. ``notebooks/third_party.md`` says how, and has the table.
 
     python tests/third_party.py                          # all, in environments that are deleted afterwards
     python tests/third_party.py chemprop gluonts         # some
@@ -22,6 +19,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -111,22 +109,12 @@ def _said(row: Row) -> str:
     return (wrong + "; ".join(parts)).replace("|", "\\|")
 
 
-def page(rows: list[Row], versions: str) -> str:
-    """The page of the guide."""
-    names = {row["package"] for row in rows if "failed" not in row}
-    introduction = (
-        f"{len(names)} packages and their modules, unchanged. `python tests/third_party.py --write` installs the packages, trains"
-        " the modules and writes this page.",
-        "Each module is trained in float64 with SGD, dropout off, BatchNorm as the module has it, other random numbers the same for"
-        " every row, for two epochs of 24 rows: whole (batches of 8, plain Lightning); *in windows* (`GradientAccumulation(3)`,"
-        " batches of 3, 3 and 2); *split* (`GradientAccumulation(micro_batch=3)`, batches of 8); and with *Lightning's own*"
-        " `accumulate_grad_batches=3` on batches of 3, 3 and 2. The numbers say how far the parameters are from those of the whole"
-        " batches, in parts of what training has changed.",
-        "*exact*: at most 1e-9, and nothing was said. Warnings and errors are quoted with their first words. An argument behind a"
-        " module's name was passed where batches are split.",
-    )
+def page(before: str, rows: list[Row], versions: str) -> str:
+    """The page with its table and what is below it made anew, and the number of packages above."""
+    number = len({row["package"] for row in rows if "failed" not in row})
+    introduction = re.sub(r"^\d+ packages", f"{number} packages", before[: before.index("| package ")], flags=re.MULTILINE)
     measured = f"Measured on {datetime.date.today()} with {versions}, Python {platform.python_version()}."
-    return "\n\n".join(["# Modules of other packages", *introduction, table(rows), measured]) + "\n"
+    return f"{introduction}{table(rows)}\n\n{measured}\n"
 
 
 def main() -> int:
@@ -149,7 +137,7 @@ def main() -> int:
         print(f"\n{table(rows)}")
         if options.write:
             _, torch, lightning, _ = Environment(directory / "base", ()).versions()
-            PAGE.write_text(page(rows, f"torch {torch}, lightning {lightning}"), encoding="utf-8")
+            PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), rows, f"torch {torch}, lightning {lightning}"), encoding="utf-8")
     finally:
         if options.environment is None:
             shutil.rmtree(directory, ignore_errors=True)

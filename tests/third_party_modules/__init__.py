@@ -1,6 +1,6 @@
 """Modules of other packages, each with a little data of its kind. ``tests/third_party.py`` trains them.
 
-A file here is one field, or two. It imports its packages, and torch, inside of functions: each has an environment of its own.
+A file here is a few fields. It imports its packages, and torch, inside of functions: each has an environment of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-FIELDS = ("forecasting", "chemistry", "graphs", "single_cell", "tabular", "recommenders", "vision", "speech")
+FIELDS = ("forecasting", "chemistry", "recommenders", "vision")
 
 
 @dataclass(frozen=True)

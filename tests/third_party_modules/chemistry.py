@@ -1,10 +1,9 @@
-"""Molecules and atoms."""
+"""Molecules, atoms, single cells and graphs."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from . import Case, package
@@ -131,42 +130,73 @@ def schnetpack() -> list[Case]:
     ]
 
 
-@package("matgl", "chemistry", "lightning")
-def matgl() -> list[Case]:
-    import numpy as np
+@package("scvi-tools", "single-cell", "lightning")
+def scvi_tools() -> list[Case]:
     import torch
-    from matgl.ext.pymatgen import Molecule2Graph
-    from matgl.graph.data import collate_fn_graph, collate_fn_pes
-    from matgl.models import MEGNet, TensorNet
-    from matgl.utils.training import ModelLightningModule, PotentialLightningModule
-    from pymatgen.core import Molecule
-    from torch_geometric.data import Batch
+    from scvi.module import VAE, Classifier
+    from scvi.train import ClassifierTrainingPlan, TrainingPlan
 
-    generator = np.random.default_rng(0)
-    elements = ("H", "C", "N", "O")
-    converter = Molecule2Graph(element_types=elements, cutoff=4.0)
-    energies, potentials = [], []
-    for number in generator.integers(2, 7, size=24):
-        molecule = Molecule(list("CHONHH")[:number], generator.normal(scale=1.5, size=(number, 3)))
-        graph, lattice, state = converter.get_graph(molecule)
-        forces = torch.from_numpy(generator.normal(size=(number, 3)))
-        energies.append((graph, lattice, torch.tensor(state), {"energy": float(number)}))
-        potentials.append((graph, lattice, torch.tensor(state), {"energies": float(number), "forces": forces}))
+    generator = torch.Generator().manual_seed(3)
+    counts = torch.poisson(torch.rand(24, 12, generator=generator) * 5, generator=generator)
+    labels = torch.randint(4, (24, 1), generator=generator)
+    rows = [{"X": x, "batch": torch.tensor([0]), "labels": label} for x, label in zip(counts, labels, strict=True)]
+    small: dict[str, Any] = {"n_input": 12, "n_batch": 1, "n_hidden": 8, "n_latent": 3}
 
-    def megnet() -> Any:
-        net = MEGNet(dim_node_embedding=8, dim_edge_embedding=8, dim_state_embedding=2, nblocks=1, element_types=elements)
-        return ModelLightningModule(net)
+    def vae(**kwargs: Any) -> Any:
+        return TrainingPlan(VAE(**small, **kwargs), n_epochs_kl_warmup=4)
 
-    def potential() -> Any:
-        return PotentialLightningModule(TensorNet(element_types=elements, units=8, nblocks=1, is_intensive=False, cutoff=4.0))
-
-    def split(batch: Any, size: int) -> list[Any]:
-        graphs, *others = batch
-        places = [slice(start, start + size) for start in range(0, len(others[0]), size)]
-        return [(Batch.from_data_list(graphs.to_data_list()[p]), *(other[p] for other in others)) for p in places]
+    def classifier() -> Any:
+        return ClassifierTrainingPlan(Classifier(12, n_hidden=8, n_labels=4, logits=True, use_batch_norm=False))
 
     return [
-        Case("MEGNet", megnet, energies, collate_fn_graph),
-        Case("MEGNet", megnet, energies, collate_fn_graph, arguments={"split": split}),
-        Case("TensorNet, energy and forces", potential, potentials, partial(collate_fn_pes, include_stress=False)),
+        Case("VAE", vae, rows),
+        Case("VAE, without BatchNorm", lambda: vae(use_batch_norm="none", gene_likelihood="nb"), rows),
+        Case("Classifier", classifier, rows),
     ]
+
+
+@package("torch-geometric", "graphs", "lightning", "torch-geometric", "yacs")
+def torch_geometric() -> list[Case]:
+    import torch
+    from torch_geometric.data import Batch, Data
+    from torch_geometric.graphgym.config import cfg, set_cfg
+    from torch_geometric.graphgym.model_builder import create_model
+
+    generator = torch.Generator().manual_seed(4)
+    rows = []
+    for nodes in torch.randint(2, 7, (24,), generator=generator).tolist():
+        edges = torch.combinations(torch.arange(nodes)).T
+        x = torch.randn(nodes, 5, generator=generator, dtype=torch.float64)
+        rows.append(Data(x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=torch.randint(4, (1,), generator=generator)))
+
+    def module(task: str, has_batch_norm: bool) -> Any:
+        set_cfg(cfg)
+        cfg.dataset.task, cfg.dataset.task_type, cfg.model.loss_fun = task, "classification", "cross_entropy"
+        cfg.gnn.head, cfg.gnn.dim_inner, cfg.gnn.batchnorm, cfg.accelerator = task, 8, has_batch_norm, "cpu"
+        return create_model(dim_in=5, dim_out=4)
+
+    def split(batch: Any, size: int) -> list[Any]:
+        graphs = batch.to_data_list()
+        return [Batch.from_data_list(graphs[start : start + size]) for start in range(0, len(graphs), size)]
+
+    def case(name: str, arguments: Mapping[str, Any], has_batch_norm: bool = False) -> Case:
+        return Case(name, lambda: module("graph", has_batch_norm), rows, Batch.from_data_list, arguments=arguments)
+
+    return [case("GraphGym", {}), case("GraphGym", {"split": split}), case("GraphGym, BatchNorm", {"split": split}, True)]
+
+
+@package("pykeen", "knowledge graphs", "pytorch_lightning")
+def pykeen() -> list[Case]:
+    import torch
+    from pykeen.contrib.lightning import LCWALitModule
+
+    def case(model: str, **kwargs: Any) -> Case:
+        def module() -> Any:
+            return LCWALitModule(dataset="nations", model=model, model_kwargs={"embedding_dim": 8, "random_seed": 1, **kwargs})
+
+        torch.manual_seed(0)
+        data = module().train_dataloader()
+        rows = [data.dataset[index] for index in range(24)]
+        return Case(f"LCWALitModule, {model}, {kwargs['loss']}", module, rows, data.collate_fn)
+
+    return [case("distmult", loss="bcewithlogits"), case("distmult", loss="crossentropy"), case("tucker", loss="bcewithlogits")]

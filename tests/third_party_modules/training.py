@@ -57,7 +57,7 @@ def examine(name: str) -> list[Row]:
         try:
             found = examined(case, entry.imports)
         except Exception as error:  # the reference itself cannot be trained
-            show(error)
+            traceback.print_exception(error)
             found = {"deviations": {}, "said": {}, "failed": first_line(error)}
         rows.append({**of_all, "module": case.name, **found})
     del kept
@@ -100,7 +100,6 @@ def examined(case: Case, imports: str) -> Row:
         except Exception as error:
             is_ours = isinstance(error, accum.AccumulationError) or type(error).__name__ == "MisconfigurationException"
             row["said"][way] = f"{'refused' if is_ours else 'crashed'}: {first_line(error)}"
-            show(error)
             continue
         row["deviations"][way] = float((found - whole).norm() / changed)
         row["said"][way] = "; ".join(f"warned: {message}" for message in sorted(warned - known - also_known))
@@ -178,12 +177,6 @@ def first_line(message: object, words: int = 14) -> str:
     """The beginning of a message."""
     parts = str(message).split() or [type(message).__name__]
     return " ".join(parts[:words]) + (" …" if len(parts) > words else "")
-
-
-def show(error: BaseException) -> None:
-    """Print where an error came from, if the environment asks for it."""
-    if os.environ.get("THIRD_PARTY_TRACEBACK"):
-        traceback.print_exception(error)
 
 
 if __name__ == "__main__":
