@@ -95,9 +95,6 @@ class LengthGroupedSampler(Sampler[int]):
         return len(self.lengths) // self.ranks
 
 
-# --- simulated ------------------------------------------------------------------------------------------------------------
-
-
 def simulate(samples: int, windows: int) -> None:
     """Print the slowest rank over the mean rank, in the mean over windows and in the worst of them."""
     print(f"Slowest rank over the mean rank, {samples} samples a rank and window: mean over the windows (worst window)\n")
@@ -129,9 +126,6 @@ def simulate(samples: int, windows: int) -> None:
 def _slowest(costs: Sequence[Sequence[float]]) -> float:
     sums = [sum(cost) for cost in costs]
     return max(sums) * len(sums) / sum(sums)
-
-
-# --- trained --------------------------------------------------------------------------------------------------------------
 
 
 class Language(Module):

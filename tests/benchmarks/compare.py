@@ -36,24 +36,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from compared_sides import GLOBAL_BATCH, REFERENCE, SIDES, Side, Texts, Training, orders, rank, ranks, window
+from compared_sides import GLOBAL_BATCH, REFERENCE, SIDES, Side, Texts, Training, docstrings, orders, rank, ranks, window
 from processes import free_port
-from side_by_side import command_line
+from side_by_side import command_line, interleaved
 from torch.profiler import ProfilerActivity, profile
-
-from lightning_accum.demo.corpus import sample_corpus
 
 ROOT = Path(__file__).parents[2]
 FIGURE = Path("notebooks/figures/comparison.png")
 MOMENTS = ("first step", "epoch 1", "epoch 3")
-EPOCHS, SAMPLES, LONGEST, SHORT, TIMED_WINDOWS = 3, 101, 256, 14, 12
+EPOCHS, SAMPLES, SHORT, TIMED_WINDOWS = 3, 101, 14, 12
 BEGIN, END = "<!-- comparison -->", "<!-- end of comparison -->"
 
 Figures = dict[str, Any]
 """What is known of a side: deviations by moment, steps, scheduler steps, collectives, microseconds, tokens per second."""
-
-
-# --- in the processes that train ------------------------------------------------------------------------------------------
 
 
 def deviations(training: Training, full: Training) -> dict[str, float]:
@@ -96,6 +91,8 @@ def collectives(side: Side, texts: Texts) -> int:
 
 def seconds(side: Side, texts: Texts) -> float:
     """What all windows but the first and the last take."""
+    if ranks() > 1:
+        dist.barrier()
     training = side.new_training(texts, 1, torch.float32)
     side.train(training)
     return training.forwards[-window()] - training.forwards[window()]
@@ -104,25 +101,14 @@ def seconds(side: Side, texts: Texts) -> float:
 def timed(sides: list[Side], rounds: int) -> dict[str, Figures]:
     """Microseconds of a micro-batch, and tokens per second: medians."""
     samples = GLOBAL_BATCH * TIMED_WINDOWS
-    corpus = sample_corpus(samples, LONGEST)
+    corpus = docstrings(samples)
     short = [(text * SHORT)[:SHORT] for text in corpus]  # and a byte at each end
     (order,) = orders(samples, 1)
     tokens = sum(len(corpus[i]) + 1 for i in order[GLOBAL_BATCH:-GLOBAL_BATCH])
     micro_batches = (TIMED_WINDOWS - 2) * window()
-    taken: dict[str, tuple[list[float], list[float]]] = {side.name: ([], []) for side in sides}
-    for round_ in range(-1, rounds):  # the first round is a warm-up
-        for side in sides if round_ % 2 else reversed(sides):
-            for texts, where in zip((short, corpus), taken[side.name], strict=True):
-                if ranks() > 1:
-                    dist.barrier()
-                where.append(seconds(side, texts))
-    return {
-        name: {
-            "microseconds": statistics.median(shorts[1:]) / micro_batches * 1e6,
-            "tokens per second": tokens / statistics.median(longs[1:]),
-        }
-        for name, (shorts, longs) in taken.items()
-    }
+    taken = interleaved({side.name: lambda side=side: [seconds(side, short), seconds(side, corpus)] for side in sides}, rounds)
+    medians = {name: [statistics.median(of) for of in zip(*found, strict=True)] for name, found in taken.items()}
+    return {n: {"microseconds": s / micro_batches * 1e6, "tokens per second": tokens / t} for n, (s, t) in medians.items()}
 
 
 def work(rounds: int, kind: str, out: Path) -> None:
@@ -132,9 +118,9 @@ def work(rounds: int, kind: str, out: Path) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    full = REFERENCE.new_training(sample_corpus(SAMPLES, LONGEST), EPOCHS, torch.float64, kind)
+    full = REFERENCE.new_training(docstrings(SAMPLES), EPOCHS, torch.float64, kind)
     REFERENCE.train(full)
-    four_windows = sample_corpus(4 * GLOBAL_BATCH, LONGEST)
+    four_windows = docstrings(4 * GLOBAL_BATCH)
     sides = [side for side in SIDES if side.is_there]
     found = {side.name: examined(side, full, four_windows) for side in sides}
     for name, figures in timed(sides, rounds).items() if rounds else ():
@@ -144,9 +130,6 @@ def work(rounds: int, kind: str, out: Path) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-# --- in the process that shows --------------------------------------------------------------------------------------------
 
 
 def measured(processes: int, rounds: int, kind: str) -> dict[str, Figures]:
@@ -232,13 +215,10 @@ def draw(found: Mapping[int, Mapping[str, Figures]], path: Path | str) -> None:
 
 def _exact(found: Mapping[int, Mapping[str, Figures]]) -> str:
     """The sides that are below 1e-12 at every moment, on every number of processes."""
-    names = [
-        side.name
-        for side in SIDES
-        if side.is_there and all(max(figures[side.name]["deviations"].values()) < 1e-12 for figures in found.values())
-    ]
-    ours = {side.name for side in SIDES if side.is_ours}
-    return "only this package" if names and ours.issuperset(names) else ", ".join(names) or "none"
+    known = [side for side in SIDES if side.is_there]
+    exact = [side for side in known if all(max(of[side.name]["deviations"].values()) < 1e-12 for of in found.values())]
+    is_alone = exact and all(side.is_ours for side in exact)
+    return "only this package" if is_alone else ", ".join(side.name for side in exact) or "none"
 
 
 def into_readme(text: str) -> None:

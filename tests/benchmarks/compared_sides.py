@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_accum import GradientAccumulation, SameOrderSampler
+from lightning_accum.demo.corpus import sample_corpus
 from lightning_accum.demo.data import collate, count_targets
 from lightning_accum.demo.model import ByteModel
 
@@ -49,9 +50,6 @@ def rank() -> int:
 def window() -> int:
     """Micro-batches that each rank contributes to a window."""
     return GLOBAL_BATCH // MICRO_BATCH // ranks()
-
-
-# --- what is trained ------------------------------------------------------------------------------------------------------
 
 
 class GPT(nn.Module):
@@ -91,29 +89,17 @@ class SummingGPT(GPT):
 
 @dataclass
 class Training:
-    """One training: what goes in, and what was seen of it.
-
-    Attributes:
-        texts: the data.
-        epochs: passes over it.
-        model: what is trained.
-        announced: scheduler steps after which the learning rate is zero, as the side counts them.
-        kind: the optimizer, "adamw" or "sgd", which has momentum.
-        steps: optimizer steps that happened.
-        after: parameters by the name of the moment: "first step", "epoch 1", ...
-        forwards: when each forward of this rank began, in seconds.
-        on_forward: called before each forward with its index.
-    """
+    """One training: what goes in, and what was seen of it."""
 
     texts: Texts
     epochs: int
     model: GPT
-    announced: int
-    kind: str
-    steps: int = 0
-    after: dict[str, list[Tensor]] = field(default_factory=dict)
-    forwards: list[float] = field(default_factory=list)
-    on_forward: Callable[[int], None] = lambda index: None
+    announced: int  # scheduler steps after which the learning rate is zero, as the side counts them
+    kind: str  # "adamw" or "sgd", which has momentum
+    steps: int = 0  # of the optimizer
+    after: dict[str, list[Tensor]] = field(default_factory=dict)  # parameters by the name of the moment: "first step", "epoch 1"
+    forwards: list[float] = field(default_factory=list)  # when each forward of this rank began, in seconds
+    on_forward: Callable[[int], None] = lambda index: None  # called before each forward with its index
 
     def __post_init__(self) -> None:
         parameters = self.model.parameters()
@@ -138,6 +124,11 @@ class Training:
     def ended(self, epoch: int) -> None:
         """Keep the parameters after an epoch, counted from 0."""
         self.note(f"epoch {epoch + 1}")
+
+
+def docstrings(number: int) -> Texts:
+    """So many of Python's standard library, the same ones at every call, of at most 256 bytes."""
+    return sample_corpus(number, 256)
 
 
 def orders(samples: int, epochs: int) -> Iterator[list[int]]:
@@ -170,9 +161,6 @@ def full_batch(training: Training) -> None:
             training.optimizer.step()
             training.schedule.step()
         training.ended(epoch)
-
-
-# --- the sides ------------------------------------------------------------------------------------------------------------
 
 
 def by_hand(training: Training) -> None:
@@ -310,61 +298,48 @@ def with_hugging_face(training: Training) -> None:
     arguments = transformers.TrainingArguments(
         output_dir="hugging-face", per_device_train_batch_size=MICRO_BATCH, gradient_accumulation_steps=window(),
         num_train_epochs=training.epochs, use_cpu=True, ddp_backend="gloo" if ranks() > 1 else None, max_grad_norm=0.0,
-        report_to=[], save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, remove_unused_columns=False, dataloader_pin_memory=False,
-        ddp_find_unused_parameters=False,
+        report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+        dataloader_pin_memory=False, ddp_find_unused_parameters=False,
     )  # fmt: skip
-    trainer = Sampled(
-        model=training.model,
-        args=arguments,
-        train_dataset=training.texts,
-        data_collator=collate,
-        optimizers=(training.optimizer, training.schedule),
-        callbacks=[Ends()],
-    )
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
+    steps = (training.optimizer, training.schedule)
+    data = {"train_dataset": training.texts, "data_collator": collate}
+    run = Sampled(training.model, arguments, **data, optimizers=steps, callbacks=[Ends()])
+    run.remove_callback(transformers.PrinterCallback)
+    run.train()
 
 
 @dataclass(frozen=True)
 class Side:
-    """A way to train.
-
-    Attributes:
-        name: in the table.
-        train: does it.
-        model: what it trains.
-        needs: a package that has to be installed.
-        steps_by_process: whether its scheduler takes a step for each process.
-        is_ours: whether it is this package.
-    """
+    """A way to train, which may need a package."""
 
     name: str
     train: Callable[[Training], None]
     model: type[GPT] = GPT
     needs: str = "torch"
-    steps_by_process: bool = False
-    is_ours: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return "this package" in self.name
 
     @property
     def is_there(self) -> bool:
-        """Whether it can run here."""
         return importlib.util.find_spec(self.needs) is not None
 
     def new_training(self, texts: Texts, epochs: int, dtype: torch.dtype, kind: str = "adamw") -> Training:
         """A training that has not begun."""
         steps = epochs * -(-len(texts) // GLOBAL_BATCH)
-        return Training(texts, epochs, self.model().to(dtype), steps * (ranks() if self.steps_by_process else 1), kind)
+        by_process = ranks() if self.needs == "accelerate" else 1  # whose scheduler takes a step for each process
+        return Training(texts, epochs, self.model().to(dtype), steps * by_process, kind)
 
 
 REFERENCE = Side("full batch", full_batch)
 SIDES = (
     Side("hand-written loop", by_hand),
     Side("Lightning", with_lightning),
-    Side("Accelerate, `accumulate()`", with_accelerate, needs="accelerate", steps_by_process=True),
-    Side("Accelerate, token recipe", with_token_recipe, SummingGPT, needs="accelerate", steps_by_process=True),
+    Side("Accelerate, `accumulate()`", with_accelerate, needs="accelerate"),
+    Side("Accelerate, token recipe", with_token_recipe, SummingGPT, "accelerate"),
     Side("HF Trainer", with_hugging_face, needs="transformers"),
     Side("HF Trainer, model takes `num_items_in_batch`", with_hugging_face, CountingGPT, needs="transformers"),
-    Side("**this package**, `GradientAccumulation(N)`", with_windows, is_ours=True),
-    Side("**this package**, `micro_batch=4`", with_split_batches, is_ours=True),
+    Side("**this package**, `GradientAccumulation(N)`", with_windows),
+    Side("**this package**, `micro_batch=4`", with_split_batches),
 )

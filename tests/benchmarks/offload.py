@@ -39,9 +39,6 @@ BATCH = 96
 WHOLE, SPLIT, CHECKPOINTED, OFFLOAD = "whole batch", "micro-batches", "checkpointed", "offload"
 
 
-# --- accuracy ---------------------------------------------------------------------------------------------------------
-
-
 class Validated(Digits):
     """Notes its accuracy after each epoch."""
 
@@ -116,9 +113,6 @@ def draw(found: dict[str, list[list[float]]], size: int, stride: int, path: str)
     figure.savefig(path, dpi=130)
 
 
-# --- time and memory ----------------------------------------------------------------------------------------------------
-
-
 class Measured(Module):
     """Takes the time and the peak of steps."""
 
@@ -185,8 +179,8 @@ NETWORKS: dict[str, Callable[[int], Measured]] = {
 def step(name: str, network: str, width: int, pixels: int, steps: int, device: str) -> tuple[float, float, float]:
     """Seconds of a step, bytes alive at its peak, and bytes on the host."""
     images, labels = digits(torch.float32)[0]
-    images = nn.functional.interpolate(images, size=(pixels, pixels))
-    data = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))[: 2 + steps]
+    images = nn.functional.interpolate(images, size=(pixels, pixels)).split(BATCH)
+    data = list(zip(images, labels.split(BATCH), strict=True))[: 2 + steps]
     torch.manual_seed(0)
     module = NETWORKS[network](width).to(device)
     policy: dict[str, Any] = {"micro_batch": "offload", "log": False} if name == OFFLOAD else {}

@@ -45,9 +45,8 @@ def command_line(main: Callable[..., None]) -> None:
         if isinstance(default, bool):
             parser.add_argument(flag, action="store_true")
             continue
-        one = default[0] if isinstance(default, tuple) else default
+        one, nargs = (default[0], "+") if isinstance(default, tuple) else (default, None)
         kind = str if one is None else type(one)
-        nargs = "+" if isinstance(default, tuple) else None
         choices = tuple(CLOCKS) if name == "clock" else None
         parser.add_argument(flag, type=kind, nargs=nargs, choices=choices, default=default, help="default: %(default)s")
     options = vars(parser.parse_args())
@@ -55,9 +54,6 @@ def command_line(main: Callable[..., None]) -> None:
     print(*(f"{name}={value}" for name, value in options.items() if value is not None), sep=", ", end="; ")
     print(f"Lightning {pl.__version__}, torch {torch.__version__}", flush=True)
     main(**options)
-
-
-# --- what is measured -----------------------------------------------------------------------------------------------------
 
 
 class TimedBatches:
@@ -105,9 +101,6 @@ def interleaved(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str
     return found
 
 
-# --- what is printed ------------------------------------------------------------------------------------------------------
-
-
 def show(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table in Markdown."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
@@ -132,9 +125,6 @@ def quartiles(numbers: Sequence[float]) -> str:
     """The median, and the quartiles around it."""
     low, middle, high = statistics.quantiles(numbers, n=4) if len(numbers) > 1 else [*numbers] * 3
     return f"{middle:.3f} ({low:.3f}..{high:.3f})"
-
-
-# --- what is trained ------------------------------------------------------------------------------------------------------
 
 
 class Module(pl.LightningModule):
@@ -196,9 +186,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             hidden = block(hidden) if mask is None else block(hidden, mask)
         return self.head(self.norm(hidden))
-
-
-# --- who trains -----------------------------------------------------------------------------------------------------------
 
 
 def fit(module: pl.LightningModule, batches: Any, n: int = 1, callbacks: Sequence[Any] = (), **policy: Any) -> None:
