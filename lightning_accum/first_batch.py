@@ -96,7 +96,18 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     try:
         _Looks(checked, _agree_on_rows(checked, batches)).take()
     except CannotCheckError as reason:
-        accumulation.verdict = Verdict(None, seen=str(reason)).after(before)
+        accumulation.verdict = Verdict.unknown(reason).after(before)
+        if accumulation.verdict.deviation is None and not (accumulation.checks_left and accumulation.verdict.may_try_again):
+            _warn_that_it_is_unchecked(accumulation)
+
+
+def _warn_that_it_is_unchecked(accumulation: Accumulation) -> None:
+    """Whatever windows add up to, nobody knows."""
+    assert accumulation.verdict is not None
+    accumulation.warn_once(
+        f"It could not be checked that micro-batches add up to their batch: {accumulation.verdict.seen}. Compare a step with that"
+        " of its full batch by verify(module, data), or pass check=False if you know that it is right."
+    )
 
 
 def _end(checked: Checked) -> None:
@@ -149,7 +160,8 @@ def _agree_on_rows(checked: Checked, batches: Sequence[Any]) -> _RowsOfRanks:
     size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
     if size is None and (plan := accumulation.plan) is not None and plan.is_read:
         size = plan.pieces[0].count  # of the longest rows
-    found, reason = None, CannotCheckError("a rank has no batch of enough rows")
+    found: FewRows | SplitRows | None = None
+    reason: CannotCheckError = UnsuitableRowsError("a rank has no batch of enough rows")
     try:
         found = _rows_of(checked, batches, size)
     except CannotCheckError as error:
@@ -181,7 +193,7 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewR
     """
     accumulation, module = checked.accumulation, checked.module
     if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
-        raise CannotCheckError("lazy layers are made by the first batch")
+        raise UnsuitableRowsError("lazy layers are made by the first batch")
     if not batches or accumulation.is_shadow_batch:
         return None
     if accumulation.policy.split is not None:
@@ -189,7 +201,7 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewR
     before = [rows for rows in accumulation.kept[-1:] if rows is not None]
     found = FewRows(batches[0], checked.samples, before)
     if accumulation.row_wise is not None and found.of_batch < 2:
-        raise CannotCheckError("the first batch has 1 row")
+        raise UnsuitableRowsError("the first batch has 1 row")
     return found
 
 
@@ -347,6 +359,9 @@ class _Looks:
             accumulation.proven.add(check.ways, check.kinds, rows.kept)
         accumulation.kept.append(rows.kept if rows.of_batch < MOST_ROWS else None)
         if not accumulation.checks_left or not checked.on_any(verdict.may_try_again):
+            is_whole = accumulation.boundary.size == 1 and accumulation.splitting is None
+            if verdict.deviation is None and not (is_whole and self._trial.has_waited):  # a loss of all rows of the window
+                _warn_that_it_is_unchecked(accumulation)
             _end(checked)
 
     def _warn_of_buffers(self, rows: Rows) -> None:

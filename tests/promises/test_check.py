@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from losses import BY_NAME, Net, make
 from sharded import DoublePrecision, ShardedLanguage, fsdp1, fsdp2, needs_sharding_on_cpu
 from support import Toy, ddp, fit, labelled, loader, pad, sentences, trainer, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 from torchmetrics import MeanMetric
+from written_losses import BY_NAME, Net, make
 
 from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation, SampleCount
 from lightning_accum.fabric import Accumulator

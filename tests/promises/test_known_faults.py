@@ -299,8 +299,8 @@ class Quantizes(nn.Linear):
 @pytest.mark.parametrize(
     ("module", "collate"),
     [
-        case(partial(Toy, retrieval), two_contexts_a_query, issue=22, why="contexts are no rows, said in a line (0.08)"),
-        case(partial(Toy, of_centered_nodes), packed_graphs, issue=22, why="nodes are no rows, said in a line (0.6)"),
+        (partial(Toy, retrieval), two_contexts_a_query),  # 0.08 before
+        (partial(Toy, of_centered_nodes), packed_graphs),  # 0.6 before
         case(partial(Toy, classified, net=Quantizes), None, issue=22, why="a forward that initializes is not seen (0.5)"),
     ],
 )

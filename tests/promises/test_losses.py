@@ -1,7 +1,7 @@
 """Losses of many fields, in windows and split, against their batch: exact, or an error or a warning that names why not.
 
-A large table is in ``loss_table``, and what of it is not yet as it should be in ``loss_table/known.py``; ``losses`` has more ways
-to write one.
+A large table is in ``loss_table``, and what of it is not yet as it should be in ``loss_table/known.py``; ``written_losses`` has
+more ways to write one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from loss_table import LOSSES
 from loss_table.known import OPEN, OPEN_ON_RANKS, Known
 from loss_table.rows import Kind, Loss, Trained, data
 from loss_table.training import WAYS, Outcome, accumulation, by_hand, examine, faults, micro_batches, outcome
-from losses import BY_NAME, Net, make
-from losses import LOSSES as WRITTEN
-from losses import Loss as Written
 from processes import run_ranks
 from sharded import ShardedLanguage, needs_sharding_on_cpu
 from support import (
@@ -40,6 +37,9 @@ from support import (
     warned,
 )
 from torch.utils.data import default_collate
+from written_losses import BY_NAME, Net, make
+from written_losses import LOSSES as WRITTEN
+from written_losses import Loss as Written
 
 from lightning_accum import AccumulationError, AccumulationWarning, DDPAccumulationStrategy, GradientAccumulation
 from lightning_accum.testing import adamw, assert_window_equals_batch, compare_window_with_batch

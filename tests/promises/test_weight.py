@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from losses import BY_NAME, Net, each, make
 from rated import EACH, ROWS, Rated, on_two_ranks, rated, rows_of
 from support import Hide, Scalar, Toy, ddp, error_of_updates, fit, labelled, train_by_hand, warned, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
+from written_losses import BY_NAME, Net, each, make
 
 from lightning_accum import AccumulationError, DoesNotAddUpError, GradientAccumulation, SampleCount, TokenCount, Tokens
 from lightning_accum.testing import adamw, compare_window_with_batch

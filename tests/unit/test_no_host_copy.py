@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from losses import BY_NAME, Loss, Net, ce, make
+from written_losses import BY_NAME, Loss, Net, ce, make
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
