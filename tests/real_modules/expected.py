@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from real_modules.table import Outcome, Refused, Silent, Warned
+from real_modules.table import Outcome, Refused, Warned
 
 ONE = Refused(mend={"window": 1})
 OFFLOAD = Refused(mend={"micro_batch": "offload"})
@@ -17,8 +17,3 @@ def warned(windows: float, split: float | None = None) -> dict[str, Outcome]:
     """What is warned of today, and how far off it is."""
     today: dict[str, Outcome] = {"windows_today": Warned(deviation=windows)}
     return today if split is None else {**today, "split_today": Warned(deviation=split)}
-
-
-def silent(windows: float, split: float) -> dict[str, Outcome]:
-    """What nobody is told today, and how far off it is."""
-    return {"windows_today": Silent(windows), "split_today": Silent(split)}

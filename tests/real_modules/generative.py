@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from real_modules.expected import OFFLOAD, ONE, by, silent, warned
+from real_modules.expected import OFFLOAD, ONE, by, warned
 from real_modules.table import Warned, dealt, real_module
 
 

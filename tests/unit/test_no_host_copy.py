@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from written_losses import BY_NAME, Loss, Net, ce, make
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import default_collate
+from written_losses import BY_NAME, Loss, Net, ce, make
 
 from lightning_accum.fabric import Accumulator
 
