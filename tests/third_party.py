@@ -103,8 +103,7 @@ def _said(row: Row) -> str:
     if "failed" in row:
         return f"nothing: {row['failed']}"
     windows, split = (row["said"][way] for way in WAYS)
-    same = windows == split
-    parts = [windows or "exact"] if same else [f"in windows {windows or 'exact'}", f"split {split or 'exact'}"]
+    parts = [windows or "exact"] if windows == split else [f"in windows {windows or 'exact'}", f"split {split or 'exact'}"]
     wrong = "**silently wrong**; " if is_silently_wrong(row) else ""
     return (wrong + "; ".join(parts)).replace("|", "\\|")
 

@@ -13,8 +13,6 @@ import torch
 from support import command
 from torch.torch_version import TorchVersion
 
-EXACT = 1e-12
-
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.slow)])
@@ -30,8 +28,9 @@ def test_every_mix_ends_at_the_full_batch_and_lightnings_own_accumulation_elsewh
         assert {mix.split()[0] for mix in mixes if mix.endswith(parallel)} == {"2", "4"}
     for row in rows:
         assert row["optimizer_steps"] == row["scheduler_steps"] == str(4 * epochs), "three windows of 32 samples and a tail of 5"
-        for away in (float(row["loss_deviation"]), float(row["deviation"])):
-            assert away > 1e-3 if row["engine"] == "Lightning" else away < EXACT
+        losses, parameters = float(row["loss_deviation"]), float(row["deviation"])
+        is_other = losses > 1e-5 and parameters > 0.01
+        assert is_other if row["engine"] == "Lightning" else max(losses, parameters) < 1e-12
         assert " ".join([row["engine"], row["run"]]) in " ".join(done.stdout.split())
     assert max(map(len, done.stdout.splitlines())) <= 80
 
