@@ -192,8 +192,8 @@ def test_one_rank(seed: int) -> None:
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of both ranks, by engine and seed: those of the tests that were asked for."""
     folder = tmp_path_factory.mktemp("outcomes")
-    tests = [getattr(item, "callspec", None) for item in request.session.items]
-    asked = [test.params for test in tests if test is not None and "engine" in test.params]
+    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_two_ranks"]
+    asked = [item.callspec.params for item in tests]
 
     def work(rank: int) -> None:
         os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE="2", NODE_RANK="0")
