@@ -179,7 +179,8 @@ class Fault:
     def __call__(self, where: str, rank: int, index: int) -> None:
         if where != self.where or self.at.get(rank) != index:
             return
-        Path("fault").write_text(str(time.time()))
+        Path(f"{os.getpid()}.fault").write_text(str(time.time()))
+        os.replace(f"{os.getpid()}.fault", "fault")  # whole, also if this process is killed now
         if self.what == "raises":
             raise ValueError(f"boom on rank {rank}")
         if self.what == "SIGTERM to all":
