@@ -235,6 +235,17 @@ class Toy(pl.LightningModule):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
+class ManualToy(Toy):
+    """The same in manual optimization."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
 def labelled(*rows: int, ignored: float = 0.0, seed: int = 1) -> list[list[Tensor]]:
     """A batch of so many rows each: 4 features and one of 4 classes, a share of which is -100."""
     generator, batches = torch.Generator().manual_seed(seed), []

@@ -1,0 +1,99 @@
+"""What the tests of faults that were found from outside share."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from support import Toy, labelled, loader
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation
+from lightning_accum.testing import EXACT, compare_window_with_batch, sgd
+
+
+def open_until(issue: int, why: str, raises: type[BaseException] = AssertionError) -> pytest.MarkDecorator:
+    """What is wrong today, and the issue that mends it."""
+    return pytest.mark.xfail(strict=True, raises=raises, reason=f"issue {issue}: {why}")
+
+
+def case(issue: int, why: str, *values: Any, raises: type[BaseException] = AssertionError) -> Any:
+    """One case of a table that is open."""
+    return pytest.param(*values, marks=open_until(issue, why, raises))
+
+
+def exact_or_refused(
+    module: Any,
+    batches: Any,
+    policy: Any = 2,
+    *,
+    optimizer: Any = sgd,
+    limit: float = EXACT,
+    may_warn: bool = False,
+    **arguments: Any,
+) -> None:
+    """Assert that windows take the steps of their full batches, or that the package objects before the first step.
+
+    Args:
+        module, batches, policy, optimizer: as in ``compare_window_with_batch``.
+        limit: of the relative error of what training changed.
+        may_warn: whether a warning of the package is enough, where no deviation can be measured before the first step.
+        arguments: of ``compare_window_with_batch``.
+    """
+    seen_at_steps: list[int] = []
+
+    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = optimizer(parameters)
+        made.register_step_post_hook(lambda *_: seen_at_steps.append(len(caught)))
+        return made
+
+    refusal = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = compare_window_with_batch(module, batches, policy, optimizer=make_optimizer, **arguments)
+        except AccumulationError as error:
+            refusal = error
+    if refusal is not None:
+        assert not seen_at_steps, f"refused after {len(seen_at_steps)} optimizer steps: {refusal}"
+        return
+    is_warned = any(issubclass(warning.category, AccumulationWarning) for warning in caught[: seen_at_steps[0]])
+    assert (may_warn and is_warned) or found.parameters <= limit, f"{found.parameters:.1g} off without an objection"
+
+
+def split_exact_or_refused(
+    module: Any, batches: Sequence[Any], size: int = 2, row_wise: str | None = None, **arguments: Any
+) -> None:
+    """:func:`exact_or_refused` for loader batches in micro-batches of ``size`` rows."""
+    arguments |= {"windows": batches, "collate": lambda batch: batch}
+    exact_or_refused(module, loader(batches), GradientAccumulation(micro_batch=size, row_wise=row_wise), **arguments)
+
+
+def rows_of(*sizes: int, ignored: float = 0.0) -> list[list[Any]]:
+    """The rows of loader batches of so many."""
+    return [list(zip(*batch, strict=True)) for batch in labelled(*sizes, ignored=ignored)]
+
+
+def classified(net: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(net(batch[0]), batch[1], reduction=reduction)
+
+
+def scheduled(make: Callable[[Toy, torch.optim.Optimizer], Any], **how: Any) -> Toy:
+    """A module with the scheduler that ``make`` gives its optimizer."""
+    module = Toy(classified)
+    optimizer = module.configure_optimizers()
+    module.configure_optimizers = lambda: ([optimizer], [{"scheduler": make(module, optimizer), "interval": "step", **how}])
+    return module
+
+
+def noted(hook: str, what: Callable[[pl.Trainer], Any]) -> tuple[LambdaCallback, list[Any]]:
+    """A callback that notes something at each call of a hook, and its notes."""
+    notes: list[Any] = []
+    return LambdaCallback(**{hook: lambda trainer, *_: (gc.collect(), notes.append(what(trainer)))}), notes
