@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
-from support import Scalar, Toy, fit, joined, labelled, loader, relative_error, train_by_hand, trainer, x
+from support import ManualToy, Scalar, Toy, fit, joined, labelled, loader, relative_error, train_by_hand, trainer, x
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -245,15 +245,6 @@ class Copying(pl.Callback):
 
     def copy_once(self, trainer: pl.Trainer, *others: Any, **options: Any) -> None:
         self.copy = self.copy or copy.deepcopy(trainer)
-
-
-class ManualToy(Toy):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.optimizers().step()
 
 
 @pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start", "on_train_batch_start", "on_train_batch_end"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import Unsized
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
@@ -93,16 +94,6 @@ def assert_steps_of(found: Trained, optimizer: str, windows: Sequence[Any], norm
     assert found[1] == pytest.approx(expected.losses, rel=1e-12)
 
 
-class Stream(IterableDataset):
-    """Batches without a length."""
-
-    def __init__(self, items: Sequence[Any]) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items)
-
-
 def one_process() -> Fabric:
     return Fabric(accelerator="cpu", devices=1)  # not "64-true", which hands outputs out in single precision
 
@@ -149,7 +140,7 @@ LOOPS: dict[str, tuple[int, dict[str, Any], list[int]]] = {
 def test_a_loop_takes_the_steps_of_full_batches(fabric: Callable[[], Any], case: str) -> None:
     size, arguments, sizes = LOOPS[case]
     windows = cut(ROWS * 2, sizes if sum(map(abs, sizes)) == 44 else sizes * 2)
-    for optimizer, loader in (("sgd", in_batches(ROWS, size)), ("adamw", Stream(in_batches(ROWS, size)))):
+    for optimizer, loader in (("sgd", in_batches(ROWS, size)), ("adamw", Unsized(in_batches(ROWS, size)))):
         assert_steps_of(loop(fabric(), optimizer, loader, **arguments), optimizer, windows)
 
 
@@ -322,7 +313,7 @@ OF_RANKS = [[column(1), column(2, 3), column(4), column(5), column(6, 7)], [colu
 def test_ranks_without_a_loss_and_with_less_data_take_part_in_the_steps_of_others(find_unused: bool) -> None:
     def train(fabric: Fabric) -> list[float]:
         own = OF_RANKS[fabric.global_rank]
-        return [gradient for loader in (own, Stream(own)) for gradient in train_scalar(loader, 2, fabric)[0]]
+        return [gradient for loader in (own, Unsized(own)) for gradient in train_scalar(loader, 2, fabric)[0]]
 
     expected = [(1 + 2 + 3 + 10 + 11) / 5, (4 + 5) / 2, (6 + 7) / 2]
     assert on_two(train, find_unused_parameters=find_unused) == pytest.approx(2 * expected, rel=1e-12)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import Unsized
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from processes import run_ranks
 from search_by_hand import ByHand, Outcome, optimizer_of, scheduler_of
@@ -23,7 +23,7 @@ from search_points import Batch, Net, Point, draw
 from sharded import needs_sharding_on_cpu, shard, whole_parameters
 from support import ListOfBatches, relative_error, seeds_of_a_search, trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_accum import DDPAccumulationStrategy, GradientAccumulation, GradientNoiseScale, ModelParallelAccumulationStrategy
 
@@ -38,16 +38,6 @@ WHILE_TRAINING = (
 )
 """What is seen at a loss that a training may not come to."""
 REFUSED = (MisconfigurationException, ValueError, FloatingPointError)
-
-
-class Stream(IterableDataset):
-    """Without a length."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
 
 
 class Searched(pl.LightningModule):
@@ -70,7 +60,7 @@ class Searched(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         batches = self.point.batches[self.trainer.global_rank]
-        return DataLoader(ListOfBatches(batches) if self.point.is_sized else Stream(batches), batch_size=None)
+        return DataLoader(ListOfBatches(batches) if self.point.is_sized else Unsized(batches), batch_size=None)
 
     def configure_optimizers(self) -> Any:
         optimizer, module = optimizer_of(self.point, self.net), self

@@ -23,15 +23,15 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 19_700,
-    "lines of the package": 29_500,
-    "files of the package": 192,
-    "width of the package": 132,
-    "lines of its largest file": 429,
-    "files outside trainer/ that import Lightning": 50,
-    "assignments to an attribute of another object": 320,
-    "lines of tests": 45_000,
-    "lines of tests in files that import private modules": 23_000,
+    "lines of code": 19_150,
+    "lines of the package": 29_100,
+    "files of the package": 187,
+    "width of the package": 152,
+    "lines of its largest file": 430,
+    "files outside trainer/ that import Lightning": 44,
+    "assignments to an attribute of another object": 309,
+    "lines of tests": 30_000,
+    "lines of tests in files that import private modules": 1_000,
 }
 
 
