@@ -195,7 +195,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.some_cases(24)
+@pytest.mark.some_cases(16)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_method_of_lightnings_that_changed_leaves_windows_exact_or_it_is_told(

@@ -134,7 +134,7 @@ LOOPS: dict[str, tuple[int, dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.some_cases(15)
+@pytest.mark.some_cases(10)
 @WITH_AND_WITHOUT_FABRIC
 @pytest.mark.parametrize("case", LOOPS)
 def test_a_loop_takes_the_steps_of_full_batches(fabric: Callable[[], Any], case: str) -> None:

@@ -133,7 +133,7 @@ def assert_full_batches(engine: str, by_rank: Any, policy: dict[str, Any], optio
     assert_one_window_one_batch(ShardedScalar, rows, windows, accumulation, engine, options, **arguments)
 
 
-@pytest.mark.some_cases(18)
+@pytest.mark.some_cases(9)
 @LENGTHS_KNOWN
 @pytest.mark.parametrize(("engine", "options", "lengths", "policy"), CASES)
 def test_ranks_that_end_at_different_times_equal_the_full_batch(
@@ -318,7 +318,7 @@ def means_of_asked(ranks: int, window: int) -> list[float]:
 MAPPED = [*(on(engine, 10, 0) for engine in ("ddp", "ddp of 3", "fsdp2")), on("ddp of 3", 1, 0), on("ddp", 2, 1), on("ddp", 10, 1)]
 
 
-@pytest.mark.some_cases(6)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("samples", [7, 10])
 @pytest.mark.parametrize(("engine", "options", "window", "repeated"), MAPPED)
 def test_samples_of_a_map_style_dataset_count_once_but_with_a_sampler_of_the_user_that_repeats_some(
