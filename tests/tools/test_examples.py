@@ -84,7 +84,8 @@ def one_epoch_by_hand(name: str) -> tuple[int, Any]:
         inputs = torch.randn(1000, 16)
         module, tensors, window = example["Regression"](), [inputs, inputs.sum(1, keepdim=True).sin()], 128
     else:
-        module, tensors, window = example["NextToken"](), [torch.randint(0, 4, (500, 24)).cumsum(1) % 32], 64
+        tokens = torch.randint(0, 4, (500, 24)).cumsum(1) % 32
+        module, tensors, window = example["NextToken"](), [tokens], 64
     order, optimizer = list(SameOrderSampler(range(len(tensors[0])))), module.configure_optimizers()
     total = 0.0
     windows = [order[first : first + window] for first in range(0, len(order), window)]
