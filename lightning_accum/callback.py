@@ -66,16 +66,15 @@ class GradientAccumulation(Callback):
             ``"offload"``: the loader's batch runs as it is, while what autograd saves for its backward waits in host memory.
             Nothing is split, so it is exact for any module (BatchNorm, manual optimization) and any loss; a step takes longer by
             the copies that computation does not hide. A CPU has no second memory.
-        row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), several, or ``"auto"``.
-            ``training_step`` then runs once, on the loader's batch, and calls of these submodules run in micro-batches of
-            ``micro_batch`` rows, :class:`Tokens`, or what memory has room for (``"auto"``, on one rank): first without a graph, and
-            again with one in the backward of the loss (gradient caching, arXiv 2101.06983). If a mask among the arguments shows
-            the lengths of rows, the longest come first, and padding is trimmed. The loss sees the outputs of the whole batch, so
-            any loss is exact: contrastive losses, those of pairs or of batch statistics. What a submodule computes for one row must
-            not depend on the others, which is tried out on two rows. ``"auto"`` names the largest submodules for which that holds.
-            Over ranks a loss is of all rows if ``training_step`` gathers them itself, ``self.all_gather(..., sync_grads=True)``.
-            Submodules may be sharded with ``fully_shard``, not with FSDP1. Not for steps that differentiate through a call
-            themselves (gradient penalties).
+        row_wise: the name of a submodule of the module (``"encoder"``, ``"model.vision"``), or several. ``training_step`` then runs
+            once, on the loader's batch, and calls of these submodules run in micro-batches of ``micro_batch`` rows,
+            :class:`Tokens`, or what memory has room for (``"auto"``, on one rank): first without a graph, and again with one in the
+            backward of the loss (gradient caching, arXiv 2101.06983). If a mask among the arguments shows the lengths of rows, the
+            longest come first, and padding is trimmed. The loss sees the outputs of the whole batch, so any loss is exact:
+            contrastive losses, those of pairs or of batch statistics. What a submodule computes for one row must not depend on the
+            others, which is tried out on two rows. Over ranks a loss is of all rows if ``training_step`` gathers them itself,
+            ``self.all_gather(..., sync_grads=True)``. Submodules may be sharded with ``fully_shard``, not with FSDP1. Not for steps
+            that differentiate through a call themselves (gradient penalties).
         weight: what a micro-batch weighs: the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by different counts, a

@@ -105,20 +105,12 @@ EXCLUSIONS = (
     Exclusion(
         '`micro_batch=` (not `"offload"`)',
         "manual optimization",
-        '`micro_batch="offload"`, or `row_wise=` with names',
+        '`micro_batch="offload"`, or `row_wise=`',
         lambda a: a.is_manual and a.policy.micro_batch is not None,
         "GradientAccumulation(micro_batch={a.policy.micro_batch!r}) would split a batch, but with"
         " automatic_optimization=False a training_step steps its optimizers by itself."
         ' GradientAccumulation(micro_batch="offload") runs the batch whole, and what its backwards need waits in the'
         " memory of the host.",
-    ),
-    Exclusion(
-        '`row_wise="auto"`',
-        "manual optimization",
-        "the names of the submodules",
-        lambda a: a.is_manual and a.policy.row_wise == ("auto",),
-        'row_wise="auto" tries training_step out on a few rows, but with automatic_optimization=False it steps its'
-        " optimizers. Give the names of its submodules.",
     ),
     Exclusion(
         "a weight for each term",

@@ -57,8 +57,6 @@ def refuse(policy: Policy, training: Training, words: Words) -> None:
     Raises:
         ValueError: with the reason.
     """
-    if policy.row_wise == ("auto",):
-        raise ArgumentError('row_wise="auto" tries a training_step out, which a hand-written loop has none of: name the submodules')
     if policy.counts_ahead:
         raise ArgumentError(
             "A weight for each term of the loss needs the batches of a window before it runs, which a hand-written loop does not"

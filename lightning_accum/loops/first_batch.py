@@ -20,10 +20,6 @@ from lightning_accum.engine import Engine
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.later_batches import check_doubted
 from lightning_accum.loops.results import collecting_logs
-from lightning_accum.splitting.few_rows import FewRows
-from lightning_accum.weighing.counts import count_samples
-from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError
-from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.wider import is_narrow
 
 
@@ -71,23 +67,3 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     except JointLossError as error:
         raise MisconfiguredLossError(str(error)) from None
     accumulation.look_at_doubted = partial(check_doubted, checked)
-
-
-def choose_row_wise(trainer: pl.Trainer, strategy: Engine, row_wise: RowWise, kwargs: OrderedDict[str, Any]) -> None:
-    """Decide by a few rows of the batch in ``kwargs`` which submodules run in micro-batches, if it has two.
-
-    Raises:
-        RowWiseError: there are none that would help.
-    """
-    try:
-        found = FewRows(next(iter(kwargs.values()), None), strategy.samples_of_loader())
-    except CannotCheckError:
-        return
-    if found.number < 2:
-        return
-    rows, _ = found.two(MOST_ROWS)
-    snapshot = strategy.snapshotter.take(watches_parameters=False)
-    try:
-        row_wise.choose(lambda: unlogged_step(trainer, kwargs)(rows()), count_samples(rows()))
-    finally:
-        snapshot.restore()

@@ -23,7 +23,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.errors import UsageError
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops import trainer_state
-from lightning_accum.loops.first_batch import check_first_batch, choose_row_wise, unlogged_step
+from lightning_accum.loops.first_batch import check_first_batch, unlogged_step
 from lightning_accum.loops.results import collecting_logs, show_logs
 from lightning_accum.loops.step_hooks import call_window_hooks
 from lightning_accum.session import already_run
@@ -96,8 +96,6 @@ class WindowOptimization(_AutomaticOptimization):
             self.epoch_loop.batch = batch
         if accumulation.splitting is not None:
             accumulation.splitting.begin(batch, partial(self._difference_by_padding, kwargs))
-        if strategy.row_wise is not None and strategy.row_wise.is_undecided:
-            choose_row_wise(self.trainer, strategy, strategy.row_wise, kwargs)
         if accumulation.checks_left and not self._skip_backward:
             check_first_batch(self.trainer, strategy, kwargs)
         return WindowClosure(self, accumulation, batch, others, self.epoch_loop.begun, ends_window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -168,14 +169,18 @@ class Diagnosis:
         return breaks.named("rows that depend on each other", left, fit.left, of_order)
 
     def _names_that_mend(self, full: Step) -> list[str]:
-        """The submodules that ``row_wise="auto"`` chooses, if it takes the step of the full batch with them; else none."""
+        """The submodules, at most two levels deep, with which, run row-wise, the module takes the step of the full batch."""
         asked_for = self._runner.policy.get("micro_batch")
         size = asked_for if isinstance(asked_for, int) else max(1, (self._comparison.rows or 2) // 2)
-        try:
-            step = self._runner.row_wise(self._comparison.full, size, self.change)
-        except Exception:  # whatever a submodule does on other rows
-            return []
-        return step.row_wise if Difference.between(step.gradients, full.gradients).largest <= self.tolerance else []
+        names: list[str] = []
+        for name, inner in self._runner.module.named_modules():
+            is_inside_another = any(name.startswith(f"{outer}.") for outer in names)
+            if name and name.count(".") < 2 and not is_inside_another and next(inner.parameters(), None) is not None:
+                with suppress(Exception):  # whatever a submodule does on other rows
+                    step = self._runner.row_wise(self._comparison.full, name, size, self.change)
+                    if _difference(step, full) <= self.tolerance:
+                        names.append(name)
+        return names
 
     def _nonlinearity(self, full: Step) -> float:
         """How far the gradient of a multiple of the loss is from that multiple of its gradient."""

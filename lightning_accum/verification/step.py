@@ -79,9 +79,9 @@ class StepRunner:
         recorder = StepRecorder(keeps_micro_batches=keeps_micro_batches)
         return self._run(batches, change, recorder, [self.callback(len(batches))], strategy="accum")
 
-    def row_wise(self, batch: Any, size: int, change: Change = Change()) -> Step:
-        """The step of this package on one batch, with the submodules row-wise that ``row_wise="auto"`` chooses."""
-        policy = GradientAccumulation(1, micro_batch=size, row_wise="auto", weight="equal", check=False, log=False)
+    def row_wise(self, batch: Any, name: str, size: int, change: Change = Change()) -> Step:
+        """The step of this package on one batch, with a submodule row-wise."""
+        policy = GradientAccumulation(1, micro_batch=size, row_wise=name, weight="equal", check=False, log=False)
         return self._run([batch], change, StepRecorder(), [policy], strategy="accum")
 
     def callback(self, window: int) -> GradientAccumulation:

@@ -46,7 +46,6 @@ class Step:
         dropout: where it was switched off.
         batch_norm: the layers that normalise by statistics of the batch they see.
         gradient_hooks: the parameters that have hooks on their gradients.
-        row_wise: the submodules that ran row-wise.
         losses: of the micro-batches.
         total_weight: of the window; 1 for a loss that is a sum.
         buffers_before: those of the module, before the step.
@@ -71,7 +70,6 @@ class Step:
     dropout: list[str] = field(default_factory=list)
     batch_norm: list[str] = field(default_factory=list)
     gradient_hooks: list[str] = field(default_factory=list)
-    row_wise: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     total_weight: float | None = None
     buffers_before: dict[str, Tensor] = field(default_factory=dict)
@@ -156,8 +154,6 @@ class StepRecorder(pl.Callback):
             return
         self.step.buffers, self.step.seed = _copies(pl_module.named_buffers()), torch.initial_seed()
         accumulation = trainer.strategy.accumulation if isinstance(trainer.strategy, Engine) else None
-        if accumulation is not None and accumulation.row_wise is not None:
-            self.step.row_wise = accumulation.row_wise.names
         if accumulation is not None and accumulation.closed is not None:
             self.step.loss, self.step.total_weight = float(accumulation.closed.loss), float(accumulation.closed.weight)
             self.step.micro_batches = accumulation.closed.micro_batches

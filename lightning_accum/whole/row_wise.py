@@ -23,7 +23,6 @@ from lightning_accum.splitting.memory import MicroBatchSizes, has_room_to_double
 from lightning_accum.splitting.micro_batch import Layout, Pattern, Tokens
 from lightning_accum.splitting.packing import MicroBatchSize, RowSlice
 from lightning_accum.splitting.plan import Planner
-from lightning_accum.whole.auto_names import choose_names
 from lightning_accum.whole.calls import Call, Form, taken, twice_differentiated
 from lightning_accum.whole.layers import Layer
 from lightning_accum.whole.row_proof import Largest, RowProof, difference_by_padding, number_of_rows, read_arguments
@@ -38,7 +37,7 @@ class RowWise:
 
     Args:
         module: that is trained.
-        names: of its submodules; ``["auto"]`` until :meth:`choose` was called.
+        names: of its submodules.
         micro_batch: rows, or tokens, of a micro-batch; or ``"auto"``.
         device: where the module runs.
         trim: whether calls run longest rows first, trimmed to the longest of a micro-batch, where their lengths can be read.
@@ -68,11 +67,8 @@ class RowWise:
         trim: bool = True,
         largest: Largest | None = None,
     ) -> None:
-        self._module = module
-        self.is_undecided = tuple(names) == ("auto",)
-        """Which submodules it will be is found out from the first batch of two rows."""
         self._largest = largest
-        self._layers = [] if self.is_undecided else self._layers_of(names)
+        self._layers = [Layer(name, inner, inner, largest is not None) for name, inner in _named(module, names)]
         self._micro_batch = micro_batch
         self._device = device
         self._trim = trim and largest is None  # what is tried out on two rows would be on one rank alone
@@ -88,24 +84,12 @@ class RowWise:
         self._is_inside = self._has_run = self._drops = False
         self._called: set[str] = set()
 
-    def choose(self, step: Callable[[], Any], rows: int | None) -> None:
-        """Decide which submodules it will be, see :func:`choose_names`."""
-        self._layers, self.is_undecided = self._layers_of(choose_names(self._module, step, rows)), False
-
-    def _layers_of(self, names: Sequence[str]) -> list[Layer]:
-        return [Layer(name, module, module, self._largest is not None) for name, module in _named(self._module, names)]
-
-    @property
-    def names(self) -> list[str]:
-        """Of the submodules."""
-        return [layer.name for layer in self._layers]
-
     def describe(self) -> str:
         """What runs in micro-batches, in words."""
         size = self._micro_batch
         rows = f"of up to {size.count} tokens" if isinstance(size, Tokens) else f"of {size}"
         rows = "as large as memory allows" if size == "auto" else rows
-        return f"{', '.join(self.names) or 'nothing'} in micro-batches {rows}, the loss sees all rows"
+        return f"{', '.join(layer.name for layer in self._layers)} in micro-batches {rows}, the loss sees all rows"
 
     @contextmanager
     def step(self, rows: int | None = None) -> Iterator[None]:
@@ -285,7 +269,8 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module
         if not name or name not in modules:
             known = [child for child, _ in module.named_children()]
             raise ArgumentError(
-                f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. Its children are {known}."
+                f"row_wise={name!r}: {type(module).__name__} has no submodule of that name. Name some of its submodules;"
+                f" its children are {known}."
             )
     for outer in names:
         for inner in names:

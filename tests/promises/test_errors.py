@@ -201,6 +201,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[AccumulationError], type[Exceptio
     "lengths": (lambda: BalancedBatchSampler(["a"], 2), AccumulationError, TypeError),
     "nothing to verify": (lambda: verify(Scalar(ROWS)), AccumulationError, MisconfigurationException),
     "a name of a submodule": (lambda: train(Scalar(ROWS), 2, row_wise="encoder"), AccumulationError, MisconfigurationException),
+    "no submodule": (lambda: train(Scalar(ROWS), row_wise="auto", micro_batch=2), AccumulationError, MisconfigurationException),
     "a submodule": (lambda: train(Normalises(ROWS), micro_batch=2, row_wise="net"), RowWiseError, RuntimeError),
     "a contrastive loss": (lambda: train(Compares(ROWS), 2), DoesNotAddUpError, ValueError),
     "a loss that hides its mean": (lambda: train(Hides(ROWS), 2), UnreadableLossError, ValueError),

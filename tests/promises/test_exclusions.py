@@ -76,7 +76,6 @@ CASES: list[Callable[[], Any]] = [
     fit(Newton([x(1.0)]), ddp, 2, **MANUAL),
     fit(window=Tokens(4), **MANUAL),
     fit(micro_batch=2, **MANUAL),
-    fit(row_wise="auto", micro_batch=2, **MANUAL),
     fit(weight=EACH, **MANUAL),
     fit(accumulate_dtype=torch.float64, **MANUAL),
     fit(on_nonfinite="skip", **MANUAL),
