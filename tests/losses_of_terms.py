@@ -1,0 +1,297 @@
+"""Losses of several terms, each with a denominator of its own: a row each, with what its terms count where a list can say so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from sharded import shard
+from support import OPTIMIZERS
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+D = torch.float64
+LENGTH, WORDS, CLASSES = 6, 9, 4
+WEIGHTS = torch.tensor([0.3, 1.7, 0.9, 0.5], dtype=D)
+
+
+class Outputs(NamedTuple):
+    """Of the net, by the first letters of their shapes: (rows, tokens, words) and so on."""
+
+    tokens: Tensor
+    classes: Tensor
+    values: Tensor
+    boxes: Tensor
+    edges: Tensor
+    mean: Tensor
+    log_var: Tensor
+    rebuilt: Tensor
+    taught: Tensor
+
+
+class Net(nn.Module):
+    """Reads tokens and four numbers of a row, row by row, and has a head for each kind of term."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.reads = nn.Embedding(WORDS, 8), nn.Linear(4, 8)
+        self.tokens, self.classes, self.values, self.boxes = (nn.Linear(8, n) for n in (WORDS, CLASSES, 3, 12))
+        self.sends, self.latent, self.rebuilt = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(4, 4)
+        self.log_vars = nn.Parameter(torch.tensor([0.3, -0.2, 0.1]))
+        self.register_buffer("factor", torch.tensor(0.7))
+        self.teacher = nn.Linear(8, CLASSES).requires_grad_(False)
+
+    def forward(self, ids: Tensor, labels: Tensor, x: Tensor, edges: Tensor) -> Outputs:
+        row, is_token = self.reads(x), (labels >= 0)[..., None]
+        hidden = (self.word(ids) + row[:, None]).tanh()
+        pooled = (hidden * is_token).sum(1) / is_token.sum(1)
+        ends = hidden[torch.arange(len(ids))[:, None, None], edges]  # (rows, edges, 2, 8)
+        mean, log_var = self.latent(pooled).chunk(2, 1)
+        return Outputs(
+            self.tokens(hidden), self.classes(pooled), self.values(pooled), self.boxes(pooled).unflatten(1, (3, 4)),
+            (self.sends(ends[:, :, 0]) * ends[:, :, 1]).sum(-1), mean, log_var, self.rebuilt(mean), self.teacher(pooled).detach(),
+        )  # fmt: skip
+
+
+Function = Callable[[Any, Any, Any], Tensor]
+"""Of the net's outputs, the batch (an entry is an attribute) and the module."""
+
+
+class OfTerms(pl.LightningModule):
+    """Trains the net with a loss of the table."""
+
+    def __init__(self, function: Function, optimizer: str = "sgd") -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.function, self.optimizer = Net().double(), function, optimizer
+
+    def configure_model(self) -> None:
+        shard(self, [self.net])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        outputs = self.net(batch["ids"], batch["labels"], batch["x"], batch["edges"])
+        return self.function(outputs, SimpleNamespace(**batch), self)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+def rows(number: int, seed: int, has_some: bool = True) -> list[dict[str, Tensor]]:
+    """Rows of 2 to 6 tokens, 1 to 3 boxes and 1 to 5 edges; what is chosen by ``some``, or has a class, may be none of them."""
+    g = torch.Generator().manual_seed(seed)
+
+    def first(low: int, most: int) -> Tensor:
+        return torch.arange(most) < torch.randint(low, most + 1, (number, 1), generator=g)
+
+    ids, is_token = torch.randint(1, WORDS, (number, LENGTH), generator=g), first(2, LENGTH)
+    x, y = torch.randn(number, 4, generator=g, dtype=D), torch.randn(number, 3, generator=g, dtype=D)
+    some = (torch.rand(number, generator=g) < 0.6) & has_some
+    some[0] = has_some
+    t = torch.randint(0, CLASSES, (number,), generator=g)
+    columns = {
+        "ids": ids * is_token, "labels": ids.masked_fill(~is_token, -100), "x": x, "y": y + is_token.sum(1, keepdim=True) / 2,
+        "t": t, "rare": t.masked_fill(~some, -100), "some": some, "p": torch.rand(number, CLASSES, generator=g, dtype=D).softmax(1),
+        "boxes": torch.rand(number, 3, 4, generator=g, dtype=D), "has_box": first(1, 3), "is_edge": first(1, 5),
+        "edges": torch.randint(0, LENGTH, (number, 5, 2), generator=g) % is_token.sum(1)[:, None, None],
+        "linked": torch.randint(0, 2, (number, 5), generator=g).to(D), "length": torch.randint(1, 3, (number,), generator=g),
+        "chosen": is_token & (torch.arange(LENGTH) % 2 == 0), "words": ids[:, :2],
+    }  # fmt: skip
+    return [{name: column[row] for name, column in columns.items()} for row in range(number)]
+
+
+COUNTS: dict[str, Callable[[Any], Any]] = {
+    "tokens": lambda b: (b["labels"] >= 0).sum(),
+    "shifted": lambda b: (b["labels"][:, 1:] >= 0).sum(),
+    "places": lambda b: b["labels"].numel(),
+    "chosen": lambda b: b["chosen"].sum(),
+    "samples": lambda b: len(b["x"]),
+    "some": lambda b: b["some"].sum(),
+    "boxes": lambda b: b["has_box"].sum(),
+    "edges": lambda b: b["is_edge"].sum(),
+    "class weights": lambda b: WEIGHTS[b["t"]].sum(),
+}
+
+
+# fmt: off
+def ce(o: Any, b: Any, **kwargs: Any) -> Tensor:
+    return F.cross_entropy(o.tokens.flatten(0, 1), b.labels.flatten(), **kwargs)
+
+def shifted(o: Any, b: Any) -> Tensor:
+    return F.cross_entropy(o.tokens[:, :-1].flatten(0, 1), b.labels[:, 1:].flatten())
+
+def classes(o: Any, b: Any, **kwargs: Any) -> Tensor:
+    return F.cross_entropy(o.classes, b.t, **kwargs)
+
+def value(o: Any, b: Any) -> Tensor:
+    return F.mse_loss(o.values[:, 0], b.y[:, 0])
+
+def each(o: Any, b: Any) -> Tensor:
+    return (o.values - b.y).square()
+
+def masked(losses: Tensor, mask: Tensor) -> Tensor:
+    return (losses * mask).sum() / mask.sum().clamp(min=1)
+
+def boxes(o: Any, b: Any) -> Tensor:
+    return masked(F.smooth_l1_loss(o.boxes, b.boxes, reduction="none").sum(-1), b.has_box)
+
+def edges(o: Any, b: Any) -> Tensor:
+    return F.binary_cross_entropy_with_logits(o.edges[b.is_edge], b.linked[b.is_edge])
+
+def kl(o: Any) -> Tensor:
+    return -0.5 * (1 + o.log_var - o.mean.square() - o.log_var.exp()).sum(1).mean()
+
+def z(o: Any) -> Tensor:
+    return o.tokens.logsumexp(-1).square()
+
+def entropy(o: Any) -> Tensor:
+    return -(o.classes.softmax(1) * o.classes.log_softmax(1)).sum(1).mean()
+
+def taught(o: Any, t: float = 2.0) -> Tensor:
+    return t**2 * F.kl_div((o.classes / t).log_softmax(1), (o.taught / t).softmax(1), reduction="batchmean")
+
+def ctc(o: Any, b: Any, **kwargs: Any) -> Tensor:
+    log_p, lengths = o.tokens.log_softmax(-1).transpose(0, 1), (b.labels >= 0).sum(1)
+    return F.ctc_loss(log_p, b.words, lengths, b.length, zero_infinity=True, **kwargs)
+
+def penalty(m: Any, power: int = 2) -> Tensor:
+    return 0.01 * sum(p.abs().pow(power).sum() for p in m.parameters() if p.requires_grad)
+
+def if_any(loss: Tensor, losses: Tensor, mask: Tensor) -> Tensor:
+    if mask.any():
+        loss = loss + losses[mask].mean()
+    return loss
+
+def uncertain(m: Any, *losses: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=D)
+    for s, loss in zip(m.net.log_vars, losses, strict=False):
+        total = total + torch.exp(-s) * loss + s
+    return total
+
+def by_loop(start: Tensor, losses: Sequence[Tensor], factor: float = 0.5) -> Tensor:
+    for loss in losses:
+        start = start + factor * loss
+    return start
+
+def in_place(loss: Tensor, *others: Tensor) -> Tensor:
+    for other in others:
+        loss += other
+    return loss
+
+def balanced(o: Any, b: Any) -> Tensor:
+    losses = classes(o, b, reduction="none")
+    return sum(masked(losses, b.t == c) for c in range(CLASSES))
+
+def dictionary(losses: dict[str, Tensor], factors: dict[str, float] | None = None) -> Tensor:
+    return sum((factors or {}).get(name, 1.0) * loss for name, loss in losses.items())
+
+class Row(NamedTuple):
+    """A loss; ``counts`` are those of its terms, in their order, or empty where no list of counts says them."""
+
+    counts: str
+    of: Function
+
+LOSSES: dict[str, Row] = {
+    "tokens and samples": Row("tokens, samples", lambda o, b, m: ce(o, b) + value(o, b)),
+    "samples and tokens": Row("samples, tokens", lambda o, b, m: value(o, b) + 0.5 * ce(o, b)),
+    "shifted tokens and samples": Row("shifted, samples", lambda o, b, m: shifted(o, b) + 0.1 * classes(o, b)),
+    "tokens and elements": Row("tokens, samples", lambda o, b, m: ce(o, b) + each(o, b).mean()),
+    "shifted and unshifted tokens": Row("shifted, tokens", lambda o, b, m: shifted(o, b) + 0.2 * masked(z(o), b.labels >= 0)),
+    "masked words and next sentence": Row("chosen, samples", lambda o, b, m:
+        F.cross_entropy(o.tokens[b.chosen], b.ids[b.chosen]) + classes(o, b)),
+    "cross entropy and masked regression": Row("samples, some", lambda o, b, m: classes(o, b) + masked(each(o, b)[:, 0], b.some)),
+    "tokens and masked regression by eps": Row("", lambda o, b, m:
+        ce(o, b) + (each(o, b)[:, 1] * b.some).sum() / (b.some.sum() + 1e-8)),
+    "tokens and masked regression by where": Row("tokens, some", lambda o, b, m:
+        ce(o, b) + torch.where(b.some.any(), masked(each(o, b)[:, 1], b.some), 0.0)),
+    "rare classes and samples": Row("some, samples", lambda o, b, m:
+        F.cross_entropy(o.classes, b.rare, reduction="sum") / (b.rare >= 0).sum().clamp(min=1) + value(o, b)),
+    "boxes and samples": Row("boxes, samples", lambda o, b, m: boxes(o, b) + classes(o, b)),
+    "boxes, selected, and samples": Row("boxes, samples", lambda o, b, m:
+        F.l1_loss(o.boxes[b.has_box], b.boxes[b.has_box]) + 0.5 * value(o, b)),
+    "boxes, objects and classes": Row("boxes, samples, some", lambda o, b, m: 5 * boxes(o, b)
+        + F.binary_cross_entropy_with_logits(o.boxes[..., 0], b.has_box.to(D)) + masked(classes(o, b, reduction="none"), b.some)),
+    "nodes and edges": Row("tokens, edges", lambda o, b, m: ce(o, b) + edges(o, b)),
+    "nodes, edges and graphs": Row("tokens, edges, samples", lambda o, b, m: ce(o, b) + 0.3 * edges(o, b) + value(o, b)),
+    "edges by a sum, and nodes": Row("edges, tokens", lambda o, b, m: masked(F.softplus(o.edges), b.is_edge) + ce(o, b) / 3),
+    "class weights and samples": Row("class weights, samples", lambda o, b, m: classes(o, b, weight=WEIGHTS) + value(o, b)),
+    "class weights and tokens": Row("class weights, tokens", lambda o, b, m: classes(o, b, weight=WEIGHTS) + ce(o, b)),
+    "class weights, tokens, boxes, edges and samples": Row("class weights, tokens, boxes, edges, samples", lambda o, b, m:
+        classes(o, b, weight=WEIGHTS) + 0.5 * ce(o, b) + boxes(o, b) + 0.1 * edges(o, b) + 2 * value(o, b)),
+    "label smoothing and samples": Row("tokens, tokens, samples", lambda o, b, m: ce(o, b, label_smoothing=0.1) + value(o, b)),
+    "label smoothing, class weights and edges": Row("", lambda o, b, m:
+        classes(o, b, weight=WEIGHTS, label_smoothing=0.2) + edges(o, b)),
+    "tokens and KL over samples": Row("tokens, samples", lambda o, b, m: ce(o, b) + 0.1 * kl(o)),
+    "KL of probabilities and tokens": Row("samples, tokens", lambda o, b, m:
+        F.kl_div(o.classes.log_softmax(1), b.p, reduction="batchmean") + ce(o, b)),
+    "learned uncertainty": Row("", lambda o, b, m: uncertain(m, ce(o, b), value(o, b))),
+    "learned uncertainty of three": Row("", lambda o, b, m: uncertain(m, ce(o, b), value(o, b), boxes(o, b))),
+    "learned uncertainty, one term": Row("", lambda o, b, m:
+        torch.exp(-m.net.log_vars[0]) * ce(o, b) + m.net.log_vars[0] + value(o, b)),
+    "learned scales under the terms": Row("", lambda o, b, m: ce(o, b) / (2 * (s := m.net.log_vars)[0] ** 2) + s[0].abs().log()
+        + edges(o, b) / (2 * s[1] ** 2) + s[1].abs().log()),
+    "softmax of learned factors": Row("", lambda o, b, m:
+        (m.net.log_vars.softmax(0) * torch.stack([ce(o, b), value(o, b), edges(o, b)])).sum()),
+    "annealed KL": Row("tokens, samples", lambda o, b, m: ce(o, b) + min(1.0, 0.2 + 0.3 * m.global_step) * kl(o)),
+    "from one term to the other": Row("tokens, samples", lambda o, b, m:
+        (a := math.exp(-0.5 * m.global_step - 0.1)) * ce(o, b) + (1 - a) * value(o, b)),
+    "tokens and a penalty": Row("", lambda o, b, m: ce(o, b) + penalty(m)),
+    "tokens, samples and a penalty": Row("", lambda o, b, m: ce(o, b) + value(o, b) + penalty(m)),
+    "a penalty of L1, boxes and samples": Row("", lambda o, b, m: penalty(m, 1) + boxes(o, b) + classes(o, b)),
+    "a penalty of one layer, tokens and masked": Row("", lambda o, b, m:
+        ce(o, b) + masked(each(o, b)[:, 1], b.some) + 0.1 * m.net.tokens.weight.square().mean()),
+    "a term only where there is something": Row("tokens, some", lambda o, b, m: if_any(ce(o, b), each(o, b)[:, 0], b.some)),
+    "the first term only where there is something": Row("some, samples", lambda o, b, m:
+        if_any(torch.zeros((), dtype=D), each(o, b)[:, 0], b.some) + value(o, b)),
+    "two terms only where there is something": Row("tokens, some, some", lambda o, b, m:
+        if_any(if_any(ce(o, b), each(o, b)[:, 1], b.some), o.mean.square().sum(1), b.some)),
+    "a term or the number 0": Row("tokens, some", lambda o, b, m: ce(o, b) + (each(o, b)[b.some].mean() if b.some.any() else 0.0)),
+    "a term for each class": Row("", lambda o, b, m: balanced(o, b)),
+    "tokens and a quarter for each class": Row("", lambda o, b, m: ce(o, b) + 0.25 * balanced(o, b)),
+    "a loop over heads": Row("tokens, some, boxes, edges", lambda o, b, m:
+        by_loop(ce(o, b), [masked(each(o, b)[:, 0], b.some), boxes(o, b), edges(o, b)])),
+    "a loop over columns with masks": Row("", lambda o, b, m:
+        by_loop(ce(o, b), [masked(each(o, b)[:, i], b.has_box[:, i]) for i in range(3)])),
+    "a stack, summed": Row("tokens, samples, edges", lambda o, b, m: torch.stack([ce(o, b), value(o, b), edges(o, b)]).sum()),
+    "a stack, its mean": Row("tokens, samples", lambda o, b, m: torch.stack([ce(o, b), value(o, b)]).mean()),
+    "a stack times factors": Row("tokens, samples, boxes", lambda o, b, m:
+        torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ WEIGHTS[:3]),
+    "a dictionary, summed": Row("tokens, samples", lambda o, b, m: sum({"ce": ce(o, b), "value": value(o, b)}.values())),
+    "a dictionary with factors": Row("tokens, boxes, samples", lambda o, b, m:
+        dictionary({"ce": ce(o, b), "boxes": boxes(o, b), "value": value(o, b)}, {"ce": 0.3, "value": 2})),
+    "in place": Row("tokens, samples", lambda o, b, m: in_place(ce(o, b), value(o, b))),
+    "in place, three": Row("samples, tokens, edges", lambda o, b, m: in_place(classes(o, b), 0.1 * ce(o, b), edges(o, b))),
+    "in place with a factor": Row("tokens, samples", lambda o, b, m: ce(o, b).add_(value(o, b), alpha=0.3)),
+    "minus an entropy": Row("tokens, samples", lambda o, b, m: ce(o, b) - 0.05 * entropy(o)),
+    "a buffer for a factor": Row("tokens, samples", lambda o, b, m: ce(o, b) + m.net.factor * value(o, b)),
+    "half of the sum": Row("tokens, samples", lambda o, b, m: (ce(o, b) + value(o, b)) / 2),
+    "sums over clamped counts": Row("tokens, some", lambda o, b, m: masked(ce(o, b, reduction="none"), (b.labels >= 0).flatten())
+        + masked(each(o, b).sum(1), b.some)),
+    "a sum beside a mean": Row("", lambda o, b, m: ce(o, b) + 0.01 * each(o, b).sum()),
+    "tokens and z-loss of all places": Row("tokens, places", lambda o, b, m: ce(o, b) + 0.01 * z(o).mean()),
+    "tokens, z-loss of tokens, and samples": Row("tokens, tokens, samples", lambda o, b, m:
+        ce(o, b) + 0.01 * masked(z(o), b.labels >= 0) + value(o, b)),
+    "distillation and tokens": Row("tokens, samples", lambda o, b, m: 0.7 * ce(o, b) + 0.3 * taught(o)),
+    "distillation and rare classes": Row("samples, some", lambda o, b, m:
+        taught(o) + masked(F.cross_entropy(o.classes, b.t, reduction="none"), b.some)),
+    "VAE of sums, and tokens": Row("samples, samples, tokens", lambda o, b, m:
+        (o.rebuilt - b.x).square().sum() / len(b.x) + kl(o) + ce(o, b)),
+    "VAE with classes of some": Row("samples, samples, some", lambda o, b, m:
+        F.mse_loss(o.rebuilt, b.x, reduction="sum") / len(b.x) + 0.5 * kl(o)
+        + masked(classes(o, b, reduction="none"), b.some)),
+    "CTC and tokens": Row("samples, tokens", lambda o, b, m: ctc(o, b) + ce(o, b)),
+    "CTC by lengths and samples": Row("", lambda o, b, m: ctc(o, b, reduction="sum") / b.length.sum() + value(o, b)),
+    "actor and critic": Row("tokens, samples, samples", lambda o, b, m:
+        masked(-o.tokens.log_softmax(-1)[..., 0] * b.y[:, :1], b.labels >= 0) + 0.5 * value(o, b) - 0.01 * entropy(o)),
+    "a checkpointed term": Row("", lambda o, b, m: checkpoint(ce, o, b, use_reentrant=False) + value(o, b)),
+    "a term that only shows": Row("", lambda o, b, m: ce(o, b) + value(o, b) + edges(o, b).detach()),
+}
+OF_NOTHING: dict[str, Function] = {  # means of nothing are NaN, as losses; the full batch has something to count
+    "a selected mean and samples": lambda o, b, m: value(o, b) + each(o, b)[b.some][:, 1].mean(),
+    "rare classes and samples": lambda o, b, m: F.cross_entropy(o.classes, b.rare) + value(o, b),
+    "a masked mean and tokens": lambda o, b, m: (each(o, b)[:, 0] * b.some).sum() / b.some.sum() + ce(o, b),
+}

@@ -1,0 +1,153 @@
+"""Losses of several terms with different denominators are exact with no argument: in windows, split, over ranks, after a resume."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from harness import assert_one_window_one_batch, on, windows_of
+from losses_of_terms import COUNTS, LOSSES, OF_NOTHING, Function, OfTerms, rows
+from support import Interrupted, SaveAfter, StatefulLoader, error_of_updates, fit, warned
+from torch.utils.data import default_collate
+
+from lightning_accum import GradientAccumulation, Tokens
+from lightning_accum.testing import adamw, sgd
+
+SIZES = (3, 1, 5, 2, 2, 4, 1, 3, 1, 2, 6, 3)
+BATCHES = [rows(size, seed, has_some=seed not in (1, 4, 5, 6, 7, 10)) for seed, size in enumerate(SIZES)]
+"""Three windows of four; ``some`` chooses nothing in two loader batches and in the second window."""
+ALL_SOME = [rows(size, seed) for seed, size in enumerate(SIZES)]
+POLICIES = {"windows": {"window": 4}, "split in 2": {"micro_batch": 2}, "split in 3": {"micro_batch": 3}}
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+def assert_exact(
+    loss: Function, policy: dict[str, Any], batches: Any = BATCHES, optimizers: Any = (sgd, adamw), windows: Any = None
+) -> None:
+    """On one process, in windows of four loader batches or of one that is split; nothing is warned of."""
+    own, windows = windows_of([batches], 4) if "micro_batch" in policy else batches, windows or windows_of([batches], 4)
+    with warned() as messages:
+        make, policy = partial(OfTerms, loss), GradientAccumulation(**policy)
+        assert_one_window_one_batch(make, [own], windows, policy, collate=default_collate, optimizers=optimizers)
+    assert [message for message in messages if not message.startswith("Padding")] == []
+
+
+def test_the_table_has_sixty_losses_and_for_most_of_them_a_list_of_counts() -> None:
+    assert len(LOSSES) >= 60
+    assert sum(bool(row.counts) for row in LOSSES.values()) >= 40
+
+
+@pytest.mark.some_cases(40)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_with_no_argument_a_loss_of_several_terms_takes_the_steps_of_the_full_batches(
+    name: str, policy: str, optimizer: str
+) -> None:
+    assert_exact(LOSSES[name].of, POLICIES[policy], optimizers=[OPTIMIZERS[optimizer]])
+
+
+@pytest.mark.some_cases(10)
+@pytest.mark.parametrize("policy", ["windows", "split in 3"])
+@pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.counts])
+def test_one_weight_for_each_term_in_their_order_takes_the_same_steps(name: str, policy: str) -> None:
+    weight = [COUNTS[count] for count in LOSSES[name].counts.split(", ")]
+    assert_exact(LOSSES[name].of, {**POLICIES[policy], "weight": weight, "log": False}, ALL_SOME, [adamw])
+
+
+@pytest.mark.parametrize("name", ["tokens and samples", "samples and tokens", "a stack, its mean"])
+def test_the_start_line_names_the_terms_in_the_order_of_their_weights(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    words = {"tokens": "cross entropy", "samples": "mean squared error"}
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        fit(OfTerms(LOSSES[name].of), [default_collate(batch) for batch in BATCHES], GradientAccumulation(4))
+    (line,) = [record.message for record in caplog.records if record.message.startswith("GradientAccumulation: a window is")]
+    places = [line.find(words[count]) for count in LOSSES[name].counts.split(", ")]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+# --- what is not there in all batches -----------------------------------------------------------------------------------
+
+
+ABSENT = ["a term only where there is something", "a term or the number 0", "two terms only where there is something",
+          "the first term only where there is something"]  # fmt: skip
+FIRST_WINDOW_HAS_NONE = [rows(size, seed, has_some=seed not in (0, 1, 2, 3, 6, 8)) for seed, size in enumerate(SIZES)]
+
+
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_term_that_begins_in_a_later_window_is_exact_from_there_on(name: str, policy: str) -> None:
+    assert_exact(LOSSES[name].of, POLICIES[policy], FIRST_WINDOW_HAS_NONE)
+
+
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", OF_NOTHING)
+def test_a_term_that_is_the_mean_of_nothing_in_a_micro_batch_counts_nothing(name: str, policy: str) -> None:
+    batches = [rows(size, seed, has_some=seed not in (1, 6, 10)) for seed, size in enumerate(SIZES)]
+    assert_exact(OF_NOTHING[name], POLICIES[policy], batches)
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("name", ["tokens and samples", "learned uncertainty", *ABSENT[:2]])
+def test_batches_that_are_none_count_nothing(name: str) -> None:
+    assert_exact(LOSSES[name].of, {"window": 4}, [*BATCHES[:2], None, BATCHES[3], None, *BATCHES[5:11], None], [adamw])
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("name", ["tokens and samples", "nodes and edges", "tokens, samples and a penalty"])
+def test_a_window_of_tokens_ends_with_the_loader_batch_in_which_its_main_term_has_counted_them(name: str) -> None:
+    windows, tokens = [[]], 0
+    for batch in BATCHES:
+        tokens += sum(int((row["labels"] >= 0).sum()) for row in batch)
+        windows[-1] += batch
+        if tokens >= 30:
+            windows, tokens = [*windows, []], 0
+    assert_exact(LOSSES[name].of, {"window": Tokens(30)}, windows=[window for window in windows if window])
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("after", [5, 6, 7])
+@pytest.mark.parametrize("name", ["tokens and samples", "learned uncertainty", "annealed KL", ABSENT[0]])
+def test_a_training_that_is_resumed_in_mid_window_takes_the_steps_of_the_full_batches(name: str, after: int) -> None:
+    make, collated = partial(OfTerms, LOSSES[name].of, "adamw"), [default_collate(batch) for batch in BATCHES]
+    with pytest.raises(Interrupted):
+        fit(make(), StatefulLoader(collated), GradientAccumulation(4), SaveAfter(after, ends=True))
+    fit(resumed := make(), StatefulLoader(collated), GradientAccumulation(4), ckpt_path="inside.ckpt")
+    whole = fit(make(), [default_collate(window) for window in windows_of([BATCHES], 4)], strategy="auto").lightning_module
+    assert error_of_updates(resumed, whole, make()) <= 1e-12
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------------
+
+UNUSED = {"find_unused_parameters": True}
+RANKS = [  # the loader batches of each rank, which end at different times
+    on("ddp", (6, 4), **UNUSED), on("ddp of 3", (5, 2, 4), **UNUSED), on("fsdp2", (4, 6)),
+    on("ddp", (5, 5), sync="micro_batch", **UNUSED),
+]  # fmt: skip
+OVER_RANKS = ["tokens and samples", "nodes, edges and graphs", "learned uncertainty", "boxes and samples", *ABSENT[:2]]
+
+
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize("name", OVER_RANKS)
+@pytest.mark.parametrize(("engine", "options", "lengths"), RANKS)
+def test_over_ranks_with_uneven_ends_a_window_is_its_full_batch(engine: str, options: Any, lengths: Any, name: str) -> None:
+    """The last rank never has a term that is only where there is something."""
+    last = len(lengths) - 1
+    by_rank = [
+        [rows(SIZES[place], 20 * rank + place, has_some=rank < last and place != 1) for place in range(length)]
+        for rank, length in enumerate(lengths)
+    ]
+    make, windows = partial(OfTerms, LOSSES[name].of, "adamw"), windows_of(by_rank, 2)
+    assert_one_window_one_batch(make, by_rank, windows, GradientAccumulation(2), engine, options, collate=default_collate)
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("name", ["tokens and samples", ABSENT[0]])
+@pytest.mark.parametrize(("engine", "options"), [on("ddp", **UNUSED), on("fsdp2")])
+def test_over_ranks_split_batches_are_their_full_batch(engine: str, options: Any, name: str) -> None:
+    by_rank = [[rows(5, 20 * rank + place, has_some=rank == 0) for place in range(3)] for rank in range(2)]
+    make, policy = partial(OfTerms, LOSSES[name].of, "adamw"), GradientAccumulation(micro_batch=2)
+    assert_one_window_one_batch(make, by_rank, windows_of(by_rank, 1), policy, engine, options, collate=default_collate)
