@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,20 +19,7 @@ from torch.utils.checkpoint import checkpoint
 D = torch.float64
 LENGTH, WORDS, CLASSES = 6, 9, 4
 WEIGHTS = torch.tensor([0.3, 1.7, 0.9, 0.5], dtype=D)
-
-
-class Outputs(NamedTuple):
-    """Of the net, by the first letters of their shapes: (rows, tokens, words) and so on."""
-
-    tokens: Tensor
-    classes: Tensor
-    values: Tensor
-    boxes: Tensor
-    edges: Tensor
-    mean: Tensor
-    log_var: Tensor
-    rebuilt: Tensor
-    taught: Tensor
+Outputs = namedtuple("Outputs", "tokens classes values boxes edges mean log_var rebuilt taught")
 
 
 class Net(nn.Module):
@@ -95,7 +83,7 @@ def rows(number: int, seed: int, has_some: bool = True) -> list[dict[str, Tensor
     t = torch.randint(0, CLASSES, (number,), generator=g)
     columns = {
         "ids": ids * is_token, "labels": ids.masked_fill(~is_token, -100), "x": x, "y": y + is_token.sum(1, keepdim=True) / 2,
-        "t": t, "rare": t.masked_fill(~some, -100), "some": some, "p": torch.rand(number, CLASSES, generator=g, dtype=D).softmax(1),
+        "t": t, "rare": t.masked_fill(~some, -100), "some": some,
         "boxes": torch.rand(number, 3, 4, generator=g, dtype=D), "has_box": first(1, 3), "is_edge": first(1, 5),
         "edges": torch.randint(0, LENGTH, (number, 5, 2), generator=g) % is_token.sum(1)[:, None, None],
         "linked": torch.randint(0, 2, (number, 5), generator=g).to(D), "length": torch.randint(1, 3, (number,), generator=g),
@@ -104,53 +92,36 @@ def rows(number: int, seed: int, has_some: bool = True) -> list[dict[str, Tensor
     return [{name: column[row] for name, column in columns.items()} for row in range(number)]
 
 
+# fmt: off
 COUNTS: dict[str, Callable[[Any], Any]] = {
-    "tokens": lambda b: (b["labels"] >= 0).sum(),
-    "shifted": lambda b: (b["labels"][:, 1:] >= 0).sum(),
-    "places": lambda b: b["labels"].numel(),
-    "chosen": lambda b: b["chosen"].sum(),
-    "samples": lambda b: len(b["x"]),
-    "some": lambda b: b["some"].sum(),
-    "boxes": lambda b: b["has_box"].sum(),
-    "edges": lambda b: b["is_edge"].sum(),
+    "tokens": lambda b: (b["labels"] >= 0).sum(), "shifted": lambda b: (b["labels"][:, 1:] >= 0).sum(),
+    "places": lambda b: b["labels"].numel(), "chosen": lambda b: b["chosen"].sum(), "samples": lambda b: len(b["x"]),
+    "some": lambda b: b["some"].sum(), "boxes": lambda b: b["has_box"].sum(), "edges": lambda b: b["is_edge"].sum(),
     "class weights": lambda b: WEIGHTS[b["t"]].sum(),
 }
 
-
-# fmt: off
 def ce(o: Any, b: Any, **kwargs: Any) -> Tensor:
     return F.cross_entropy(o.tokens.flatten(0, 1), b.labels.flatten(), **kwargs)
-
 def shifted(o: Any, b: Any) -> Tensor:
     return F.cross_entropy(o.tokens[:, :-1].flatten(0, 1), b.labels[:, 1:].flatten())
-
 def classes(o: Any, b: Any, **kwargs: Any) -> Tensor:
     return F.cross_entropy(o.classes, b.t, **kwargs)
-
 def value(o: Any, b: Any) -> Tensor:
     return F.mse_loss(o.values[:, 0], b.y[:, 0])
-
 def each(o: Any, b: Any) -> Tensor:
     return (o.values - b.y).square()
-
 def masked(losses: Tensor, mask: Tensor) -> Tensor:
     return (losses * mask).sum() / mask.sum().clamp(min=1)
-
 def boxes(o: Any, b: Any) -> Tensor:
     return masked(F.smooth_l1_loss(o.boxes, b.boxes, reduction="none").sum(-1), b.has_box)
-
 def edges(o: Any, b: Any) -> Tensor:
     return F.binary_cross_entropy_with_logits(o.edges[b.is_edge], b.linked[b.is_edge])
-
 def kl(o: Any) -> Tensor:
     return -0.5 * (1 + o.log_var - o.mean.square() - o.log_var.exp()).sum(1).mean()
-
 def z(o: Any) -> Tensor:
     return o.tokens.logsumexp(-1).square()
-
 def entropy(o: Any) -> Tensor:
     return -(o.classes.softmax(1) * o.classes.log_softmax(1)).sum(1).mean()
-
 def taught(o: Any, t: float = 2.0) -> Tensor:
     return t**2 * F.kl_div((o.classes / t).log_softmax(1), (o.taught / t).softmax(1), reduction="batchmean")
 
@@ -200,7 +171,6 @@ LOSSES: dict[str, Row] = {
     "samples and tokens": Row("samples, tokens", lambda o, b, m: value(o, b) + 0.5 * ce(o, b)),
     "shifted tokens and samples": Row("shifted, samples", lambda o, b, m: shifted(o, b) + 0.1 * classes(o, b)),
     "tokens and elements": Row("tokens, samples", lambda o, b, m: ce(o, b) + each(o, b).mean()),
-    "shifted and unshifted tokens": Row("shifted, tokens", lambda o, b, m: shifted(o, b) + 0.2 * masked(z(o), b.labels >= 0)),
     "masked words and next sentence": Row("chosen, samples", lambda o, b, m:
         F.cross_entropy(o.tokens[b.chosen], b.ids[b.chosen]) + classes(o, b)),
     "cross entropy and masked regression": Row("samples, some", lambda o, b, m: classes(o, b) + masked(each(o, b)[:, 0], b.some)),
@@ -217,7 +187,6 @@ LOSSES: dict[str, Row] = {
         + F.binary_cross_entropy_with_logits(o.boxes[..., 0], b.has_box.to(D)) + masked(classes(o, b, reduction="none"), b.some)),
     "nodes and edges": Row("tokens, edges", lambda o, b, m: ce(o, b) + edges(o, b)),
     "nodes, edges and graphs": Row("tokens, edges, samples", lambda o, b, m: ce(o, b) + 0.3 * edges(o, b) + value(o, b)),
-    "edges by a sum, and nodes": Row("edges, tokens", lambda o, b, m: masked(F.softplus(o.edges), b.is_edge) + ce(o, b) / 3),
     "class weights and samples": Row("class weights, samples", lambda o, b, m: classes(o, b, weight=WEIGHTS) + value(o, b)),
     "class weights and tokens": Row("class weights, tokens", lambda o, b, m: classes(o, b, weight=WEIGHTS) + ce(o, b)),
     "class weights, tokens, boxes, edges and samples": Row("class weights, tokens, boxes, edges, samples", lambda o, b, m:
@@ -226,12 +195,8 @@ LOSSES: dict[str, Row] = {
     "label smoothing, class weights and edges": Row("", lambda o, b, m:
         classes(o, b, weight=WEIGHTS, label_smoothing=0.2) + edges(o, b)),
     "tokens and KL over samples": Row("tokens, samples", lambda o, b, m: ce(o, b) + 0.1 * kl(o)),
-    "KL of probabilities and tokens": Row("samples, tokens", lambda o, b, m:
-        F.kl_div(o.classes.log_softmax(1), b.p, reduction="batchmean") + ce(o, b)),
     "learned uncertainty": Row("", lambda o, b, m: uncertain(m, ce(o, b), value(o, b))),
     "learned uncertainty of three": Row("", lambda o, b, m: uncertain(m, ce(o, b), value(o, b), boxes(o, b))),
-    "learned uncertainty, one term": Row("", lambda o, b, m:
-        torch.exp(-m.net.log_vars[0]) * ce(o, b) + m.net.log_vars[0] + value(o, b)),
     "learned scales under the terms": Row("", lambda o, b, m: ce(o, b) / (2 * (s := m.net.log_vars)[0] ** 2) + s[0].abs().log()
         + edges(o, b) / (2 * s[1] ** 2) + s[1].abs().log()),
     "softmax of learned factors": Row("", lambda o, b, m:
@@ -241,7 +206,6 @@ LOSSES: dict[str, Row] = {
         (a := math.exp(-0.5 * m.global_step - 0.1)) * ce(o, b) + (1 - a) * value(o, b)),
     "tokens and a penalty": Row("", lambda o, b, m: ce(o, b) + penalty(m)),
     "tokens, samples and a penalty": Row("", lambda o, b, m: ce(o, b) + value(o, b) + penalty(m)),
-    "a penalty of L1, boxes and samples": Row("", lambda o, b, m: penalty(m, 1) + boxes(o, b) + classes(o, b)),
     "a penalty of one layer, tokens and masked": Row("", lambda o, b, m:
         ce(o, b) + masked(each(o, b)[:, 1], b.some) + 0.1 * m.net.tokens.weight.square().mean()),
     "a term only where there is something": Row("tokens, some", lambda o, b, m: if_any(ce(o, b), each(o, b)[:, 0], b.some)),
@@ -264,7 +228,6 @@ LOSSES: dict[str, Row] = {
     "a dictionary with factors": Row("tokens, boxes, samples", lambda o, b, m:
         dictionary({"ce": ce(o, b), "boxes": boxes(o, b), "value": value(o, b)}, {"ce": 0.3, "value": 2})),
     "in place": Row("tokens, samples", lambda o, b, m: in_place(ce(o, b), value(o, b))),
-    "in place, three": Row("samples, tokens, edges", lambda o, b, m: in_place(classes(o, b), 0.1 * ce(o, b), edges(o, b))),
     "in place with a factor": Row("tokens, samples", lambda o, b, m: ce(o, b).add_(value(o, b), alpha=0.3)),
     "minus an entropy": Row("tokens, samples", lambda o, b, m: ce(o, b) - 0.05 * entropy(o)),
     "a buffer for a factor": Row("tokens, samples", lambda o, b, m: ce(o, b) + m.net.factor * value(o, b)),
@@ -273,9 +236,6 @@ LOSSES: dict[str, Row] = {
         + masked(each(o, b).sum(1), b.some)),
     "a sum beside a mean": Row("", lambda o, b, m: ce(o, b) + 0.01 * each(o, b).sum()),
     "tokens and z-loss of all places": Row("tokens, places", lambda o, b, m: ce(o, b) + 0.01 * z(o).mean()),
-    "tokens, z-loss of tokens, and samples": Row("tokens, tokens, samples", lambda o, b, m:
-        ce(o, b) + 0.01 * masked(z(o), b.labels >= 0) + value(o, b)),
-    "distillation and tokens": Row("tokens, samples", lambda o, b, m: 0.7 * ce(o, b) + 0.3 * taught(o)),
     "distillation and rare classes": Row("samples, some", lambda o, b, m:
         taught(o) + masked(F.cross_entropy(o.classes, b.t, reduction="none"), b.some)),
     "VAE of sums, and tokens": Row("samples, samples, tokens", lambda o, b, m:

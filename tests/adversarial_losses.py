@@ -1,0 +1,176 @@
+"""Losses that do not add up, but look on few rows as if they did: what a batch of 24 or 96 rows does, 8 rows do not show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from loss_table.rows import Batch, Function, Kind, Loss
+from torch import Tensor
+from torch.nn import functional as F
+
+D = torch.float64
+ROWS, MICRO_BATCH = 96, 24
+
+
+def data(seed: int) -> Batch:
+    """96 rows: inputs, targets, a class, an importance, a reward, whether it is positive, and a sentence's length."""
+    g = torch.Generator().manual_seed(seed)
+    x, y, r = (torch.randn(ROWS, width, generator=g, dtype=D) for width in (4, 4, 1))
+    return {
+        "x": x, "y": y, "r": r[:, 0], "t": torch.randint(0, 4, (ROWS,), generator=g), "w": torch.rand(ROWS, generator=g, dtype=D),
+        "positive": torch.rand(ROWS, generator=g) < 0.4, "rare": torch.rand(ROWS, generator=g) < 0.03,
+        "valid": torch.arange(5) < torch.randint(1, 6, (ROWS, 1), generator=g),
+    }  # fmt: skip
+
+
+# fmt: off
+def each(o: Tensor, b: Any) -> Tensor:
+    return (o - b.y).square().sum(1)
+def ce(o: Tensor, b: Any, **kwargs: Any) -> Tensor:
+    return F.cross_entropy(o, b.t, **kwargs)
+
+def of(function: Callable[[Tensor], Tensor]) -> Function:
+    """Of the losses of the rows."""
+    return lambda o, b, m: function(each(o, b))
+
+def beyond(rows: int, function: Callable[[Tensor, Any], Tensor]) -> Function:
+    """A term that small batches do not have."""
+    return lambda o, b, m: each(o, b).mean() + (function(o, b) if len(o) > rows else 0.0)
+
+def covariance(z: Tensor) -> Tensor:
+    c = torch.cov(z.T)
+    return (c - torch.diag(c.diagonal())).square().sum()
+
+def hardest(losses: Tensor, least: int, share: float) -> Tensor:
+    return losses.topk(min(len(losses), max(least, int(share * len(losses))))).values.mean()
+
+def thresholded(losses: Tensor, least: int) -> Tensor:
+    hard = losses[losses > 8]
+    return hard.mean() if len(hard) >= least else losses.topk(min(len(losses), least)).values.mean()
+
+def negatives(o: Tensor, b: Any, ratio: int, least: int) -> Tensor:
+    losses, is_positive = F.binary_cross_entropy_with_logits(o[:, 0], b.positive.to(D), reduction="none"), b.positive
+    number = max(ratio * int(is_positive.sum()), least)
+    kept = losses[~is_positive].topk(min(number, int((~is_positive).sum()))).values
+    return (losses[is_positive].sum() + kept.sum()) / len(losses)
+
+def balanced(o: Tensor, b: Any, above: int = 0, beta: float = 1.0) -> Tensor:
+    counts = torch.bincount(b.t, minlength=4).to(D)
+    weights = 1 / counts.clamp(min=1) if beta == 1 else (1 - beta) / (1 - beta**counts.clamp(min=1))
+    weights = torch.where(counts > above, weights, weights.new_tensor(1.0))[b.t]
+    return (ce(o, b, reduction="none") * weights).mean()
+
+def by_class(o: Tensor, b: Any) -> Tensor:
+    losses = ce(o, b, reduction="none")
+    return sum(losses[b.t == c].mean() for c in range(4) if (b.t == c).any())
+
+def alike(o: Tensor, b: Any) -> Tensor:
+    """Two terms made by the same operations; either may be absent."""
+    loss = ce(o, b)
+    for column, chosen in enumerate((b.rare, b.w > 0.95)):
+        if chosen.any():
+            loss = loss + (1 + 4 * column) * (o - b.y).square()[chosen].mean()
+    return loss
+
+def standardised(values: Tensor, least: int) -> Tensor:
+    return (values - values.mean()) / (values.std() + 1e-8) if len(values) >= least else values
+
+def contrastive(z: Tensor, first: int) -> Tensor:
+    """Against the rows of the batch from ``first`` on, and against fixed ones."""
+    z = F.normalize(z)
+    logits = torch.cat([z @ torch.eye(4, dtype=D), z @ z[first:].T], 1) / 0.3
+    return F.cross_entropy(logits, torch.zeros(len(z), dtype=torch.long))
+
+def triplets(o: Tensor, b: Any) -> Tensor:
+    distance, same = torch.cdist(o, b.y), b.t[:, None] == b.t
+    return F.relu(distance.masked_fill(~same, 0).amax(1) - distance.masked_fill(same, math.inf).amin(1).clamp(max=9) + 1).mean()
+
+def running(o: Tensor, b: Any, m: Any) -> Tensor:
+    with torch.no_grad():
+        m.center.lerp_(o.mean(0), 0.1)
+    return (o - m.center).square().mean() + each(o, b).mean()
+
+def neighbours(o: Tensor, b: Any) -> Tensor:
+    return o[b.r.argsort()].diff(dim=0).square().mean()
+def places(losses: Tensor) -> Tensor:
+    return torch.arange(len(losses))
+def padded(losses: Tensor, to: int) -> Tensor:
+    return F.pad(losses, (0, -len(losses) % to))
+
+FUNCTIONS: dict[str, Function] = {
+    # --- selected by what the batch is ---
+    "trimmed mean": of(lambda c: c.sort().values[: len(c) - len(c) // 20].mean()),
+    "trimmed at both ends": of(lambda c: c.sort().values[len(c) // 12 : len(c) - len(c) // 12].mean()),
+    "top 16": of(lambda c: c.topk(min(16, len(c))).values.mean()),
+    "top 20, over the rows": of(lambda c: c.topk(min(20, len(c))).values.sum() / len(c)),
+    "hard examples, a quarter and at least 8": of(lambda c: hardest(c, 8, 0.25)),
+    "hard examples, 0.7 and at least 4": of(lambda c: hardest(c, 4, 0.7)),
+    "hard examples above a threshold or 8": of(lambda c: thresholded(c, 8)),
+    "hard negatives, at least 10": lambda o, b, m: negatives(o, b, 1, 10),
+    "below the 90th percentile": of(lambda c: c[c <= c.quantile(0.9)].mean()),
+    "clamped to the 99th percentile": of(lambda c: c.clamp(max=c.detach().quantile(0.99)).mean()),
+    "median": of(lambda c: c.median()),
+    "without the largest of more than 8": of(lambda c: (c.sum() - c.max()) / (len(c) - 1) if len(c) > 8 else c.mean()),
+    "without outliers of three deviations": of(lambda c: c[(c - c.mean()).abs() <= 1.5 * c.std(correction=0)].mean()),
+    "the largest of each 16": of(lambda c: torch.stack([part.max() for part in c.split(16)]).mean() + c.mean()),
+    # --- by the number of rows ---
+    "if there are 16 rows, a covariance": beyond(15, lambda o, b: covariance(o)),
+    "if there are more than 8, pairs of neighbours": beyond(8, neighbours),
+    "if there are more than 8, the next row": beyond(8, lambda o, b: (o - o.roll(1, 0)).square().mean()),
+    "if there are more than 8, triplets": beyond(8, triplets),
+    "if there are more than 8, the first is an anchor": beyond(8, lambda o, b: (o - o[:1]).square().mean()),
+    "over at least 6 positives": lambda o, b, m: (each(o, b) * b.positive).sum() / b.positive.sum().clamp(min=6),
+    "over the root of the rows beyond 16": of(lambda c: c.sum() / (len(c) if len(c) <= 16 else 4 * len(c) ** 0.5)),
+    "without what is more than a multiple of 16": of(lambda c: c[: len(c) - len(c) % 16].mean() if len(c) >= 16 else c.mean()),
+    "a mean of means of 16": of(lambda c: torch.stack([part.mean() for part in c.split(16)]).mean()),
+    "every tenth twice": of(lambda c: (c * (1 + (places(c) % 10 == 9))).mean()),
+    "temperature of the number": lambda o, b, m: F.cross_entropy(o * math.log(max(len(o), 8)), b.t),
+    # --- statistics of the batch ---
+    "targets standardised from 16 on": lambda o, b, m: (o[:, 0] - standardised(b.r, 16)).square().mean(),
+    "advantages normalised from 16 on": lambda o, b, m: -(o.log_softmax(1)[places(b.r), b.t] * standardised(b.r, 16)).mean(),
+    "advantages normalised": lambda o, b, m: -(o.log_softmax(1)[places(b.r), b.t] * standardised(b.r, 1)).mean(),
+    "importances over their largest": lambda o, b, m: (each(o, b) * b.w).mean() / b.w.max(),
+    "over the largest loss, at least 9": of(lambda c: (c / c.detach().max().clamp(min=9)).mean()),
+    "the mean, at most 5": of(lambda c: c.mean().clamp(max=5)),
+    "softmax of importances": lambda o, b, m: (each(o, b) * b.w.softmax(0)).sum() + each(o, b).mean(),
+    "log-sum-exp of the rows": of(lambda c: (0.1 * c).logsumexp(0)),
+    "a sign by the batch's reward": lambda o, b, m: each(o, b).mean() * b.r.mean().sign(),
+    "a sign by the majority": lambda o, b, m: each(o, b).mean() * (1.0 if b.positive.double().mean() < 0.4 else -1.0),
+    "a factor of the batch's reward": lambda o, b, m: each(o, b).mean() * b.r.mean().exp(),
+    "a covariance shrunk by the number": lambda o, b, m: each(o, b).mean() + max(0, 1 - 8 / len(o)) * covariance(o),
+    "a variance of each column": lambda o, b, m: each(o, b).mean() + F.relu(1.5 - (o.var(0) + 1e-4).sqrt()).mean(),
+    "a running mean in a buffer": running,
+    # --- pairs, classes, chance ---
+    "negatives of the batch beyond 16": lambda o, b, m: contrastive(o, 16),
+    "negatives of the batch beyond 8, 0.1 of them": lambda o, b, m: each(o, b).mean() + 0.1 * contrastive(o, 8),
+    "random pairs": lambda o, b, m: (o - o[torch.randperm(len(o))]).square().mean() + each(o, b).mean(),
+    "mixed with the last row first": lambda o, b, m: 0.8 * F.mse_loss(o, b.y) + 0.2 * F.mse_loss(o, b.y.flip(0)),
+    "a factor by chance": lambda o, b, m: each(o, b).mean() * torch.rand((), dtype=D),
+    "classes balanced by their counts": lambda o, b, m: balanced(o, b),
+    "classes of more than 4 balanced": lambda o, b, m: balanced(o, b, 4),
+    "effective numbers of classes": lambda o, b, m: balanced(o, b, 0, 0.9),
+    "a mean for each class that is there": lambda o, b, m: by_class(o, b),
+    "over the number of classes": lambda o, b, m: each(o, b).sum() / b.t.unique().numel(),
+    "two terms that look alike, each if it is there": lambda o, b, m: alike(o, b),
+    "only if the mean is above 5": lambda o, b, m: ce(o, b) + (each(o, b).mean() if each(o, b).mean() > 5 else 0.0),
+}
+UNSEEN: dict[str, Function] = {  # no micro-batch of 24 shows it, and only who runs the whole batch can know
+    "the smallest 30": of(lambda c: c.sort().values[:30].mean()),
+    "if there are more than 24, a factor": lambda o, b, m: each(o, b).mean() * (1.1 if len(o) > 24 else 1.0),
+    "if there are more than 24, another sign": lambda o, b, m: each(o, b).mean() * (-1.0 if len(o) > 24 else 1.0),
+    "if there are more than 24, another loss": lambda o, b, m: each(o, b).mean() if len(o) <= 24 else F.l1_loss(o, b.y),
+    "over at least 40 rows": of(lambda c: c.sum() / max(len(c), 40)),
+    "over at most 32 rows": of(lambda c: c.sum() / min(len(c), 32)),
+    "padded to a multiple of 32": of(lambda c: padded(c, 32).mean()),
+    "the first 50": of(lambda c: c[:50].mean()),
+}
+
+
+def table(functions: dict[str, Function]) -> list[Loss]:
+    return [Loss(name, "adversarial", function, ("x",), Kind.BATCH, limit=1e-10) for name, function in functions.items()]
+
+
+LOSSES, LOSSES_UNSEEN = table(FUNCTIONS), table(UNSEEN)
