@@ -10,7 +10,7 @@ from lightning_accum.errors import (
     UnreadableLossError,
     UnsplittableBatchError,
 )
-from lightning_accum.noise.callback import GradientNoiseScale
+from lightning_accum.noise import GradientNoiseScale
 from lightning_accum.samplers import SameOrderSampler
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.strategies import (

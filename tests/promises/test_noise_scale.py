@@ -188,6 +188,19 @@ def test_a_quadratic_with_known_noise_is_found_within_its_standard_error(ranks: 
     of_g = math.sqrt((4 * gradient * v + 2 * DIMENSIONS * v**2 + (of_s / (12 * ranks)) ** 2 * windows) / windows)
     assert abs(estimate.variance - variance) < 3 * of_s
     assert abs(estimate.gradient - gradient) < 3 * of_g
+    # the interval is two standard errors of the logarithm of their ratio, which hardly depend on each other here
+    of_ratio = math.exp(2 * math.hypot(of_s / variance, of_g / gradient))
+    assert (
+        estimate.weight_high / estimate.weight
+        == pytest.approx(estimate.weight / estimate.weight_low)
+        == pytest.approx(of_ratio, rel=0.05)
+    )
+    assert estimate.samples_low < variance / gradient < estimate.samples_high
+
+
+def test_the_interval_is_open_if_noise_hides_the_gradient() -> None:
+    estimate = measured(Quadratic([10 * x for x in samples(*[1, 2] * 4)], lr=0.0), GradientAccumulation(2))
+    assert (estimate.samples_low, estimate.samples_high) == (0, math.inf)
 
 
 # --- beside training ----------------------------------------------------------------------------------------------------------

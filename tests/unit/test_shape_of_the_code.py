@@ -220,7 +220,7 @@ ON_THE_HOST = {
     "loops/loggers.py": "numbers for a logger",
     "loops/trainer.py": "numbers for a progress bar",
     "metrics.py": "the mean of an epoch",
-    "noise/scale.py": "a default, for a device that has it",
+    "noise.py": "numbers of a checkpoint",
     "parameter_changes.py": "the type of what is there already",
     "splitting/memory.py": "sizes that ranks agree on",
     "splitting/outputs.py": "losses that are numbers",

@@ -1,0 +1,350 @@
+"""GradientNoiseScale: how large a window is worth having, estimated from the gradients of micro-batches and windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
+
+from lightning_accum import families
+from lightning_accum.accumulation import Accumulation
+from lightning_accum.arguments import MisconfiguredError
+from lightning_accum.engine import Engine
+from lightning_accum.loops import trainer_state
+from lightning_accum.loops.watch import parameters_of
+from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.sync import ShardedSync
+from lightning_accum.weighing.counts import count_samples
+from lightning_accum.window_totals import tensor_of
+
+_Seen: TypeAlias = "tuple[Tensor | float | None, float, float]"
+"""Of a micro-batch: its weight (None for a sum), its samples (nan if unknown), and the weight scale of its window."""
+_SUMMED = ("1", "S", "G", "SS", "SG", "GG", "weight", "samples", "1 ww", "windows")
+"""What is summed over the windows, each with a weight w that decays: G is |G|^2, "1 ww" sums w^2, "windows" counts all alike."""
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """An estimate of the gradient noise scale, and so of the batch size that is worth having.
+
+    ``weight`` is the noise scale in units of weight (tokens, for a language model), inf if noise hides the gradient. Its interval
+    of two standard errors is 0 to inf as long as S (``variance``) or ``|G|^2`` (``gradient``) is less than two standard errors
+    above 0. What is in samples is nan if the batches do not show how many they have. ``windows`` were measured.
+    """
+
+    weight: float
+    weight_low: float
+    weight_high: float
+    samples: float
+    samples_low: float
+    samples_high: float
+    weight_per_sample: float
+    weight_per_window: float
+    variance: float
+    gradient: float
+    windows: int
+
+
+class GradientNoiseScale(Callback):
+    """Estimate the gradient noise scale while training: how large a window is worth having.
+
+    The noise scale is ``B = S / |G|^2``, the variance of the gradient of one sample over the squared norm of the mean gradient
+    (McCandlish et al., arXiv 1812.06162, where it is ``B_simple``). Much smaller windows take steps that are mostly noise; much
+    larger ones hardly need fewer steps. It usually grows during training.
+
+    A micro-batch of weight ``n_i`` has a mean gradient ``g_i`` with ``E|g_i|^2 = |G|^2 + S / n_i``, and a window
+    of ``K`` of them over all ranks, of weight ``N``, has ``E|g|^2 = |G|^2 + S / N``. Hence without bias
+
+    - ``S = (sum of n_i |g_i|^2 - N |g|^2) / (K - 1)``,
+    - ``|G|^2 = |g|^2 - S / N``.
+
+    Each is smoothed over the windows by itself. The norms are taken from the gradients that training computes anyway, with one
+    all-reduce of 56 bytes a window. It logs ``noise_scale/samples``; ``noise_scale/weight``, the same in units of the weight
+    (tokens, for a language model); ``noise_scale/variance`` (``S`` for a unit of weight) and ``noise_scale/gradient`` (``|G|^2``).
+    At the end of ``fit`` it prints the suggested batch size, with an interval of two standard errors, from the scatter of the
+    windows. :attr:`estimate` has these numbers. They go on from a checkpoint.
+
+    Micro-batches are assumed to be random parts of the data: shuffle it, and do not sort rows by length (``trim_padding=False``).
+    Units of weight are assumed to be independent, which the tokens of a sample are not: the suggestion in tokens holds for samples
+    of the length that was measured.
+
+    Args:
+        smoothing: how much the estimate of a window counts in the mean, compared to that of the next window: 0.99 looks back
+            over about 200 windows. 1 counts all alike. The mean lags behind a noise scale that grows or shrinks.
+        every_n_windows: measure one window in so many. A measured micro-batch takes the norm of the gradient of each parameter.
+
+    Raises:
+        MisconfigurationException: an argument is out of its range; or, before training starts: the strategy is not one of this
+            package, the module optimizes manually, or no rank has the gradient of a micro-batch (FSDP1, tensor parallelism).
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from lightning_accum import GradientAccumulation
+        >>> noise = GradientNoiseScale()
+        >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        >>> Trainer(strategy="accum", max_epochs=1, callbacks=[GradientAccumulation(4), noise], **quiet).fit(BoringModel())
+        >>> noise.estimate.windows
+        16
+    """
+
+    def __init__(self, *, smoothing: float = 0.99, every_n_windows: int = 1) -> None:
+        if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 < smoothing <= 1:
+            raise MisconfiguredError(f"smoothing={smoothing!r}: expected a number above 0, up to 1")
+        if isinstance(every_n_windows, bool) or not isinstance(every_n_windows, int) or every_n_windows < 1:
+            raise MisconfiguredError(f"every_n_windows={every_n_windows!r}: expected a number of windows from 1")
+        self.smoothing, self.every_n_windows = smoothing, every_n_windows
+        self._accumulation: Accumulation | None = None
+        self._optimizers: list[Optimizer] = []
+        self._handles: list[RemovableHandle] = []
+        self._watched: MutableMapping[Tensor, bool] = {}
+        self._norms: dict[int, Tensor] | None = None
+        """Takes the norms of a backward, by the number of the parameter; None while nobody looks."""
+        self._has_parts = False  # a gradient came in parts: the norm of their sum does not follow from their norms
+        self._current: _Seen = (None, math.nan, 1.0)
+        self._micro_batches: list[tuple[_Seen, Tensor]] = []
+        """Those of the window so far, and the squared norms of their gradients."""
+        self._begin_fit()
+
+    def _begin_fit(self) -> None:
+        """What was seen in an earlier fit is of another training, unless a checkpoint brings it back."""
+        self._windows, self._sums = 0, torch.zeros(len(_SUMMED))
+
+    @property
+    def estimate(self) -> NoiseScale | None:
+        """The noise scale, the same on all ranks; None before two windows were measured. Waits for the device."""
+        total, *sums, squares, windows = self._sums.tolist()
+        if windows < 2:
+            return None
+        s, g, ss, sg, gg, weight, samples = (value / total for value in sums)
+        four = 4 * squares / (total**2 - squares)  # two standard errors of a mean, squared, divided by the variance
+        scale, low, high = max(s, 0.0) / g if g > 0 else math.inf, 0.0, math.inf
+        if s > 0 and four * (ss - s * s) < s * s and g > 0 and four * (gg - g * g) < g * g:
+            # of the logarithm of a ratio of two means (the delta method)
+            error = math.sqrt(four * max(ss / (s * s) - 2 * sg / (s * g) + gg / (g * g), 0.0))
+            low, high = scale * math.exp(-error), scale * math.exp(error)
+        one = weight / samples if samples > 0 else math.nan  # sample
+        return NoiseScale(scale, low, high, scale / one, low / one, high / one, one, weight, s, g, int(windows))
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            families.adopt(self, trainer)
+            self._begin_fit()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._let_go()
+        found, strategy = "", cast("Engine", trainer.strategy)
+        accumulation = strategy.accumulation if isinstance(strategy, Engine) else None
+        if accumulation is None or not pl_module.automatic_optimization:
+            found = (
+                f"{type(strategy).__name__} with automatic_optimization={pl_module.automatic_optimization} has no windows that show"
+                ' it: use Trainer(strategy="accum"), "accum_ddp" or "accum_model_parallel", and leave the optimizer to the Trainer'
+            )
+        elif any(isinstance(module, FullyShardedDataParallel) for module in cast("nn.Module", strategy.model).modules()):
+            found = 'FullyShardedDataParallel (FSDP1) has none: use Trainer(strategy="accum_model_parallel") with fully_shard'
+        elif accumulation.ranks.size != accumulation.ranks.world_size or accumulation.ranks.same_rows > 1:
+            found = "tensor parallelism, or another dimension of mesh=, cuts it over several ranks"
+        if found:
+            raise MisconfiguredError(f"GradientNoiseScale needs the gradient of each micro-batch, but {found}. Or leave it out.")
+        assert accumulation is not None
+        self._sums = self._sums.to(accumulation.window.device, accumulation.window.dtype)
+        self._watched, self._has_parts = WeakTensorKeyDictionary(), False  # parameters of FSDP2 come and go
+        for unit in strategy.sync.units if isinstance(strategy.sync, ShardedSync) else ():
+            # a rank has whole parameters from just before the forward, and their gradients, before reduction, are its own
+            self._handles.append(unit.register_forward_pre_hook(partial(self._watch_whole, list(unit.modules()))))
+        self._accumulation, self._optimizers = accumulation, strategy.optimizers
+        accumulation.observer = self
+
+    def begin_backward(self, micro_batch: MicroBatch, weight: Tensor | float | None) -> None:
+        """Watch the next backward, of a micro-batch with a weight (None for a loss that is a sum). Called by the strategy."""
+        assert self._accumulation is not None
+        if self._windows % self.every_n_windows:
+            return
+        window = self._accumulation.window
+        del self._micro_batches[window.micro_batches - 1 :]  # of a batch that runs again, or of a window that was dropped
+        if not self._micro_batches:
+            self._has_parts = False
+            for optimizer in self._optimizers:
+                self._watch(parameters_of(optimizer))  # some may have been frozen so far
+        samples = count_samples(micro_batch.batch)
+        assert window.weight_scale is not None
+        self._norms, self._current = {}, (weight, math.nan if samples is None else samples, window.weight_scale)
+
+    def end_backward(self) -> None:
+        """End the backward; backwards of shadow batches are ignored. Called by the strategy."""
+        if self._accumulation is not None and self._norms is not None:
+            window = self._accumulation.window
+            self._micro_batches.append((self._current, _sum_of_squares(self._norms.values(), window.device, window.dtype)))
+            self._norms = None
+
+    def _watch(self, parameters: Iterable[Tensor]) -> None:
+        """Watch parameters that need a gradient and are not watched yet. Sharded ones never get theirs from a backward."""
+        # a hook on a leaf gets the sum over all its uses in the graph, before it is added to .grad and before DDP reduces it
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._watched and not isinstance(parameter, DTensor):
+                self._watched[parameter] = True
+                handle = parameter.register_hook(partial(self._see, len(self._handles)))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def _watch_whole(self, parts: list[nn.Module], unit: nn.Module, arguments: object) -> None:
+        if torch.is_grad_enabled():
+            for part in parts:
+                self._watch(parameter for parameter in part._parameters.values() if parameter is not None)
+
+    def _see(self, number: int, gradient: Tensor) -> None:
+        if self._norms is not None:
+            self._has_parts |= number in self._norms
+            self._norms[number] = _norm_of(gradient.detach())
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        accumulation = self._accumulation
+        if accumulation is None:
+            return
+        is_measured = self._windows % self.every_n_windows == 0 and not accumulation.is_passthrough()
+        self._windows += 1
+        if is_measured:
+            self._measure(cast("Engine", trainer.strategy), accumulation, optimizer)
+            self._show(trainer)
+        self._micro_batches.clear()
+
+    def _measure(self, strategy: Engine, accumulation: Accumulation, optimizer: Optimizer) -> None:
+        """Estimate S and |G|^2 from the window that has just ended. On all ranks together."""
+        if self._has_parts:
+            accumulation.warn_once(
+                "GradientNoiseScale cannot measure a window in which a gradient comes in several parts, as with reentrant"
+                " checkpointing of modules that share a parameter: use checkpoint(..., use_reentrant=False)."
+            )
+        if accumulation.plan is not None and accumulation.plan.order is not None:
+            accumulation.warn_once(
+                "GradientNoiseScale takes micro-batches for random parts of the data, but these are sorted by length: where"
+                " gradients depend on it, noise is over-estimated. GradientAccumulation(trim_padding=False) does not sort."
+            )
+        window, ranks, closed, scale = accumulation.window, accumulation.ranks, accumulation.closed, strategy.loss_scale()
+        assert closed is not None
+        own = _totals(self._micro_batches, accumulation.sums is None, window.device, window.dtype)
+        own[0] += math.nan if self._has_parts and self._micro_batches else 0.0
+        gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
+        # each rank has its shard, or the whole, which then counts once for each
+        norms = (_norm_of(g) / (1 if isinstance(g, DTensor) else math.sqrt(ranks.size)) for g in gradients)
+        over_ranks = torch.cat((own, _sum_of_squares(norms, window.device, window.dtype).reshape(1)))
+        if ranks.size > 1:
+            dist.all_reduce(over_ranks, group=ranks.group)
+        squares, weight, counted, as_counted, samples, sums, gradient = over_ranks.unbind()
+        squares = squares * (closed.slope / scale) ** 2  # of the gradients of means, if the loss is a function of its mean
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # it unscales by itself, when it steps
+            gradient = gradient / scale**2
+        gradient = torch.where(sums > 0, gradient / weight**2, gradient)
+        s = (squares - weight * gradient) / (counted - 1)
+        g = gradient - s / weight
+        one = torch.ones_like(s)
+        new = torch.stack((one, s, g, s * s, s * g, g * g, weight, samples, one, one))
+        in_window = torch.where(sums > 0, closed.micro_batches, closed.weight)
+        is_whole = (as_counted - in_window).abs() <= 1e-5 * as_counted  # and was not resumed in its middle
+        decay = self.smoothing ** torch.tensor([1.0] * 8 + [2.0, 0.0], dtype=new.dtype, device=new.device)
+        self._sums = torch.where(is_whole & (counted > 1) & new[:7].isfinite().all(), decay * self._sums + new, self._sums)
+
+    def _show(self, trainer: pl.Trainer) -> None:
+        total, s, g, weight, samples = (self._sums[_SUMMED.index(name)] for name in ("1", "S", "G", "weight", "samples"))
+        scale = torch.where(total > 0, torch.where(g > 0, (s / g).clamp(min=0), math.inf), math.nan)
+        found = {"weight": scale, "samples": scale * samples / weight, "variance": s / total, "gradient": g / total}
+        shown = {f"noise_scale/{name}": value for name, value in found.items()}
+        trainer_state.window_metrics(trainer).update(shown)
+        if trainer.loggers and trainer_state.is_logging_due(trainer):
+            numbers = {name: value.item() for name, value in shown.items()}
+            trainer_state.log_metrics(trainer, {name: value for name, value in numbers.items() if math.isfinite(value)})
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        accumulation, found = self._accumulation, self.estimate
+        if accumulation is not None and found is None:
+            accumulation.warn_once(
+                "GradientNoiseScale has no estimate: it takes two windows of two micro-batches or more, all with a weight and with"
+                " finite gradients. Take several loader batches together, GradientAccumulation(4), or split each,"
+                " GradientAccumulation(micro_batch=...)."
+            )
+        elif accumulation is not None and found is not None:
+            rank_zero_info(
+                f"GradientNoiseScale: a window of about {found.samples:,.0f} samples (weight {found.weight:,.0f}) is worth having,"
+                f" between {found.samples_low:,.0f} and {found.samples_high:,.0f} (two standard errors). That is the gradient noise"
+                f" scale (arXiv 1812.06162), measured over {found.windows} windows of"
+                f" {found.weight_per_window / found.weight_per_sample:,.0f} samples on average."
+            )
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._let_go()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._accumulation is not None:
+            self._accumulation.observer = None
+        for handle in self._handles:
+            handle.remove()
+        self._accumulation, self._micro_batches, self._optimizers, self._handles, self._norms = None, [], [], [], None
+        self._watched = {}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"windows": self._windows, "sums": dict(zip(_SUMMED, self._sums.tolist(), strict=True))}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._windows = state_dict["windows"]
+        self._sums = torch.tensor([state_dict["sums"][name] for name in _SUMMED], dtype=torch.float64)
+
+
+def _norm_of(gradient: Tensor) -> Tensor:
+    """The norm of a gradient or of this rank's shard, in single precision at least: squares of float16 overflow."""
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    if gradient.layout != torch.strided:
+        gradient = gradient.coalesce().values()
+    dtype = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
+    return norm
+
+
+def _sum_of_squares(norms: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The sum of squared numbers, one number of ``dtype`` on ``device``, without waiting for it."""
+    found = [norm.to(device) for norm in norms]
+    return torch.stack(found).to(dtype).square().sum() if found else torch.zeros((), dtype=dtype, device=device)
+
+
+def _totals(micro_batches: Sequence[tuple[_Seen, Tensor]], is_weighed: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """What is summed over the ranks, of the micro-batches of one rank; their gradients, if ``is_weighed``, are times their weight.
+
+    Of n_i |g_i|^2, of n_i, of those that have a weight, of the weights as the window counts them (1 for a sum), of samples, and of
+    those whose loss is a sum.
+    """
+    if not micro_batches:
+        return torch.zeros(6, dtype=dtype, device=device)
+    seen, squares = zip(*micro_batches, strict=True)
+    of_each, *others = zip(*seen, strict=True)
+    columns = ([1.0 if n is None else n for n in of_each], *map(list, others), [float(n is None) for n in of_each])
+    counted, samples, scales, sums = (tensor_of(values, device, dtype) for values in columns)
+    weights = torch.where(sums > 0, samples, counted)  # what a sum would be divided by, if it were a mean, is its samples
+    factors = torch.where(sums > 0, 1.0, scales if is_weighed else counted)
+    has_weight = weights != 0
+    weighed = (torch.stack(squares) * factors**2 / weights).where(has_weight, 0.0)
+    return torch.stack((weighed, weights, has_weight.to(dtype), counted, samples, sums)).sum(1)

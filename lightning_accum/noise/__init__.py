@@ -1,1 +1,0 @@
-"""The gradient noise scale: how large a window is worth having."""
