@@ -80,7 +80,6 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     add("--precision", default="64-true", help="of the Trainer (default: %(default)s)")
     add("--accelerator", default="cpu", help="of the Trainer (default: %(default)s)")
     add("--gradient-clip-val", type=float, metavar="NORM", help="of the Trainer")
-    add("--figure", type=_figure, metavar="FILE", help="draw the differences into this file (PNG, SVG, PDF)")
     parser.set_defaults(command=_verify)
 
 
@@ -103,17 +102,6 @@ def _micro_batch(text: str) -> Any:
     from lightning_accum.splitting.micro_batch import Tokens
 
     return Tokens(_natural(found[1] or found[2]))
-
-
-def _figure(text: str) -> Path:
-    """Not to fail after the verification."""
-    if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("it needs matplotlib: pip install matplotlib")
-    if not Path(text).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(Path(text).parent)!r}")
-    if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text!r} has to end in .png, .svg or .pdf")
-    return Path(text)
 
 
 def _folder(text: str) -> Path:

@@ -53,8 +53,6 @@ def run_verify(arguments: argparse.Namespace) -> int:
         return 1
     if os.environ.get("RANK", "0") == "0" or arguments.devices == 1:  # under torchrun all processes have the same report
         print(report)
-    if arguments.figure is not None and os.environ.get("RANK", "0") == "0":
-        report.plot(arguments.figure)
     return 0 if report else 1
 
 

@@ -1,16 +1,10 @@
-"""What a verification found, as text and as a figure."""
+"""What a verification found, as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SHOWN = 10
 """How many parameters the table lists."""
@@ -124,42 +118,6 @@ class Report:
         ]
         texts = ["\n".join(map(_wrapped, paragraph)) for paragraph in (*paragraphs, facts, [f"- {note}" for note in self.notes])]
         return "\n\n".join([*texts[:-2], "\n".join(lines), *filter(None, texts[-2:])])
-
-    def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw the differences of the worst parameters beside the tolerance, and what breaks equality.
-
-        Args:
-            path: where to write it, as a PNG or whatever else its ending says; None for nowhere.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-        """
-        if find_spec("matplotlib") is None:
-            raise ModuleNotFoundError("report.plot() needs matplotlib: pip install matplotlib")
-        from matplotlib.figure import Figure
-
-        rows = [ParameterDifference("all parameters", self.gradient, self.update), *self.worst]
-        figure = Figure(figsize=(10, 2 + 0.3 * (len(rows) + len(self.breaks))), layout="constrained")
-        axes = figure.subplots()
-        names = [row.name for row in rows]
-        axes.plot([row.gradient for row in rows], names, "o", label="gradient")
-        axes.plot([row.update for row in rows], names, "o", markersize=10, fillstyle="none", color="0.6", label="update")
-        broken = [found for found in self.breaks if found.difference == found.difference]
-        for found in broken:
-            without = found.difference if found.without is None else found.without
-            axes.plot([found.difference, without], [f"{found.name}, with and without it"] * 2, "o-", color="#D55E00")
-        axes.axvline(self.tolerance, color="0.4", linestyle="--", label=f"tolerance {self.tolerance:.1g}")
-        axes.set_xscale("symlog", linthresh=1e-17)
-        axes.set_xticks([0, *(10.0**exponent for exponent in range(-15, 1, 3))])
-        axes.set_xlim(-1e-17, 50)
-        axes.invert_yaxis()
-        axes.grid(axis="x", color="0.9")
-        axes.set_xlabel("difference from the full batch, relative to it")
-        axes.set_title(fill(f"{self.verdict} {self.compared}", 110), loc="left", fontsize=10)
-        axes.legend(frameon=False)
-        if path is not None:
-            figure.savefig(path, dpi=130)
-        return figure
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

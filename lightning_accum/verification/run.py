@@ -77,7 +77,7 @@ def verify(
         policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ...
 
     Returns:
-        A report that is true where equality holds. Print it, or draw it with ``report.plot()``.
+        A report that is true where equality holds. Print it.
 
     Raises:
         MisconfigurationException: there is nothing to compare: manual optimization, a window of one micro-batch, too few batches;

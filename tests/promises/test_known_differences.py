@@ -200,7 +200,6 @@ def test_the_example_of_the_command_line_runs_twice_in_one_folder(monkeypatch: p
     ("library", "use", "error", "mend"),
     [
         ("ray", lambda: importlib.import_module("lightning_accum.ray"), ImportError, r"pip install .ray\[train\]"),
-        ("matplotlib", lambda: verify(Toy(classified), labelled(4)[0], micro_batch=2).plot(), ModuleNotFoundError, MATPLOTLIB),
         ("matplotlib", lambda: runpy.run_module("lightning_accum", run_name="__main__"), SystemExit, MATPLOTLIB),
     ],
 )
