@@ -57,11 +57,9 @@ def negatives(o: Tensor, b: Any, ratio: int, least: int) -> Tensor:
     kept = losses[~is_positive].topk(min(number, int((~is_positive).sum()))).values
     return (losses[is_positive].sum() + kept.sum()) / len(losses)
 
-def balanced(o: Tensor, b: Any, above: int = 0, beta: float = 1.0) -> Tensor:
+def balanced(o: Tensor, b: Any, above: int = 0) -> Tensor:
     counts = torch.bincount(b.t, minlength=4).to(D)
-    weights = 1 / counts.clamp(min=1) if beta == 1 else (1 - beta) / (1 - beta**counts.clamp(min=1))
-    weights = torch.where(counts > above, weights, weights.new_tensor(1.0))[b.t]
-    return (ce(o, b, reduction="none") * weights).mean()
+    return (ce(o, b, reduction="none") * torch.where(counts > above, 1 / counts.clamp(min=1), 1.0)[b.t]).mean()
 
 def by_class(o: Tensor, b: Any) -> Tensor:
     losses = ce(o, b, reduction="none")
@@ -111,8 +109,6 @@ FUNCTIONS: dict[str, Function] = {
     "hard examples above a threshold or 8": of(lambda c: thresholded(c, 8)),
     "hard negatives, at least 10": lambda o, b, m: negatives(o, b, 1, 10),
     "below the 90th percentile": of(lambda c: c[c <= c.quantile(0.9)].mean()),
-    "clamped to the 99th percentile": of(lambda c: c.clamp(max=c.detach().quantile(0.99)).mean()),
-    "median": of(lambda c: c.median()),
     "without the largest of more than 8": of(lambda c: (c.sum() - c.max()) / (len(c) - 1) if len(c) > 8 else c.mean()),
     "without outliers of three deviations": of(lambda c: c[(c - c.mean()).abs() <= 1.5 * c.std(correction=0)].mean()),
     "the largest of each 16": of(lambda c: torch.stack([part.max() for part in c.split(16)]).mean() + c.mean()),
@@ -131,17 +127,14 @@ FUNCTIONS: dict[str, Function] = {
     # --- statistics of the batch ---
     "targets standardised from 16 on": lambda o, b, m: (o[:, 0] - standardised(b.r, 16)).square().mean(),
     "advantages normalised from 16 on": lambda o, b, m: -(o.log_softmax(1)[places(b.r), b.t] * standardised(b.r, 16)).mean(),
-    "advantages normalised": lambda o, b, m: -(o.log_softmax(1)[places(b.r), b.t] * standardised(b.r, 1)).mean(),
     "importances over their largest": lambda o, b, m: (each(o, b) * b.w).mean() / b.w.max(),
     "over the largest loss, at least 9": of(lambda c: (c / c.detach().max().clamp(min=9)).mean()),
     "the mean, at most 5": of(lambda c: c.mean().clamp(max=5)),
-    "softmax of importances": lambda o, b, m: (each(o, b) * b.w.softmax(0)).sum() + each(o, b).mean(),
     "log-sum-exp of the rows": of(lambda c: (0.1 * c).logsumexp(0)),
     "a sign by the batch's reward": lambda o, b, m: each(o, b).mean() * b.r.mean().sign(),
     "a sign by the majority": lambda o, b, m: each(o, b).mean() * (1.0 if b.positive.double().mean() < 0.4 else -1.0),
     "a factor of the batch's reward": lambda o, b, m: each(o, b).mean() * b.r.mean().exp(),
     "a covariance shrunk by the number": lambda o, b, m: each(o, b).mean() + max(0, 1 - 8 / len(o)) * covariance(o),
-    "a variance of each column": lambda o, b, m: each(o, b).mean() + F.relu(1.5 - (o.var(0) + 1e-4).sqrt()).mean(),
     "a running mean in a buffer": running,
     # --- pairs, classes, chance ---
     "negatives of the batch beyond 16": lambda o, b, m: contrastive(o, 16),
@@ -151,9 +144,7 @@ FUNCTIONS: dict[str, Function] = {
     "a factor by chance": lambda o, b, m: each(o, b).mean() * torch.rand((), dtype=D),
     "classes balanced by their counts": lambda o, b, m: balanced(o, b),
     "classes of more than 4 balanced": lambda o, b, m: balanced(o, b, 4),
-    "effective numbers of classes": lambda o, b, m: balanced(o, b, 0, 0.9),
     "a mean for each class that is there": lambda o, b, m: by_class(o, b),
-    "over the number of classes": lambda o, b, m: each(o, b).sum() / b.t.unique().numel(),
     "two terms that look alike, each if it is there": lambda o, b, m: alike(o, b),
     "only if the mean is above 5": lambda o, b, m: ce(o, b) + (each(o, b).mean() if each(o, b).mean() > 5 else 0.0),
 }

@@ -125,12 +125,12 @@ def entropy(o: Any) -> Tensor:
 def taught(o: Any, t: float = 2.0) -> Tensor:
     return t**2 * F.kl_div((o.classes / t).log_softmax(1), (o.taught / t).softmax(1), reduction="batchmean")
 
-def ctc(o: Any, b: Any, **kwargs: Any) -> Tensor:
+def ctc(o: Any, b: Any) -> Tensor:
     log_p, lengths = o.tokens.log_softmax(-1).transpose(0, 1), (b.labels >= 0).sum(1)
-    return F.ctc_loss(log_p, b.words, lengths, b.length, zero_infinity=True, **kwargs)
+    return F.ctc_loss(log_p, b.words, lengths, b.length, zero_infinity=True)
 
-def penalty(m: Any, power: int = 2) -> Tensor:
-    return 0.01 * sum(p.abs().pow(power).sum() for p in m.parameters() if p.requires_grad)
+def penalty(m: Any) -> Tensor:
+    return 0.01 * sum(p.square().sum() for p in m.parameters() if p.requires_grad)
 
 def if_any(loss: Tensor, losses: Tensor, mask: Tensor) -> Tensor:
     if mask.any():
@@ -178,22 +178,15 @@ LOSSES: dict[str, Row] = {
         ce(o, b) + (each(o, b)[:, 1] * b.some).sum() / (b.some.sum() + 1e-8)),
     "tokens and masked regression by where": Row("tokens, some", lambda o, b, m:
         ce(o, b) + torch.where(b.some.any(), masked(each(o, b)[:, 1], b.some), 0.0)),
-    "rare classes and samples": Row("some, samples", lambda o, b, m:
-        F.cross_entropy(o.classes, b.rare, reduction="sum") / (b.rare >= 0).sum().clamp(min=1) + value(o, b)),
     "boxes and samples": Row("boxes, samples", lambda o, b, m: boxes(o, b) + classes(o, b)),
-    "boxes, selected, and samples": Row("boxes, samples", lambda o, b, m:
-        F.l1_loss(o.boxes[b.has_box], b.boxes[b.has_box]) + 0.5 * value(o, b)),
     "boxes, objects and classes": Row("boxes, samples, some", lambda o, b, m: 5 * boxes(o, b)
         + F.binary_cross_entropy_with_logits(o.boxes[..., 0], b.has_box.to(D)) + masked(classes(o, b, reduction="none"), b.some)),
     "nodes and edges": Row("tokens, edges", lambda o, b, m: ce(o, b) + edges(o, b)),
     "nodes, edges and graphs": Row("tokens, edges, samples", lambda o, b, m: ce(o, b) + 0.3 * edges(o, b) + value(o, b)),
     "class weights and samples": Row("class weights, samples", lambda o, b, m: classes(o, b, weight=WEIGHTS) + value(o, b)),
-    "class weights and tokens": Row("class weights, tokens", lambda o, b, m: classes(o, b, weight=WEIGHTS) + ce(o, b)),
     "class weights, tokens, boxes, edges and samples": Row("class weights, tokens, boxes, edges, samples", lambda o, b, m:
         classes(o, b, weight=WEIGHTS) + 0.5 * ce(o, b) + boxes(o, b) + 0.1 * edges(o, b) + 2 * value(o, b)),
     "label smoothing and samples": Row("tokens, tokens, samples", lambda o, b, m: ce(o, b, label_smoothing=0.1) + value(o, b)),
-    "label smoothing, class weights and edges": Row("", lambda o, b, m:
-        classes(o, b, weight=WEIGHTS, label_smoothing=0.2) + edges(o, b)),
     "tokens and KL over samples": Row("tokens, samples", lambda o, b, m: ce(o, b) + 0.1 * kl(o)),
     "learned uncertainty": Row("", lambda o, b, m: uncertain(m, ce(o, b), value(o, b))),
     "learned uncertainty of three": Row("", lambda o, b, m: uncertain(m, ce(o, b), value(o, b), boxes(o, b))),
@@ -206,8 +199,6 @@ LOSSES: dict[str, Row] = {
         (a := math.exp(-0.5 * m.global_step - 0.1)) * ce(o, b) + (1 - a) * value(o, b)),
     "tokens and a penalty": Row("", lambda o, b, m: ce(o, b) + penalty(m)),
     "tokens, samples and a penalty": Row("", lambda o, b, m: ce(o, b) + value(o, b) + penalty(m)),
-    "a penalty of one layer, tokens and masked": Row("", lambda o, b, m:
-        ce(o, b) + masked(each(o, b)[:, 1], b.some) + 0.1 * m.net.tokens.weight.square().mean()),
     "a term only where there is something": Row("tokens, some", lambda o, b, m: if_any(ce(o, b), each(o, b)[:, 0], b.some)),
     "the first term only where there is something": Row("some, samples", lambda o, b, m:
         if_any(torch.zeros((), dtype=D), each(o, b)[:, 0], b.some) + value(o, b)),
@@ -229,7 +220,6 @@ LOSSES: dict[str, Row] = {
         dictionary({"ce": ce(o, b), "boxes": boxes(o, b), "value": value(o, b)}, {"ce": 0.3, "value": 2})),
     "in place": Row("tokens, samples", lambda o, b, m: in_place(ce(o, b), value(o, b))),
     "in place with a factor": Row("tokens, samples", lambda o, b, m: ce(o, b).add_(value(o, b), alpha=0.3)),
-    "minus an entropy": Row("tokens, samples", lambda o, b, m: ce(o, b) - 0.05 * entropy(o)),
     "a buffer for a factor": Row("tokens, samples", lambda o, b, m: ce(o, b) + m.net.factor * value(o, b)),
     "half of the sum": Row("tokens, samples", lambda o, b, m: (ce(o, b) + value(o, b)) / 2),
     "sums over clamped counts": Row("tokens, some", lambda o, b, m: masked(ce(o, b, reduction="none"), (b.labels >= 0).flatten())
@@ -240,11 +230,7 @@ LOSSES: dict[str, Row] = {
         taught(o) + masked(F.cross_entropy(o.classes, b.t, reduction="none"), b.some)),
     "VAE of sums, and tokens": Row("samples, samples, tokens", lambda o, b, m:
         (o.rebuilt - b.x).square().sum() / len(b.x) + kl(o) + ce(o, b)),
-    "VAE with classes of some": Row("samples, samples, some", lambda o, b, m:
-        F.mse_loss(o.rebuilt, b.x, reduction="sum") / len(b.x) + 0.5 * kl(o)
-        + masked(classes(o, b, reduction="none"), b.some)),
     "CTC and tokens": Row("samples, tokens", lambda o, b, m: ctc(o, b) + ce(o, b)),
-    "CTC by lengths and samples": Row("", lambda o, b, m: ctc(o, b, reduction="sum") / b.length.sum() + value(o, b)),
     "actor and critic": Row("tokens, samples, samples", lambda o, b, m:
         masked(-o.tokens.log_softmax(-1)[..., 0] * b.y[:, :1], b.labels >= 0) + 0.5 * value(o, b) - 0.01 * entropy(o)),
     "a checkpointed term": Row("", lambda o, b, m: checkpoint(ce, o, b, use_reentrant=False) + value(o, b)),

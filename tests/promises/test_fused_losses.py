@@ -1,0 +1,139 @@
+"""Fused cross entropies show no denominator: the count with which their parts add up is found, or an error names those tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_one_window_one_batch, on, windows_of
+from support import Toy, fit, pad, sentences, warned
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_accum import AccumulationError, GradientAccumulation, SampleCount, TokenCount
+from lightning_accum.testing import adamw
+
+
+class FusedCrossEntropy(torch.autograd.Function):
+    """Mean cross entropy of a linear layer in chunks of 5 tokens, which keeps nothing but its gradients, computed in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        loss, of_hidden, of_weight = hidden.new_zeros(()), torch.zeros_like(hidden), torch.zeros_like(weight)
+        is_token = (labels != -100).to(hidden)  # a checkpoint runs again under another default type
+        for at in torch.arange(len(labels)).split(5):
+            log_p, target = (hidden[at] @ weight.T).log_softmax(1), F.one_hot(labels[at].clamp(min=0), len(weight))
+            share = is_token[at, None] / is_token.sum().clamp(min=1)
+            loss -= (log_p * target * share).sum()
+            of_hidden[at] = (log_p.exp() - target) * share @ weight
+            of_weight += ((log_p.exp() - target) * share).T @ hidden[at]
+        ctx.save_for_backward(of_hidden, of_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return *(gradient * saved for saved in ctx.saved_tensors), None
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.place, self.head = nn.Embedding(17, 8), nn.Embedding(12, 8), nn.Linear(8, 17, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.word(ids) + self.place.weight[: ids.shape[1]]).tanh()
+
+
+FUSED: dict[str, Callable[..., Tensor]] = {
+    "custom": FusedCrossEntropy.apply,
+    "half": lambda *arguments: FusedCrossEntropy.apply(*arguments) / 2,
+    "checkpointed": partial(checkpoint, FusedCrossEntropy.apply, use_reentrant=False),
+}
+if hasattr(nn, "LinearCrossEntropyOptions"):  # torch 2.13 has its own
+    FUSED["torch's"] = partial(F.linear_cross_entropy, options=nn.LinearCrossEntropyOptions(batch_chunk_size=5))
+BATCHES = {"a dict": ("input_ids", "labels"), "other keys": ("x", "answers"), "a tuple": (0, 1)}
+"""The places of inputs and labels."""
+SIZES = (3, 1, 4, 2, 2, 5, 1, 3)
+LINES = sentences(sum(SIZES))
+ROWS = [LINES[sum(SIZES[:place]) : sum(SIZES[: place + 1])] for place in range(len(SIZES))]
+POLICIES = {"windows": {"window": 4}, "split": {"micro_batch": 3}}
+
+
+def make_batch(kind: str, rows: Any) -> Any:
+    """Padded with 0; labels are -100 there, and at every fifth word."""
+    ids, labels = pad(rows).values()
+    labels = labels.masked_fill(ids % 5 == 4, -100)
+    return (ids, labels) if kind == "a tuple" else dict(zip(BATCHES[kind], (ids, labels), strict=True))
+
+
+def loss_of(fused: str, kind: str, is_shifted: bool, term: Callable[[Tensor], Any] = lambda hidden: 0.0) -> Callable[..., Tensor]:
+    def loss(net: Net, batch: Any) -> Tensor:
+        ids, labels = (batch[place] for place in BATCHES[kind])
+        hidden = net(ids)
+        pairs = (hidden[:, :-1], labels[:, 1:]) if is_shifted else (hidden, labels)
+        return FUSED[fused](pairs[0].flatten(0, 1), net.head.weight, pairs[1].flatten()) + term(hidden)
+
+    return loss
+
+
+def assert_exact(loss: Any, policy: dict[str, Any], kind: str = "a dict", rows: Any = ROWS, **arguments: Any) -> None:
+    own, make = windows_of([rows], 4) if "micro_batch" in policy else rows, partial(Toy, loss, net=Net)
+    with warned() as messages:
+        callback, collate = GradientAccumulation(**policy), partial(make_batch, kind)
+        windows = windows_of([rows], 4)
+        assert_one_window_one_batch(make, [own], windows, callback, collate=collate, optimizers=[None, adamw], **arguments)
+    assert [message for message in messages if not message.startswith("Padding")] == []
+
+
+@pytest.mark.some_cases(16)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_shifted", [True, False], ids=["shifted", "unshifted"])
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("fused", FUSED)
+def test_with_no_argument_a_fused_cross_entropy_takes_the_steps_of_the_full_batches(
+    fused: str, kind: str, is_shifted: bool, policy: str
+) -> None:
+    assert_exact(loss_of(fused, kind, is_shifted), POLICIES[policy], kind)
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize(("engine", "options"), [on("ddp"), on("ddp of 3")])
+def test_ranks_with_uneven_ends_find_the_same_count(engine: str, options: Any) -> None:
+    by_rank = [ROWS[:3], ROWS[3:8], ROWS[1:5]][: 2 if engine == "ddp" else 3]
+    make, collate = partial(Toy, loss_of("custom", "a dict", True), net=Net), partial(make_batch, "a dict")
+    assert_one_window_one_batch(make, by_rank, windows_of(by_rank, 2), GradientAccumulation(2), engine, options, collate=collate)
+
+
+FULL = [torch.tensor([1, 2, 3, 5, 6, 7])] * 16
+PART_LATER = [FULL[:3], FULL[3:4], FULL[4:9], FULL[9:], *ROWS[4:]]
+"""Samples, tokens and elements are proportional in the first window, and not in the second."""
+
+
+BESIDE = loss_of("custom", "a dict", True, lambda hidden: hidden[:, 0].square().mean())
+REFUSED = {  # a loss, its batches, what the error names, after so many windows; and the weight that mends it
+    "counts part later": (loss_of("custom", "a dict", True), PART_LATER, "(?is)(?=.*token)(?=.*sample)", 1, TokenCount()),
+    "another term beside": (BESIDE, ROWS, "weight=", 0, [TokenCount(), SampleCount()]),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", REFUSED)
+def test_counts_that_part_later_and_other_terms_are_errors_that_name_the_weights(name: str, policy: str) -> None:
+    loss, rows, said, steps, _ = REFUSED[name]
+    batches = [make_batch("a dict", batch) for batch in (rows if policy == "windows" else windows_of([rows], 4))]
+    module = Toy(loss, net=Net)
+    with pytest.raises(AccumulationError, match=said) as raised:
+        fit(module, batches, GradientAccumulation(**POLICIES[policy]))
+    assert "weight=" in str(raised.value)
+    assert module.trainer.global_step == steps
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_weights_that_the_errors_ask_for_are_exact(name: str, policy: str) -> None:
+    loss, rows, _, _, weight = REFUSED[name]
+    assert_exact(loss, {**POLICIES[policy], "weight": weight, "log": not isinstance(weight, list)}, rows=rows)
