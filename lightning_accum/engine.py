@@ -30,9 +30,9 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.session import Session, already_run, named_parameters_of, parameters_of
 from lightning_accum.splitting.packed import samples_of
-from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.sync import GradientSync
+from lightning_accum.undo import Undo
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import RowWise
@@ -64,7 +64,7 @@ class Engine(Strategy):
     """:attr:`listener` sets the size of each window that is about to begin."""
     metrics: WindowMetrics | None = None
     """Shows each window that has ended; None where nothing is to be seen."""
-    snapshotter: StateSnapshotter
+    snapshotter: Undo
     """Keeps what a batch may change that runs for others only, or that may have to run again; there with :attr:`accumulation`."""
     world_size: int
     global_rank: int

@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
-from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.sync import GradientSync
+from lightning_accum.undo import Undo
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.check import Check, Earlier
 from lightning_accum.weighing.in_types import look_in_types
@@ -49,7 +49,7 @@ class Checked:
     step: Callable[[Any], Any]
     accumulation: Accumulation
     sync: GradientSync
-    snapshotter: StateSnapshotter
+    snapshotter: Undo
     samples: Collection[int]
     is_window_long: bool
     inform: Callable[[str], None]

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from lightning_accum.errors import NotFiniteError
 from lightning_accum.exact import moved
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.splitting.snapshot import Snapshot, StateSnapshotter
 from lightning_accum.sync.base import GradientSlot
+from lightning_accum.undo import Snapshot, Undo
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.denominator import Denominator
 
@@ -29,7 +29,7 @@ class Guard:
     """Looks at each micro-batch of a training, and leaves out those that are not finite, or reports them.
 
     A micro-batch that is left out is as if it had never been there: its gradient is dropped, and what it changed in the module is
-    restored (see :class:`StateSnapshotter`), random state included.
+    restored (see :class:`Undo`), random state included.
 
     Args:
         leaves_out: whether to leave them out, or to raise an error.
@@ -47,7 +47,7 @@ class Guard:
         leaves_out: bool,
         places: Callable[[], Sequence[GradientSlot]],
         where: Callable[[MicroBatch], str],
-        snapshotter: StateSnapshotter,
+        snapshotter: Undo,
         inform: Callable[[str], None],
         group: dist.ProcessGroup | None = None,
         looks_at_gradients: bool = True,

@@ -19,9 +19,9 @@ from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.batch_log import BatchLog
 from lightning_accum.splitting.outputs import Output, joined_extra, joined_loss
 from lightning_accum.splitting.plan import Mark, Plan
-from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.step import Backward, InsideBatch, Outcome, SessionEngine, Step, ZeroGrad
 from lightning_accum.sync import GradientSync
+from lightning_accum.undo import Undo
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.weighing.safeguards import no_gradients
 from lightning_accum.whole.row_wise import RowWise
@@ -39,7 +39,7 @@ class Session:
         module: nn.Module,
         accumulation: Accumulation,
         sync: GradientSync,
-        snapshotter: StateSnapshotter,
+        snapshotter: Undo,
         guard: Guard | None,
         row_wise: RowWise | None,
     ) -> None:
@@ -80,11 +80,8 @@ class Session:
                 outcome = run(step, batch, seen, ends_window)
             else:
                 self.zero_grad(step)  # what it does to the module is to last
-                snapshot = self._snapshotter.take(watches_parameters=False)
-                try:
+                with self._snapshotter.take(watches_parameters=False):
                     outcome = run(step, batch, seen, ends_window)
-                finally:
-                    snapshot.restore()
         if self._has_doubts:
             self.look_at_doubted()
         return outcome

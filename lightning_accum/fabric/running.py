@@ -8,7 +8,7 @@ from typing import Any
 from lightning_accum.errors import UsageError
 from lightning_accum.fabric.training import Training
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.splitting.snapshot import Snapshot
+from lightning_accum.undo import Snapshot
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.whole.row_wise import RowWise
 

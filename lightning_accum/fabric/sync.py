@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.splitting.snapshot import Snapshot, StateSnapshotter
 from lightning_accum.sync import DDPSync, FSDP2Sync
+from lightning_accum.undo import Snapshot, Undo
 
 
 class LoopDDPSync(DDPSync):
@@ -40,7 +40,7 @@ class LoopDDPSync(DDPSync):
 class ShardedModel:
     """What the reduction of sharded modules asks for."""
 
-    def __init__(self, snapshotter: StateSnapshotter, loss_of: Callable[[Any], Tensor] | None) -> None:
+    def __init__(self, snapshotter: Undo, loss_of: Callable[[Any], Tensor] | None) -> None:
         self._snapshotter = snapshotter
         self._loss_of = loss_of
 

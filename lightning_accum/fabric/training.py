@@ -24,8 +24,8 @@ from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.ranks import Ranks
 from lightning_accum.session import Session, named_parameters_of, parameters_of
-from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.sync import GradientSync, WideDDPSync
+from lightning_accum.undo import Undo
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """Of Fabric's, those that leave the backward and the gradients where torch has them."""
@@ -101,7 +101,7 @@ class Training:
         precision = getattr(getattr(fabric, "strategy", None), "precision", None)
         self.scaler: Any = getattr(precision, "scaler", None)
         self.ranks = self._ranks()
-        self.snapshotter = StateSnapshotter(self.module, self.ranks.device)
+        self.snapshotter = Undo(self.module, self.ranks.device)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         stepped = set(map(id, self._stepped()))
         self._not_stepped = [parameter for parameter in trained if id(parameter) not in stepped]

@@ -13,7 +13,7 @@ from lightning_accum.splitting.memory import MicroBatchSizes, free, has_room_to_
 from lightning_accum.splitting.packing import RowSlice
 from lightning_accum.splitting.plan import Mark, Plan, Split, Splitting
 from lightning_accum.splitting.proofs import Proof
-from lightning_accum.splitting.snapshot import StateSnapshotter
+from lightning_accum.undo import Undo
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class RetriedSplitting(Splitting):
         self,
         trim: bool | str,
         split: Split | None,
-        snapshotter: StateSnapshotter,
+        snapshotter: Undo,
         device: torch.device,
         warn: Callable[[str], None],
         say: Callable[[str], None],

@@ -15,7 +15,7 @@ from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact, rounding_of_gradients
 from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
-from lightning_accum.splitting.snapshot import StateSnapshotter
+from lightning_accum.undo import Undo
 from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import read_function
 from lightning_accum.weighing.trial import TrialMode
@@ -43,7 +43,7 @@ def difference_by_padding(
     padded: Any,
     *trimmed: Any,
     module: nn.Module,
-    snapshotter: StateSnapshotter,
+    snapshotter: Undo,
     training_step: TrainingStep,
     weigh: Callable[[Any], Any] | None,
 ) -> Verdict:
@@ -69,7 +69,7 @@ class _Trial:
     """Runs batches as if they had never been there."""
 
     def __init__(
-        self, module: nn.Module, snapshotter: StateSnapshotter, training_step: TrainingStep, weigh: Callable[[Any], Any] | None
+        self, module: nn.Module, snapshotter: Undo, training_step: TrainingStep, weigh: Callable[[Any], Any] | None
     ) -> None:
         self._module, self._snapshotter, self._training_step, self._weigh = module, snapshotter, training_step, weigh
         self._alone = _Alone(module.parameters())
@@ -97,6 +97,8 @@ class _Trial:
         return Inconclusive(f"{seen}, which may be rounding in lower precision")
 
     def _run(self, batches: Sequence[Any], found: list[_Found]) -> Inconclusive | None:
+        if held := self._snapshotter.iterators():
+            return Inconclusive(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
         snapshot = self._snapshotter.take(watches_parameters=False)
         try:
             for batch in batches:

@@ -38,8 +38,8 @@ from lightning_accum.session import Session
 from lightning_accum.splitting.attempts import RetriedSplitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Splitting
-from lightning_accum.splitting.snapshot import StateSnapshotter
 from lightning_accum.strategies.preparation import guard, main_gradients
+from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
 from lightning_accum.weighing.verdict import Verdict
@@ -177,7 +177,7 @@ class AccumulationMixin(Engine):
             warn_of_hooks_of_parameters(module, rank_zero_warn)
         self.gradient_reads = None if is_one_backward else gradient_reads(trainer, rank_zero_warn)
         sums = None if self.policy.accumulate_dtype is None else self._main_gradients(self.policy.accumulate_dtype)
-        self.snapshotter = StateSnapshotter(module, self.root_device)
+        self.snapshotter = Undo(module, self.root_device)
         self.accumulation = Accumulation(self.policy, self.ranks, rank_zero_warn, self._splitting(), sums)
         self.accumulation.row_wise = self.row_wise
         assert self._fit is not None
@@ -237,7 +237,16 @@ class AccumulationMixin(Engine):
             return "a mean of means was asked for"
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             return "training_step draws its batches by itself"
-        return None
+        assert self.ranks is not None
+        found = self.snapshotter.iterators()
+        if self.ranks.largest(bool(found))[0] == 0:
+            return None
+        held = f"the module holds an iterator, {found[0]}" if found else "the module of another rank holds an iterator"
+        rank_zero_warn(
+            f"It is not checked that micro-batches add up to their batch: {held}, and what training_step draws from it cannot be"
+            " put back. Have train_dataloader return both loaders, as a dict; or pass check=False if you know that it is right."
+        )
+        return held
 
     def _begin_manual(self, trainer: pl.Trainer, callback: GradientAccumulation | None) -> None:
         module = self.lightning_module

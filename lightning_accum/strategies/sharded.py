@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from lightning_accum.errors import UsageError
 from lightning_accum.loops.optimization import loss_unlogged
-from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.strategies.mixin import AccumulationMixin
 from lightning_accum.sync import ShardedSync
+from lightning_accum.undo import Snapshot
 
 
 class ShardedMixin(AccumulationMixin, ParallelStrategy):

@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.splitting.snapshot import Snapshot
 from lightning_accum.sync.base import GradientSync, ShardedSyncPolicy
 from lightning_accum.sync.shared_rows import SharedRows
+from lightning_accum.undo import Snapshot
 from lightning_accum.weighing.safeguards import gradients_of_zero
 
 NO_WAY_BACK = (

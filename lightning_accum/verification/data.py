@@ -22,7 +22,7 @@ from lightning_accum.randomness import generators_kept
 from lightning_accum.splitting.joining import JoiningError
 from lightning_accum.splitting.joining import join as join_batches
 from lightning_accum.splitting.micro_batch import Layout
-from lightning_accum.verification.state import ModuleState
+from lightning_accum.verification.step import ModuleState
 
 Join = Callable[[Sequence[Any]], Any]
 """Makes one batch of several."""

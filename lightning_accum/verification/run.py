@@ -24,8 +24,7 @@ from lightning_accum.verification.examination import Diagnosis
 from lightning_accum.verification.over_ranks import OverRanks
 from lightning_accum.verification.processes import check_processes
 from lightning_accum.verification.report import ParameterDifference, Report
-from lightning_accum.verification.state import ModuleState
-from lightning_accum.verification.step import StepRunner, uncompiled
+from lightning_accum.verification.step import ModuleState, StepRunner, uncompiled
 
 
 @by_module

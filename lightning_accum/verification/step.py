@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -16,19 +17,88 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.errors import UsageError
 from lightning_accum.randomness import NoiseOfRows, seed_everything
+from lightning_accum.state_kinds import hooks_of
+from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import AccumulationWarning
-from lightning_accum.verification.state import ModuleState
 from lightning_accum.verification.watch import Step, StepRecorder, StepTakenError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 
 STEPS_IN_AN_EPOCH = 100
 """What the Trainer believes to have ahead of it, for schedules that ask: one step alone would be all warm-up, or none."""
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class ModuleState:
+    """All that is reached from a module, restored in the very objects that held it (see :class:`Undo`).
+
+    The module is run itself, since a copy would be another one: without hooks on its tensors, and with functions that have captured
+    the original.
+
+    Raises:
+        MisconfigurationException: the module holds an iterator, which cannot be restored, or layers without shapes; or it is being
+            trained over several ranks, whose reduction is tied to its parameters.
+
+    Example:
+        >>> module = pl.LightningModule()
+        >>> module.seen = [1]
+        >>> with ModuleState(module).restored_afterwards():
+        ...     module.seen.append(2)
+        >>> module.seen
+        [1]
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        trainer, name = module._trainer, type(module).__name__
+        if trainer is not None and trainer.training and trainer.world_size > 1:
+            raise MisconfiguredError(
+                f"verify runs {name} itself, which is in a training over {trainer.world_size} ranks now: their reduction of"
+                " gradients is tied to its parameters. Call verify before trainer.fit or after it."
+            )
+        for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(tensor):
+                raise MisconfiguredError(f"{path} has no shape yet. Run a batch through {name} before verify.")
+        undo = Undo(module, module.device, is_deep=True)
+        if found := undo.iterators():
+            raise MisconfiguredError(
+                f"verify runs the module several times from the same state, but {found[0]} is an iterator, which cannot be"
+                " restored. Leave it out, or make it in setup()."
+            )
+        self._module, self._before = module, undo.take(watches_parameters=False)
+
+    @contextmanager
+    def restored_afterwards(self) -> Iterator[None]:
+        """In here the module has no Trainer and no gradients, and may be changed."""
+        self._module._trainer = None
+        try:
+            for tensor in self._before.tensors:
+                if tensor.is_leaf:
+                    tensor.grad = None
+                _remove_hooks_of_training(tensor)
+            yield
+        finally:
+            try:
+                self._before.restore()
+            except Exception as error:
+                raise UsageError(
+                    f"verify could not restore all of {type(self._module).__name__} as it was. Make it anew, or load a checkpoint."
+                ) from error
+
+
+def _remove_hooks_of_training(tensor: Tensor) -> None:
+    """What watches the gradients of a training that goes on around this must not see those in here."""
+    for hooks in hooks_of(tensor):
+        for number, hook in list((hooks or {}).items()):
+            while isinstance(hook, (functools.partial, types.MethodType)):
+                hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
+            if str(getattr(hook, "__module__", "")).partition(".")[0] == "lightning_accum":
+                del hooks[number]
 
 
 @dataclass(frozen=True)

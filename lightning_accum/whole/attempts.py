@@ -14,7 +14,7 @@ from lightning_accum.splitting.attempts import RetriedSplitting
 from lightning_accum.splitting.packing import RowSlice
 from lightning_accum.splitting.plan import Mark, Plan
 from lightning_accum.splitting.proofs import Proof
-from lightning_accum.splitting.snapshot import StateSnapshotter
+from lightning_accum.undo import Undo
 from lightning_accum.whole.row_wise import RowWise
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class StepAttempts(RetriedSplitting):
         say: takes a line for the log of this rank.
     """
 
-    def __init__(self, row_wise: RowWise, snapshotter: StateSnapshotter, device: torch.device, say: Callable[[str], None]) -> None:
+    def __init__(self, row_wise: RowWise, snapshotter: Undo, device: torch.device, say: Callable[[str], None]) -> None:
         super().__init__(False, None, snapshotter, device, warn=say, say=say, sizes=row_wise.sizes)
         self._row_wise = row_wise
 

@@ -7,6 +7,7 @@ import random
 from collections import Counter, OrderedDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from support import Scalar, Toy, fit, labelled, relative_error, warned
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
@@ -489,6 +491,32 @@ def append_nested(module: Changes) -> None:
     module.it["history"].append([2])
 
 
+class Count:
+    """An object that is no module."""
+
+    def __init__(self) -> None:
+        self.calls, self.mean, self.parts = 0, torch.zeros(2), [torch.zeros(1)]
+
+    def __repr__(self) -> str:
+        return f"{self.calls} {self.mean.tolist()} {self.parts}"
+
+    def change(self) -> None:
+        self.calls += 1
+        self.mean.lerp_(torch.ones(2), 0.5)
+        self.parts[0] += 1
+
+
+def counter() -> Callable[[], int]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
 def new_and_deleted(module: Changes) -> None:
     module.new = getattr(module, "new", 0) + 1
     if len(module.seen) == 1:
@@ -513,6 +541,13 @@ STATES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "a number": (lambda module: setattr(module, "it", module.it + 1), int),
     "a tensor in place": (lambda module: module.it.mul_(2), lambda: torch.ones(1)),
     "an array in place": (lambda module: module.it.__iadd__(1), lambda: np.ones(1)),
+    "an object of a class of the user's": (lambda module: module.it.change(), Count),
+    "what a function has captured": (lambda module: float(module.it()), counter),
+    "a metric that is not registered": (
+        lambda module: module.it["mean"](torch.tensor(2.0 + len(module.seen))),
+        lambda: {"mean": MeanMetric()},
+    ),
+    "a module that is not registered": (lambda module: module.it[0].change(), lambda: [Buffers()]),
     "new and deleted attributes": (new_and_deleted, list),
     "training mode": (lambda module: module.it.train(not module.it.training), nn.Dropout),
 }
@@ -520,10 +555,11 @@ STATES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
 
 def state_of(module: Changes) -> Any:
     it = getattr(module, "it", "deleted")
+    it = next((held for held in tree_leaves(it) if isinstance(held, nn.Module)), it)
     if isinstance(it, nn.Module):
         buffers = {name: buffer.tolist() for name, buffer in it.named_buffers()}
         return buffers, it.training, it.compute().tolist() if hasattr(it, "compute") else None
-    if isinstance(it, (torch.Generator, np.random.Generator)):
+    if isinstance(it, (torch.Generator, np.random.Generator, FunctionType)):
         return None  # its numbers are in ``seen``
     return repr(it), getattr(module, "new", None)
 

@@ -1,0 +1,324 @@
+"""What there is to an object that a step may change: how it is kept, how it is restored in place, and what it leads to."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import sys
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.data import DataLoader, Dataset
+
+_FEW, _MANY = 64, 1000
+"""Entries of a list: of a longer one tensors are not copied, and of a still longer one nothing is looked at."""
+_SMALL, _LARGE = 2**16, 2**24
+"""Elements of a tensor in a list, and in an attribute: what is larger is taken for data, and not copied."""
+_NOTHING = object()
+_Contents: TypeAlias = Iterable[tuple[str, Any, float]]
+"""Names, values, and how many elements a tensor may have that is copied there."""
+
+
+class Kind(NamedTuple):
+    """How the objects of a type are kept and restored, and what they lead to."""
+
+    save: Callable[[Any], Any] | None
+    restore: Callable[[Any, Any], Any]
+    contents: Callable[[Kinds, Any], _Contents] | None = None
+
+
+class Kinds(dict[type, "Kind | None"]):
+    """The kind of each type that was met; None where there is nothing to keep."""
+
+    def __init__(self, is_deep: bool) -> None:
+        super().__init__()
+        self.is_deep = is_deep
+
+    def __missing__(self, type_: type) -> Kind | None:
+        self[type_] = next(kind for base, kind in self._of_types(type_) if issubclass(type_, base))
+        return self[type_]
+
+    def _of_types(self, type_: type) -> Iterator[tuple[Any, Kind | None]]:
+        yield from _OF_TYPES
+        if self.is_deep:
+            yield Tensor, _LEAF
+            yield weakref.ref, Kind(None, _restore_nothing, lambda kinds, value: [("", value(), math.inf)])
+        yield (nn.Parameter, weakref.ref, torch.optim.Optimizer, Dataset, DataLoader) if not self.is_deep else (), None
+        yield Tensor, TENSOR
+        yield torch.jit.ScriptModule, Kind(lambda module: module.training, nn.Module.train, _contents_of_script)
+        is_of_torch = all(base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc") for base in type_.__mro__)
+        yield nn.Module, _OBJECT if self.is_deep else _REGISTRY if is_of_torch else _MODULE
+        if (numpy := sys.modules.get("numpy")) is not None:
+            yield numpy.memmap, None
+            yield numpy.ndarray, Kind(_save_array, _restore_array)
+            yield numpy.random.RandomState, Kind(numpy.random.RandomState.get_state, numpy.random.RandomState.set_state)
+            yield numpy.random.Generator, Kind(lambda g: g.bit_generator.state, lambda g, s: setattr(g.bit_generator, "state", s))
+        is_outside = any(f"{base.__module__}.".startswith(_OUTSIDE) for base in type_.__mro__)
+        has_attributes = type_.__dictoffset__ or _slots(type_)
+        is_opened = has_attributes and (self.is_deep or not is_of_library(type_.__module__))
+        yield object, None if is_outside else _OBJECT if is_opened else ITERATOR if issubclass(type_, Iterator) else None
+
+
+def _contents_of_registry(kinds: Kinds, module: nn.Module) -> _Contents:
+    return [("", held, math.inf) for held in (*module._modules.values(), *module._buffers.values()) if held is not None]
+
+
+def _contents_of_module(kinds: Kinds, module: nn.Module) -> _Contents:
+    state = [
+        (name, value, _LARGE)
+        for name, value in vars(module).items()
+        if name not in _NO_STATE and kinds[type(value)] is not None and not _is_part_of_parameter(value)
+    ]
+    return [*state, *_contents_of_registry(kinds, module)]  # what comes last is looked at first
+
+
+def _contents_of_script(kinds: Kinds, module: torch.jit.ScriptModule) -> _Contents:
+    for names in (module.named_children(), module.named_buffers(recurse=False), module.named_parameters(recurse=False)):
+        yield from ((name, value, math.inf) for name, value in names)
+
+
+def _contents_of_tensor(kinds: Kinds, tensor: Tensor) -> _Contents:
+    if is_traceable_wrapper_subclass(tensor):  # it is made of others
+        yield from ((name, getattr(tensor, name), math.inf) for name in tensor.__tensor_flatten__()[0])
+    if kinds.is_deep and not tensor.is_inference():
+        yield from (("", held, math.inf) for held in (*hooks_of(tensor), tensor.grad if tensor.is_leaf else None))
+        yield from _attributes(kinds, tensor)
+
+
+def _attributes(kinds: Kinds, value: Any) -> _Contents:
+    yield from ((name, held, math.inf) for name, held in getattr(value, "__dict__", {}).items())
+    yield from ((name, getattr(value, name, None), math.inf) for name in _slots(type(value)))
+
+
+def _items(kinds: Kinds, values: Any) -> _Contents:
+    is_small = kinds.is_deep or (len(values) <= _MANY and any(kinds[type_] is not None for type_ in set(map(type, values))))
+    limit = math.inf if kinds.is_deep else _SMALL if len(values) <= _FEW else 0
+    return (("", value, limit) for value in values) if is_small else ()
+
+
+def _entries(kinds: Kinds, values: dict[Any, Any]) -> _Contents:
+    if kinds.is_deep:
+        yield from (("", key, math.inf) for key in values)
+    if kinds.is_deep or len(values) <= _MANY:
+        yield from ((f"[{key!r}]", value, math.inf) for key, value in values.items() if kinds[type(value)] is not None)
+
+
+def _leads_on(*names: str) -> Kind:
+    """A callable, through which others are reached."""
+
+    def contents(kinds: Kinds, value: Any) -> _Contents:
+        if kinds.is_deep or not is_of_library(getattr(value, "__module__", None)):
+            yield from (("", getattr(value, name), math.inf) for name in names)
+
+    return Kind(None, _restore_nothing, contents)
+
+
+# --- classes ------------------------------------------------------------------------------------------------------------
+
+_OUTSIDE = (
+    *(
+        f"{name}."
+        for name in ("_io", "_thread", "asyncio", "concurrent", "io", "logging", "multiprocessing", "socket", "subprocess")
+    ),
+    *("threading.", *(f"torch.{name}." for name in ("_C", "_dynamo", "_functorch", "_inductor", "distributed", "fx"))),
+    *(f"{name}.{part}." for name in ("lightning.pytorch", "pytorch_lightning") for part in ("loggers", "strategies", "trainer")),
+)
+"""Packages whose objects stand for something outside of the module (streams, locks, loggers), or are shared by all modules."""
+
+
+@lru_cache
+def is_of_library(package: Any) -> bool:
+    """Whether a package is none of the user's: of Python, of this one, or installed."""
+    top = str(package).partition(".")[0]
+    found = sys.modules.get(top)
+    where = f"{getattr(found, '__file__', None)} {getattr(found, '__path__', None)}"
+    return top in sys.stdlib_module_names or top in ("lightning_accum", "torch") or "-packages" in where
+
+
+def _slots(type_: type) -> list[str]:
+    found = []
+    for base in type_.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                found.append(f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name)
+    return found
+
+
+def _is_part_of_parameter(value: Any) -> bool:
+    """FSDP1 has the parts of a flat parameter as attributes, in memory that it frees between forwards."""
+    return isinstance(value, Tensor) and isinstance(value._base, nn.Parameter)
+
+
+def hooks_of(tensor: Tensor) -> tuple[Any, Any]:
+    """The hooks on the gradient of a tensor; None where it has had none."""
+    return tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+
+
+# --- each is restored in the object that held it --------------------------------------------------------------------------
+
+
+def _restore_nothing(target: Any, saved: Any) -> None:
+    pass
+
+
+def _save_registry(module: nn.Module) -> Any:
+    return module.training, dict(module._modules), dict(module._buffers)  # engines put others in the place of parameters
+
+
+def _restore_registry(module: nn.Module, saved: Any) -> None:
+    mode, modules, buffers = saved
+    if module.training != mode:
+        module.training = mode
+    _restore_dict(module._modules, modules)
+    _restore_dict(module._buffers, buffers)
+
+
+def _save_module(module: nn.Module) -> Any:
+    return _save_registry(module), {name: value for name, value in vars(module).items() if not _is_part_of_parameter(value)}
+
+
+def _restore_module(module: nn.Module, saved: Any) -> None:
+    registry, names = saved
+    _restore_registry(module, registry)
+    attributes = vars(module)
+    for name in attributes.keys() - names.keys():
+        if not _is_part_of_parameter(attributes[name]):
+            del attributes[name]
+    attributes.update(names)
+
+
+def _save_object(value: Any) -> Any:
+    held = getattr(value, "__dict__", None)
+    slots = [(name, getattr(value, name, _NOTHING)) for name in _slots(type(value))]
+    return dict(held) if isinstance(held, dict) else None, [("__class__", type(value)), *slots]
+
+
+def _restore_object(target: Any, saved: Any) -> None:
+    held, attributes = saved
+    for name, value in attributes:
+        if getattr(target, name, _NOTHING) is not value:
+            object.__delattr__(target, name) if value is _NOTHING else object.__setattr__(target, name, value)
+    if held is not None:
+        _restore_dict(vars(target), held)
+
+
+def _restore_dict(target: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    if len(target) == len(saved) and all(a is b and v is w for (a, v), (b, w) in zip(target.items(), saved.items(), strict=True)):
+        return
+    base = OrderedDict if isinstance(target, OrderedDict) else dict  # Counter.update adds, others forbid it
+    base.clear(target)
+    base.update(target, saved)
+
+
+def _restore_items(target: Any, saved: list[Any]) -> None:
+    if len(target) != len(saved) or any(a is not b for a, b in zip(target, saved, strict=True)):
+        target.clear()
+        (target.update if isinstance(target, set) else target.extend)(saved)
+
+
+def _save_cell(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # it is empty
+        return []
+
+
+def _restore_cell(cell: types.CellType, saved: list[Any]) -> None:
+    if saved:
+        cell.cell_contents = saved[0]
+
+
+def _save_tensor(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+    is_expanded = tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1
+    if (
+        is_expanded or tensor.is_inference() or is_traceable_wrapper_subclass(tensor)
+    ):  # it cannot be written to, or is made of others
+        return None
+    alias = tensor.data  # restored through this, there is no change in the eyes of a graph from before that needs the tensor
+    return alias, alias.clone()
+
+
+def _restore_tensor(tensor: Tensor, saved: tuple[Tensor, Tensor] | None) -> None:
+    if saved is None:
+        return
+    alias, value = saved
+    tensor.data = alias
+    alias.copy_(value)
+
+
+def _save_leaf(tensor: Tensor) -> Any:
+    of_leaf = (tensor.requires_grad, tensor.grad) if tensor.is_leaf and not tensor.is_inference() else None
+    return _save_tensor(tensor), of_leaf, [held is None for held in hooks_of(tensor)], _save_object(tensor)
+
+
+def _restore_leaf(tensor: Tensor, saved: Any) -> None:
+    values, of_leaf, had_no_hooks, attributes = saved
+    _restore_tensor(tensor, values)
+    if of_leaf is not None:
+        if not tensor.is_leaf:  # it was changed in place by something with a graph
+            tensor.detach_()
+        tensor.requires_grad_(of_leaf[0])
+        tensor.grad = of_leaf[1]
+    for hooks, had_none in zip(hooks_of(tensor), had_no_hooks, strict=True):
+        if had_none and hooks:
+            hooks.clear()
+    _restore_object(tensor, attributes)
+
+
+def restore_gradient(parameter: Tensor, saved: tuple[Tensor, Tensor] | None) -> None:
+    """Have the gradient that a parameter had, and a copy of its values; None for none."""
+    if saved is None:
+        parameter.grad = None
+        return
+    gradient, value = saved
+    target = gradient if parameter.grad is None else parameter.grad  # DDP may have put a view of its bucket there meanwhile
+    if target.layout is value.layout is torch.strided and target.shape == value.shape:
+        target.data.copy_(value)
+        parameter.grad = target
+    else:
+        parameter.grad = value.clone()
+
+
+def _save_array(array: Any) -> Any:
+    return array.copy() if array.flags.writeable and array.size <= _LARGE else None
+
+
+def _restore_array(array: Any, saved: Any) -> None:
+    if saved is not None:
+        array[...] = saved
+
+
+_NO_STATE = frozenset(vars(nn.Module()))
+"""What is registered is looked at by itself; the rest are hooks."""
+TENSOR = Kind(_save_tensor, _restore_tensor, _contents_of_tensor)
+_LEAF = Kind(_save_leaf, _restore_leaf, _contents_of_tensor)
+_REGISTRY = Kind(_save_registry, _restore_registry, _contents_of_registry)
+_MODULE = Kind(_save_module, _restore_module, _contents_of_module)
+_OBJECT = Kind(_save_object, _restore_object, _attributes)
+ITERATOR = Kind(None, _restore_nothing)
+_OF_TYPES: tuple[tuple[Any, Kind | None], ...] = (
+    ((type(None), bool, int, float, complex, str, bytes, type, Enum, types.ModuleType, io.IOBase), None),
+    ((torch.dtype, torch.device, torch.layout, random.SystemRandom), None),
+    (dict, Kind(dict, _restore_dict, _entries)),
+    ((list, set, deque), Kind(list, _restore_items, _items)),
+    ((tuple, frozenset), Kind(None, _restore_nothing, _items)),
+    (bytearray, Kind(bytes, lambda target, saved: target.__setitem__(slice(None), saved))),
+    (torch.Generator, Kind(torch.Generator.get_state, torch.Generator.set_state)),
+    (random.Random, Kind(random.Random.getstate, random.Random.setstate)),
+    (types.CellType, Kind(_save_cell, _restore_cell, lambda kinds, cell: [("", held, math.inf) for held in _save_cell(cell)])),
+    (types.FunctionType, _leads_on("__closure__", "__defaults__", "__kwdefaults__", "__dict__")),
+    (types.MethodType, _leads_on("__self__", "__func__")),
+    (types.BuiltinFunctionType, _leads_on("__self__")),  # such as list.append of a list
+    (partial, _leads_on("func", "args", "keywords")),
+)
+SHALLOW, DEEP = Kinds(is_deep=False), Kinds(is_deep=True)

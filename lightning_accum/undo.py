@@ -1,0 +1,158 @@
+"""As if it had never happened: what a step may change is kept before it, and restored in the objects that held it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accum.errors import UsageError
+from lightning_accum.randomness import RandomState
+from lightning_accum.state_kinds import DEEP, ITERATOR, SHALLOW, TENSOR, Kind, restore_gradient
+
+_Path: TypeAlias = "nn.Module | tuple[Any, str] | None"
+"""A module, or the path of what holds a value and the value's name there; None where nobody will ask."""
+_Kept: TypeAlias = tuple[Callable[[Any, Any], Any], Any, Any]
+"""A function that restores, what it restores, and what that held."""
+_Watched: TypeAlias = tuple[Tensor, int, _Path]
+"""A tensor, how many changes it had seen, and where it is; None for a parameter."""
+
+
+class Undo:
+    """Takes snapshots of all that running a batch through a module may change.
+
+    Kept are: random state (torch on the CPU and on ``device``, Python, numpy); buffers; whether each module is in training mode;
+    the attributes of modules that are not torch's own, metrics among them; and what is reached from these through containers,
+    functions, and objects of classes that are no library's. Each value is restored in the object that held it. Modules, buffers
+    and attributes that are new are removed.
+
+    What cannot be copied is kept by reference: streams, locks, and iterators, from which nothing is drawn (see :meth:`iterators`).
+    Parameters, tensors of more than 2**24 elements, and large or many tensors in a list are not copied but watched, as far as
+    torch counts changes: :meth:`Snapshot.restore` raises if one was changed in place. Of lists of more than 1,000 entries only the
+    references are kept.
+
+    Args:
+        module: the module, with everything below it. What is added or replaced later is found.
+        device: where the module runs.
+        is_deep: keep everything that can be reached: parameters, gradients, hooks, objects of libraries, tensors of any size.
+
+    Example:
+        >>> module = nn.BatchNorm1d(1, momentum=1.0)
+        >>> with Undo(module, torch.device("cpu")).take():
+        ...     _ = module(torch.tensor([[2.0], [4.0]]))
+        ...     module.running_mean
+        tensor([3.])
+        >>> module.running_mean
+        tensor([0.])
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, is_deep: bool = False) -> None:
+        self.module = module
+        self.device = device
+        self._kinds = DEEP if is_deep else SHALLOW
+
+    @torch.no_grad()
+    def take(self, gradients_of: Iterable[Tensor] | None = None, watches_parameters: bool = True) -> Snapshot:
+        """Keep everything as it is now.
+
+        Args:
+            gradients_of: parameters whose gradients the step adds to. One that is None so far costs no memory.
+            watches_parameters: whether to raise if a parameter was changed; not where an optimizer may step meanwhile.
+        """
+        reached, too_large = self._reached()
+        kept: list[_Kept] = [(kind.restore, value, kind.save(value)) for kind, value, _ in reached if kind.save is not None]
+        watched: list[_Watched] = [(tensor, _version(tensor), path) for tensor, path in too_large]
+        if watches_parameters:
+            watched += [(parameter, _version(parameter), None) for parameter in self.module.parameters()]
+        for parameter in gradients_of or ():
+            gradient = parameter.grad
+            kept.append((restore_gradient, parameter, None if gradient is None else (gradient, gradient.clone())))
+        return Snapshot(self.module, RandomState(self.device), kept, watched)
+
+    def iterators(self) -> list[str]:
+        """The paths of iterators, which cannot be restored: what a step draws from one is gone."""
+        return [_in_words(path, self.module) for kind, _, path in self._reached()[0] if kind is ITERATOR]
+
+    def _reached(self) -> tuple[list[tuple[Kind, Any, _Path]], list[tuple[Tensor, _Path]]]:
+        """What is kept of the module, and the tensors that are too large for that."""
+        kinds = self._kinds
+        reached: list[tuple[Kind, Any, _Path]] = []
+        too_large: list[tuple[Tensor, _Path]] = []
+        seen: dict[int, Any] = {}
+        waiting: list[tuple[Any, _Path, float]] = [(self.module, None, math.inf)]
+        while waiting:
+            value, path, limit = waiting.pop()
+            kind = kinds[type(value)]
+            if kind is None or id(value) in seen:
+                continue
+            if kind is TENSOR and value.numel() > limit:  # it may be a buffer, too
+                too_large.append((value, path))
+                continue
+            seen[id(value)] = value
+            reached.append((kind, value, path))
+            if kind.contents is not None:
+                holder = value if isinstance(value, nn.Module) else path
+                for name, child, most in kind.contents(kinds, value):
+                    waiting.append((child, (holder, name) if name else holder, limit if limit < most else most))
+        return reached, [(tensor, path) for tensor, path in too_large if id(tensor) not in seen]
+
+
+class Snapshot:
+    """How everything was when :meth:`Undo.take` made it. As a context, it restores that in the end."""
+
+    def __init__(self, module: nn.Module, random_state: RandomState, kept: list[_Kept], watched: list[_Watched]) -> None:
+        self._module, self._random_state, self._kept, self._watched = module, random_state, kept, watched
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those whose values are kept."""
+        return [target for _, target, _ in self._kept if isinstance(target, Tensor)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore everything, as often as needed.
+
+        Raises:
+            RuntimeError: a tensor that is watched was changed in place. All else is restored.
+        """
+        failure: Exception | None = None
+        for restore, target, saved in self._kept:
+            try:
+                restore(target, saved)
+            except Exception as error:  # of an object of the user's: the rest is restored all the same
+                failure = failure or error
+        self._random_state.restore()
+        for tensor, before, path in self._watched:
+            if _version(tensor) != before:
+                raise UsageError(f"training_step changed {self._in_words(tensor, path)}")
+        if failure is not None:
+            raise failure
+
+    def _in_words(self, tensor: Tensor, path: _Path) -> str:
+        mend = ", which cannot be undone where a batch is tried out or runs again. Make it a buffer of the module."
+        if path is not None:
+            return f"a tensor in '{_in_words(path, self._module)}' in place{mend}"
+        name = next((name for name, parameter in self._module.named_parameters() if parameter is tensor), "?")
+        mend = '; micro_batch="auto" cannot take that back when memory runs out; use a fixed micro_batch.'
+        return f"the parameter '{name}' in place{mend}"
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+
+def _in_words(path: _Path, root: nn.Module) -> str:
+    words = ""
+    while isinstance(path, tuple):
+        path, name = path
+        words = (name if name.startswith("[") else f".{name}") + words
+    return (next((name for name, module in root.named_modules() if module is path), "") + words).lstrip(".")
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # what is made in inference mode counts no changes
