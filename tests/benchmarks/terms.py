@@ -1,65 +1,112 @@
-"""How far the gradient of a window is from its full batch's, for a loss of terms with different denominators.
+"""What several terms with different denominators cost: a window of one weight, beside windows of two terms, on the same shapes.
 
-A small language model also predicts a score of each sentence: ``cross_entropy + c * mse``, a mean over tokens and one over samples,
-of sentences with log-normal lengths and scores that go with them. The step of one batch in micro-batches of 4 rows, in float64.
+The loss of two terms is a cross entropy over tokens plus an error over samples. Sides, interleaved in one process, each in windows
+of the same number of loader batches of the same shape:
 
-    python tests/benchmarks/terms.py --batches 5
+one weight            the cross entropy alone, no token ignored
+constant proportion   both terms, no token ignored: tokens and samples are proportional, so one weight is exact
+counted first         both terms, tokens ignored at the end of rows, no argument: each window runs its forwards once more
+weight=[...]          the same, with ``weight=[TokenCount(), SampleCount()]``: loader batches are counted ahead, without a forward
+
+The check, and whatever else a first window costs, falls into the warm-up. The ratios are those of medians, to one weight; the last
+column is the median of the ratios of each round, and its quartiles.
+
+    python tests/benchmarks/terms.py --rounds 10
 """
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from side_by_side import command_line, fit, show
-from support import loader, relative_error, train_by_hand
-from torch import Tensor
+from side_by_side import CLOCKS, GPT, IGNORED, Module, TimedBatches, command_line, fit, interleaved, quartiles, show
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_accum import SampleCount, TokenCount
 
-MICRO_BATCH = 4
+ROWS, LENGTH, VOCABULARY, FEATURES = 8, 32, 256, 64
+ONE_WEIGHT = "one weight"
+Batch = dict[str, Tensor]
 
 
-def step(coefficient: float, batches: list[Any], **policy: Any) -> list[Tensor]:
-    """What one optimizer step changes: of the full batch, without a policy."""
-    from rated import Rated
+class Scored(nn.Module):
+    """A net that gives (rows, places, classes), and a score of each row."""
 
-    class WithCoefficient(Rated):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            cross_entropy, error = self.terms(batch)
-            return cross_entropy + coefficient * error
-
-    module = WithCoefficient()
-    if policy:
-        fit(module, loader(batches), **policy)
-    else:
-        train_by_hand(module, batches, 1)
-    return [after - before for after, before in zip(module.parameters(), WithCoefficient().parameters(), strict=True)]
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.score = net, nn.Linear(VOCABULARY, 1)
 
 
-def main(batches: int = 5, rows: tuple[int, ...] = (64, 256)) -> None:
-    """Print the mean over the batches."""
-    from rated import rated, rows_of
+def mlp() -> nn.Module:
+    """Reads each place of a row by itself."""
+    torch.manual_seed(0)
+    wide = [nn.Linear(FEATURES, FEATURES), nn.ReLU()]
+    return nn.Sequential(nn.Embedding(VOCABULARY, FEATURES), *wide, nn.Linear(FEATURES, VOCABULARY))
 
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"GPT of 2 layers": lambda: GPT(VOCABULARY, FEATURES, 2, LENGTH), "MLP": mlp}
+
+
+def tokens_alone(net: nn.Module, batch: Batch) -> Tensor:
+    """One mean over tokens."""
+    return F.cross_entropy(net.net(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+def tokens_and_samples(net: nn.Module, batch: Batch) -> Tensor:
+    """Two means, over tokens and over samples."""
+    logits = net.net(batch["input_ids"])
+    error = F.mse_loss(net.score(logits.mean(1))[:, 0], batch["score"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED) + 0.5 * error
+
+
+def made(number: int, has_ignored: bool) -> list[Batch]:
+    """So many batches of one shape."""
+    generator, batches = torch.Generator().manual_seed(0), []
+    for _ in range(number):
+        ids, length = (
+            torch.randint(1, most, size, generator=generator) for most, size in ((VOCABULARY, (ROWS, LENGTH)), (LENGTH, (ROWS, 1)))
+        )
+        is_ignored = has_ignored & (torch.arange(LENGTH) > length)
+        batches.append(
+            {"input_ids": ids, "labels": ids.masked_fill(is_ignored, IGNORED), "score": torch.rand(ROWS, generator=generator)}
+        )
+    return batches
+
+
+def main(rounds: int = 10, windows: int = 20, window: int = 8, clock: str = "wall") -> None:
+    """Print one table for all models."""
+    full, ragged = made(4 * window, has_ignored=False), made(4 * window, has_ignored=True)
+    each = [TokenCount(shift=False), SampleCount()]
     table = []
-    for number in rows:
-        for coefficient in (1.0, 0.1):
-            for order in ("as they come", "sorted by length"):
-                errors = []
-                for batch in rated(batches, number):
-                    if order == "sorted by length":
-                        batch = rows_of(batch, (batch["labels"] != -100).sum(1).argsort(descending=True))
-                    parts = [rows_of(batch, slice(start, start + MICRO_BATCH)) for start in range(0, number, MICRO_BATCH)]
-                    found = (
-                        step(coefficient, parts, n=len(parts)),
-                        step(coefficient, parts, window=len(parts)),
-                        step(coefficient, [batch], micro_batch=MICRO_BATCH, weight=[TokenCount(), SampleCount()]),
-                    )
-                    full = step(coefficient, [batch])
-                    errors.append([relative_error(one, full) for one in found])
-                means = torch.tensor(errors).mean(0).tolist()
-                table.append([number, order, coefficient, *(f"{mean:.2g}" for mean in means)])
-    show(["rows", "order", "coefficient", "Lightning", 'weight="auto"', "one for each"], table)
+    for model, make in MODELS.items():
+
+        def side(
+            loss: Callable[[nn.Module, Batch], Tensor], batches: list[Batch], make: Any = make, **policy: Any
+        ) -> Callable[[], float]:
+            def run() -> float:
+                timed = TimedBatches(batches, 2 * window, windows * window, CLOCKS[clock])
+                fit(Module(Scored(make()), loss), timed, window=window, **policy)
+                return timed.microseconds
+
+            return run
+
+        measured = interleaved(
+            {
+                ONE_WEIGHT: side(tokens_alone, full),
+                "constant proportion": side(tokens_and_samples, full),
+                "counted first": side(tokens_and_samples, ragged),
+                "weight=[...]": side(tokens_and_samples, ragged, weight=each),
+            },
+            rounds,
+        )
+        for name, times in measured.items():
+            median, by_round = statistics.median(times), [own / one for own, one in zip(times, measured[ONE_WEIGHT], strict=True)]
+            ratio = median / statistics.median(measured[ONE_WEIGHT])
+            table.append([model, name, f"{median:.0f}", f"{ratio:.3f}", quartiles(by_round) if name != ONE_WEIGHT else ""])
+    show(["model", "loss and weight", "us per micro-batch", f"/ {ONE_WEIGHT}", "round by round"], table)
 
 
 if __name__ == "__main__":
