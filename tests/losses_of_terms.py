@@ -46,13 +46,10 @@ class Net(nn.Module):
         )  # fmt: skip
 
 
-Function = Callable[[Any, Any, Any], Tensor]
-"""Of the net's outputs, the batch (an entry is an attribute) and the module."""
+Function = Callable[[Any, Any, Any], Tensor]  # of the net's outputs, the batch (an entry is an attribute) and the module
 
 
 class OfTerms(pl.LightningModule):
-    """Trains the net with a loss of the table."""
-
     def __init__(self, function: Function, optimizer: str = "sgd") -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -157,9 +154,6 @@ def balanced(o: Any, b: Any) -> Tensor:
     losses = classes(o, b, reduction="none")
     return sum(masked(losses, b.t == c) for c in range(CLASSES))
 
-def dictionary(losses: dict[str, Tensor], factors: dict[str, float] | None = None) -> Tensor:
-    return sum((factors or {}).get(name, 1.0) * loss for name, loss in losses.items())
-
 class Row(NamedTuple):
     """A loss; ``counts`` are those of its terms, in their order, or empty where no list of counts says them."""
 
@@ -170,7 +164,6 @@ LOSSES: dict[str, Row] = {
     "tokens and samples": Row("tokens, samples", lambda o, b, m: ce(o, b) + value(o, b)),
     "samples and tokens": Row("samples, tokens", lambda o, b, m: value(o, b) + 0.5 * ce(o, b)),
     "shifted tokens and samples": Row("shifted, samples", lambda o, b, m: shifted(o, b) + 0.1 * classes(o, b)),
-    "tokens and elements": Row("tokens, samples", lambda o, b, m: ce(o, b) + each(o, b).mean()),
     "masked words and next sentence": Row("chosen, samples", lambda o, b, m:
         F.cross_entropy(o.tokens[b.chosen], b.ids[b.chosen]) + classes(o, b)),
     "cross entropy and masked regression": Row("samples, some", lambda o, b, m: classes(o, b) + masked(each(o, b)[:, 0], b.some)),
@@ -206,20 +199,14 @@ LOSSES: dict[str, Row] = {
         if_any(if_any(ce(o, b), each(o, b)[:, 1], b.some), o.mean.square().sum(1), b.some)),
     "a term or the number 0": Row("tokens, some", lambda o, b, m: ce(o, b) + (each(o, b)[b.some].mean() if b.some.any() else 0.0)),
     "a term for each class": Row("", lambda o, b, m: balanced(o, b)),
-    "tokens and a quarter for each class": Row("", lambda o, b, m: ce(o, b) + 0.25 * balanced(o, b)),
     "a loop over heads": Row("tokens, some, boxes, edges", lambda o, b, m:
         by_loop(ce(o, b), [masked(each(o, b)[:, 0], b.some), boxes(o, b), edges(o, b)])),
-    "a loop over columns with masks": Row("", lambda o, b, m:
-        by_loop(ce(o, b), [masked(each(o, b)[:, i], b.has_box[:, i]) for i in range(3)])),
     "a stack, summed": Row("tokens, samples, edges", lambda o, b, m: torch.stack([ce(o, b), value(o, b), edges(o, b)]).sum()),
-    "a stack, its mean": Row("tokens, samples", lambda o, b, m: torch.stack([ce(o, b), value(o, b)]).mean()),
+    "a stack, its mean": Row("tokens, samples", lambda o, b, m: torch.stack([ce(o, b), each(o, b).mean()]).mean()),
     "a stack times factors": Row("tokens, samples, boxes", lambda o, b, m:
         torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ WEIGHTS[:3]),
     "a dictionary, summed": Row("tokens, samples", lambda o, b, m: sum({"ce": ce(o, b), "value": value(o, b)}.values())),
-    "a dictionary with factors": Row("tokens, boxes, samples", lambda o, b, m:
-        dictionary({"ce": ce(o, b), "boxes": boxes(o, b), "value": value(o, b)}, {"ce": 0.3, "value": 2})),
     "in place": Row("tokens, samples", lambda o, b, m: in_place(ce(o, b), value(o, b))),
-    "in place with a factor": Row("tokens, samples", lambda o, b, m: ce(o, b).add_(value(o, b), alpha=0.3)),
     "a buffer for a factor": Row("tokens, samples", lambda o, b, m: ce(o, b) + m.net.factor * value(o, b)),
     "half of the sum": Row("tokens, samples", lambda o, b, m: (ce(o, b) + value(o, b)) / 2),
     "sums over clamped counts": Row("tokens, some", lambda o, b, m: masked(ce(o, b, reduction="none"), (b.labels >= 0).flatten())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 
 import pytest
@@ -52,7 +51,6 @@ def test_a_loss_that_hides_on_few_rows_that_it_does_not_add_up_is_not_trained_in
     found = deviation(module.gradients, expected.gradients[:steps])
     assert error is not None or steps == len(BATCHES)
     assert found <= loss.limit or messages, f"{found:.1g} off in {steps} steps, without a warning; {error}"
-    assert not math.isnan(found) or messages
 
 
 @pytest.mark.some_cases(4)

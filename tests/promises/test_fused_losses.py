@@ -80,12 +80,11 @@ def loss_of(fused: str, kind: str, is_shifted: bool, term: Callable[[Tensor], An
     return loss
 
 
-def assert_exact(loss: Any, policy: dict[str, Any], kind: str = "a dict", rows: Any = ROWS, **arguments: Any) -> None:
-    own, make = windows_of([rows], 4) if "micro_batch" in policy else rows, partial(Toy, loss, net=Net)
+def assert_exact(loss: Any, policy: dict[str, Any], kind: str = "a dict", rows: Any = ROWS) -> None:
+    own, windows = windows_of([rows], 4) if "micro_batch" in policy else rows, windows_of([rows], 4)
+    make, callback, collate = partial(Toy, loss, net=Net), GradientAccumulation(**policy), partial(make_batch, kind)
     with warned() as messages:
-        callback, collate = GradientAccumulation(**policy), partial(make_batch, kind)
-        windows = windows_of([rows], 4)
-        assert_one_window_one_batch(make, [own], windows, callback, collate=collate, optimizers=[None, adamw], **arguments)
+        assert_one_window_one_batch(make, [own], windows, callback, collate=collate, optimizers=[None, adamw])
     assert [message for message in messages if not message.startswith("Padding")] == []
 
 
