@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,14 +19,11 @@ from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
+from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.contribution import Contribution
-from lightning_accum.weighing.denominator import Denominator
-from lightning_accum.weighing.proven import Proven
-from lightning_accum.weighing.shares import ShareWeight
-from lightning_accum.weighing.term_nodes import scale_terms
-from lightning_accum.weighing.terms import HOW_TO_WEIGH_EACH, TermsAtOnce, TermsCountedAhead
-from lightning_accum.weighing.verdict import Verdict
-from lightning_accum.weighing.weight import Weigher
+from lightning_accum.weighing.counted import Counted
+from lightning_accum.weighing.shares import Denominator
+from lightning_accum.weighing.weight import Weigher, scale_terms
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window import Window
 from lightning_accum.window_loss import WindowLoss
@@ -66,15 +62,11 @@ class Accumulation(Windows):
         self.world_size = ranks.size
         """The ranks that have batches of their own."""
         self.window = Window(ranks.device, ranks.size, ranks.group, counts_left_out=policy.on_nonfinite == "skip")
-        # the totals are known before the backward, unless its gradient may still be left out of them
-        are_totals_known = ranks.size > 1 and splitting is None and policy.on_nonfinite == "propagate" and not policy.row_wise
-        may_be_at_once = policy.weight == "auto" and are_totals_known
-        self._terms_at_once = TermsAtOnce() if may_be_at_once else None
-        self.weigher = Weigher(policy.weight, warn, self._terms_at_once is not None, lambda: self._is_proven)
+        self._again: tuple[Contribution, torch.dtype, Weighed] | None = None
+        """What the last micro-batch of this window brought into it, where one that is weighed as it was brings in the same."""
+        self.weigher = Weigher(policy.weight)
         if isinstance(policy.weight, tuple):
-            window = self.window
-            window.terms = TermsCountedAhead(policy.weight, window.device, window.dtype, ranks.size, ranks.group)
-        self._weighs_terms = self._terms_at_once is not None or self.window.terms is not None
+            self.count_first()
         self.sums = sums
         """Where gradients are added up, if in a wider type than that of their parameters."""
         self._loss = WindowLoss(self.window, self.weigher, sums)
@@ -88,8 +80,6 @@ class Accumulation(Windows):
         """The gradients are those of an earlier window: they are cleared before the first backward of the next."""
         self.is_shadow_batch = False
         """The loader batch that was drawn last is one that this rank runs for the sake of the others. Set by what draws it."""
-        self._again: tuple[Contribution, torch.dtype, Weighed] | None = None
-        """What the last micro-batch of this window brought into it, where one that is weighed as it was brings in the same."""
         self._has_run_without_loss = False
         """In this window training_step has returned None."""
         self.is_step = False
@@ -104,16 +94,27 @@ class Accumulation(Windows):
         """The loss of a rank takes the rows of all ranks together."""
         self.verdict: Verdict | None = None
         """What the check found in this fit."""
-        self.is_just_checked = False
-        """The first micro-batch of a loader batch that was checked is next, on all ranks, of which there are several."""
-        self.kept: list[Any] = []
-        """The loader batches that it has looked at, each with few rows; None for others. Until it ends."""
-        self.proven: Proven | None = None
-        """What windows are known to add up for; None where that was not found out."""
+        self.checked_rows: Any = None
+        """A few rows of the last loader batch that was checked."""
+        self.fitting: dict[int, dict[Any, float]] = {}
+        """What each term weighed by each mode, in the whole of the rows that were checked last."""
+        self.doubted: Any = None
+        """A micro-batch of the window whose loss has terms that were not checked; None if there is none."""
+        self.may_count_first = False
+        """The terms of a window can be counted before it runs."""
+        self.stops_counting = False
+        """From the next window on all terms have one weight."""
+        self.rest_of_window: Callable[[], Iterator[tuple[Any, bool]]] | None = None
+        """Draws the loader batches of a window after its first; None where they cannot be drawn ahead."""
         self.look_at_doubted: Callable[[], None] = lambda: None
         """Checks micro-batches of the window that has ended. Called on all ranks."""
-        self.was_checked = False
-        """It was made before the checkpoint that training goes on from, with the same weight."""
+
+    def count_first(self, keys: Sequence[int] = ()) -> None:
+        """From now on the terms of a window are counted before it runs, those with these keys and others."""
+        window, weights = self.window, self.policy.weight
+        self.weigher.counts_first, self._again = not isinstance(weights, tuple), None
+        keys = range(len(weights)) if isinstance(weights, tuple) else keys
+        window.counted = Counted(keys, window.device, window.dtype, self.world_size, self.ranks.group)
 
     @property
     @override
@@ -128,18 +129,10 @@ class Accumulation(Windows):
 
     @override
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
+        if (keys := self.resumed_state.get("counted")) is not None and not isinstance(self.policy.weight, tuple):
+            self.count_first(keys)
         partial, state = super().restart(seen, into_window, steps, loader_batches, size), self.resumed_state
         self.is_zero_grad_due = partial is None
-        self.weigher.takes_functions = bool(state.get("takes_functions", True))
-        self.was_checked = state.get("checked_weight") == self.policy.weight_in_words
-        if self.was_checked:
-            self.window.constant = state.get("weight_constant")
-        if self.was_checked and "shares" in state:
-            self.weigher.shares = ShareWeight(**state["shares"])
-        if self.was_checked and "ways" in state:
-            self.proven = Proven(set(map(tuple, state["ways"])))
-        if self.was_checked and self.checks_left:
-            self.checks_left, self.verdict = 1, Verdict(None, seen="the checkpoint is of a training that was")
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
             self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
         if self.splitting is not None and "padding" in state:
@@ -148,27 +141,14 @@ class Accumulation(Windows):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        is_verdict = self.verdict is not None and self.verdict.deviation is not None and not self.checks_left
         state = super().state_dict()
-        state["checked_weight"] = self.policy.weight_in_words if self.was_checked or is_verdict else ""
-        state["takes_functions"] = self.weigher.takes_functions
-        if self.window.constant:
-            state["weight_constant"] = self.window.constant
-        if self.proven is not None:
-            state["ways"] = sorted(map(list, self.proven.ways))
-        if self.weigher.shares is not None:
-            state["shares"] = asdict(self.weigher.shares)
+        if self.window.counted is not None:
+            state["counted"] = self.window.counted.keys
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()
         if self.splitting is not None:
             state["padding"] = self.splitting.planner.proofs.state_dict()
         return state
-
-    @property
-    def weighs_terms(self) -> bool:
-        """Each term of a loss is weighed by itself in the windows of now."""
-        at_once = self._terms_at_once is not None and self.boundary.size in (None, 1)
-        return at_once or self.window.terms is not None
 
     # --- one loader batch -----------------------------------------------------------------------------------------
 
@@ -183,13 +163,6 @@ class Accumulation(Windows):
 
     def _is_one_micro_batch(self) -> bool:
         return self.world_size == 1 and self.boundary.size == 1 and self.plan is None
-
-    def count_ahead(self, batch: Any) -> None:
-        """A loader batch is about to run that is a window: what its terms are divided by is counted in all of it."""
-        terms = self.window.terms
-        if isinstance(terms, TermsCountedAhead) and self.boundary.size == 1 and not (self.is_shadow_batch or self.is_passthrough()):
-            terms.discard()
-            terms.add(batch)
 
     def add(self, loss: Tensor, micro_batch: MicroBatch) -> Weighed:
         """Take in the loss of a micro-batch, the module's own."""
@@ -210,10 +183,8 @@ class Accumulation(Windows):
             return Weighed(self.closed.weight, is_weightless=self.closed.is_empty)
         try:
             contribution = self.weigher(loss, micro_batch.batch, micro_batch.rows)
-        except UnreadableLossError as error:
+        except UnreadableLossError:
             if not self._is_one_micro_batch():
-                if self.is_just_checked:
-                    self._agree_that_it_is_read(error)
                 raise
             contribution = Contribution(None)  # nothing depends on its weight
         again = self._again
@@ -222,11 +193,10 @@ class Accumulation(Windows):
             if micro_batch.is_boundary:
                 self.reduce()
             return again[2]
-        if self.is_just_checked:
-            self._agree_that_it_is_read()
-        proven = self.proven
-        if proven is not None and (proven.rows is None or not contribution.ways <= proven.ways):
-            self.window.has_doubts |= proven.doubts(contribution, micro_batch.batch)
+        if contribution.structure and self._is_new(contribution.structure):
+            self.window.has_doubts, self.doubted = True, micro_batch.batch
+        if contribution.of_terms is not None:
+            return self._add_terms(loss, contribution, micro_batch)
         weight = contribution.weight
         if self.has_joint_loss and weight is None:
             raise ArgumentError(
@@ -243,28 +213,58 @@ class Accumulation(Windows):
             self.observer.begin_backward(micro_batch, weight)
         if micro_batch.is_boundary:
             self.reduce()
-        terms = self.weigher.take_terms() if self._weighs_terms else None
-        if terms and (factors := self.window.factors_of_terms()) is not None:
-            is_weightless, grad_output = not any(isinstance(factor, Tensor) or factor for factor in factors), None
-            scale_terms(terms, factors)
-        elif self.sums is not None:
+        if self.sums is not None:
             self.sums.weigh(grad_output)
             grad_output = None
         weighed = Weighed(weight, contribution.of_mean, grad_output, is_weightless)
-        if self._may_be_the_same and (proven is None or contribution.ways <= proven.ways):
+        if self._may_be_the_same:
             self._again = (contribution, loss.dtype, weighed)
         return weighed
 
+    def _is_new(self, structure: frozenset[int]) -> bool:
+        """The loss has terms that the check has not seen."""
+        modes = self.weigher.modes
+        return bool(modes) and not self.checks_left and not structure <= modes.keys()
+
+    def _add_terms(self, loss: Tensor, contribution: Contribution, micro_batch: MicroBatch) -> Weighed:
+        """Take in a micro-batch of which each term has its own weight."""
+        counted, window = self.window.counted, self.window
+        assert counted is not None
+        assert contribution.of_terms is not None
+        if not counted.is_agreed:  # the window is this micro-batch, on each rank
+            counted.add(contribution.of_terms)
+        counted.agree()
+        counted.note(contribution.of_terms)
+        factors = counted.factors(contribution.of_terms)
+        terms = self.weigher.take_terms()
+        own = [factors[term.key] for term in terms]
+        shown = self._shown(loss, factors, counted)
+        window.add(shown if self.sums is None else shown.to(window.dtype), contribution)
+        is_weightless = not any(isinstance(factor, Tensor) or factor for factor in own)
+        if self.observer is not None:
+            self.observer.begin_backward(micro_batch, 0.0 if is_weightless else 1.0)
+        if micro_batch.is_boundary:
+            self.reduce()
+        scale_terms(terms, own)
+        if self.sums is not None:
+            self.sums.weigh(None)
+        return Weighed(None, None, None, is_weightless)
+
+    @staticmethod
+    def _shown(loss: Tensor, factors: Mapping[int, Denominator], counted: Counted) -> Tensor:
+        """What a micro-batch adds to the loss of its window: that of the first term's weight if the values are not known."""
+        values = counted.values.popleft() if counted.values else None
+        if values is None or values.keys() != factors.keys():
+            values = {next(iter(factors), 0): loss.detach()}
+        total = torch.zeros_like(loss)
+        for key, factor in factors.items():
+            if isinstance(factor, Tensor) or factor:
+                total = total + factor * values.get(key, 0.0)
+        return total.detach()
+
     @property
     def _may_be_the_same(self) -> bool:
-        return self.sums is None and self.observer is None and not (self.checks_left or self._weighs_terms)
-
-    def _agree_that_it_is_read(self, error: UnreadableLossError | None = None) -> None:
-        """Raise on all ranks what one cannot read of the first micro-batch after a check: else they would wait for it."""
-        self.is_just_checked = False
-        failed = int(self.ranks.largest(0 if error is None else self.ranks.rank + 1)[0])
-        if failed:
-            raise UnreadableLossError(self.ranks.share(str(error), failed - 1)) from None
+        return self.sums is None and self.observer is None and not self.checks_left
 
     def _passthrough_window(self, loss: Tensor, micro_batch: MicroBatch) -> ClosedWindow:
         """A window that is one micro-batch with this loss, and left to Lightning."""
@@ -287,22 +287,22 @@ class Accumulation(Windows):
             self._add_empty(micro_batch)
 
     def _add_empty(self, micro_batch: MicroBatch) -> None:
-        if self.is_just_checked:
-            self._agree_that_it_is_read()
+        if self.window.counted is not None:
+            self.window.counted.agree()
         self.window.add_empty()
         if micro_batch.is_boundary:
             self.reduce()
 
     @override
     def end_loader_batch(self, seen: int) -> None:
+        if self.window.counted is not None:
+            self.window.counted.loader_batches_left -= 1
         self._done = (seen, self.window.micro_batches)
 
     def reduce(self) -> None:
         """Start to sum the weights over the ranks: on all of them before the last reduction of gradients."""
         if self.splitting is not None and self.splitting.sizes is not None:
             self.window.flag = self.splitting.sizes.has_changed
-        if self._terms_at_once is not None:  # a micro-batch on each rank is all of the window
-            self.window.terms = self._terms_at_once if self.boundary.size == 1 else None
         self.window.reduce()
 
     def is_full(self) -> bool:
@@ -311,6 +311,8 @@ class Accumulation(Windows):
         Raises:
             ValueError: the loss is a sum, which has no weight.
         """
+        if self.window.counted is not None:
+            return self.window.counted.loader_batches_left <= 0
         return self.comes_to_tokens(self.window.weight_so_far())
 
     def comes_to_tokens(self, weight: float) -> bool:
@@ -326,12 +328,11 @@ class Accumulation(Windows):
         is_always = self.row_wise is not None or (self.splitting is None and not self.policy.has_varying_windows)
         return is_always and self.is_passthrough()
 
-    @property
-    def _is_proven(self) -> bool:
-        """Parts of the first batch were found to add up to it, or its loss has seen all of its window."""
-        if self.sees_windows_whole:
-            return True
-        return self.verdict is not None and self.verdict.deviation is not None and self.verdict.adds_up
+    def leave_out_window(self) -> None:
+        """The window that has just ended is as if it had had no weight: there is no step for it."""
+        assert self.closed is not None
+        self.closed = self.closed._replace(loss=math.nan, weight=0.0, is_empty=True)
+        self.is_step = False
 
     @property
     def is_closed_empty(self) -> bool:
@@ -346,11 +347,10 @@ class Accumulation(Windows):
             self.changes.end(self.window.micro_batches)
         sums = None if self.sums is None else self.sums.gradients()
         self.closed = self.window.close(lambda: [p.grad for p in parameters() if p.grad is not None] if sums is None else sums)
-        doubted = self.closed
-        if doubted.do_terms_disagree and self.verdict is not None and self.verdict.deviation is not None:
-            doubted = doubted._replace(do_terms_disagree=self.verdict.adds_up)  # else the check has said it
-        if doubted.is_doubtful or self.weigher.unweighed_beside is not None:
-            self._loss.warn_of(doubted, self.warn_once, HOW_TO_WEIGH_EACH)
+        if self.closed.is_doubtful:
+            self._loss.warn_of(self.closed, self.warn_once)
+            if self.closed.do_terms_disagree and self.may_count_first:
+                self.count_first()
         if self.sums is not None:
             self.sums.write_to_grad()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":
@@ -407,6 +407,9 @@ class Accumulation(Windows):
             self.boundary.begin(math.inf)
         if self.sums is not None:
             self.sums.clear()
+        if self.stops_counting:
+            self.weigher.counts_first = self.stops_counting = False
+            self.window.counted = None
         self.is_zero_grad_due = True
         self._again = None
         self.is_step = self.closed is not None and (not self.closed.is_empty or self._is_without_loss(self.closed))

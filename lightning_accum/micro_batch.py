@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import OfMean
+from lightning_accum.weighing.shares import Denominator
 
 
 class MicroBatch(NamedTuple):

@@ -50,9 +50,14 @@ class Policy:
         return isinstance(self.weight, tuple)
 
     @property
+    def may_count_terms(self) -> bool:
+        """The terms of a loss may be counted in a window before it runs."""
+        return self.weight == "auto" or self.counts_ahead
+
+    @property
     def ends_by_tokens(self) -> bool:
         """A window ends when the weights of its micro-batches come to its tokens: nobody knows before."""
-        return isinstance(self.window, Tokens) and not self.counts_ahead
+        return isinstance(self.window, Tokens)
 
     @property
     def has_varying_windows(self) -> bool:

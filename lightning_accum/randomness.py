@@ -159,9 +159,9 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
 
     Example:
         >>> with NoiseOfRows() as noise:
-        ...     noise.restart((0, 3, 3))
+        ...     noise.restart((0, 1, 2), 3)
         ...     whole = torch.randn(3, 2)
-        ...     noise.restart((2, 1, 3))
+        ...     noise.restart((2,), 3)
         ...     part = torch.randn(1, 2)
         >>> bool((whole[2] == part).all()), bool((whole[0] == part).any())
         (True, False)
@@ -170,22 +170,23 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = 0
-        self._rows: tuple[int, int, int] | None = None
+        self._rows: tuple[int, ...] | None = None
+        self._total = 0
         self._whole: dict[int, tuple[int, ...]] = {}
         self.found: set[str] = set()
         """The operations that drew, by name."""
         self.is_unlike = False
         """A part has drawn numbers of shapes that are not those of its rows in the whole."""
 
-    def restart(self, rows: tuple[int, int, int] | None = None) -> None:
+    def restart(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Begin to count anew: with every micro-batch.
 
         Args:
-            rows: the first of them, how many they are, and how many the whole batch has, which runs before its parts. None if that
-                is not known.
+            rows: which of the rows of the whole batch they are, which runs before its parts. None if that is not known.
+            total: how many the whole batch has.
         """
-        self._draws, self._rows = 0, rows
-        if rows is None or rows[1] == rows[2]:
+        self._draws, self._rows, self._total = 0, None if rows is None else tuple(rows), total
+        if rows is None or self._rows == tuple(range(total)):
             self._whole, self.is_unlike = {}, False
 
     def sample(self, shape: Sequence[int], draw: Callable[[Sequence[int]], Tensor]) -> Tensor:
@@ -193,17 +194,19 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         shape = tuple(shape)
         if self._rows is None or not shape:
             return draw(shape[1:]).expand(shape).clone()
-        first, number, total = self._rows
-        whole = self._whole.setdefault(self._draws, shape) if number == total else self._whole.get(self._draws, ())
+        rows, number, total = self._rows, len(self._rows), self._total
+        is_whole = rows == tuple(range(total))
+        whole = self._whole.setdefault(self._draws, shape) if is_whole else self._whole.get(self._draws, ())
         others = [dim for dim, size in enumerate(whole) if len(whole) == len(shape) and size != shape[dim]]
         repeats = len(whole) > 0 and whole[0] > total and whole[0] % total == 0
         if whole == shape or (len(others) == 1 and whole[others[0]] * number == shape[others[0]] * total):
             drawn = draw(whole[1:]).expand(whole) if repeats else draw(whole)
-            if whole == shape:
+            if is_whole:
                 return drawn.clone()
-            if whole[others[0]] == total:
-                return drawn.narrow(others[0], first, number).clone()
-            if others[0] == 0:
+            dim = others[0] if others else next((dim for dim, size in enumerate(whole) if size == total), None)
+            if dim is not None and whole[dim] == total:
+                return drawn.index_select(dim, torch.tensor(rows, device=drawn.device))
+            if dim == 0 or dim is None:
                 return drawn[:1].expand(shape).clone()
         self.is_unlike = True
         return draw(shape)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -13,13 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.counting import count_batch, count_loader_batch
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.nonfinite import Guard
 from lightning_accum.splitting.batch_log import BatchLog
 from lightning_accum.splitting.outputs import Output, joined_extra, joined_loss
 from lightning_accum.splitting.plan import Mark, Plan
-from lightning_accum.step import Backward, InsideBatch, Outcome, SessionEngine, Step, ZeroGrad
+from lightning_accum.step import Backward, CountsAhead, InsideBatch, Outcome, SessionEngine, Step, ZeroGrad
 from lightning_accum.sync import GradientSync
 from lightning_accum.undo import Undo
 from lightning_accum.weighing.counts import count_samples
@@ -28,6 +31,10 @@ from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window_totals import ClosedWindow
 
 _NOTHING_AROUND = nullcontext()
+
+
+class Inside(InsideBatch, CountsAhead, Protocol):
+    """What a loader batch without a micro-batch asks for."""
 
 
 class Session:
@@ -71,8 +78,8 @@ class Session:
             ends_window: its window ends with it.
         """
         accumulation = self._accumulation
-        if accumulation.window.terms is not None:
-            accumulation.count_ahead(batch)
+        if accumulation.window.counted is not None:
+            self._count(step, batch, seen)
         with _NOTHING_AROUND if self._row_wise is None else self._row_wise.step(count_samples(batch)):
             splitting = accumulation.splitting
             run = self._run_whole if splitting is None or splitting.plan is None else self._run_in_micro_batches
@@ -85,6 +92,59 @@ class Session:
         if self._has_doubts:
             self.look_at_doubted()
         return outcome
+
+    def _count(self, step: CountsAhead, batch: Any, seen: int) -> None:
+        """Count what the terms of a window weigh, if it begins with this loader batch and is more than one micro-batch a rank."""
+        accumulation = self._accumulation
+        counted, splitting, boundary = accumulation.window.counted, accumulation.splitting, accumulation.boundary
+        assert counted is not None
+        if counted.is_agreed or accumulation.is_passthrough() or (splitting is None and boundary.size == 1):
+            return
+        plan, is_listed = accumulation.plan, accumulation.weigher.counts_first is False
+        snapshot = None if is_listed else self._snapshotter.take(watches_parameters=False)
+        counted.loader_batches_left = 0
+        rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()
+        try:
+            for number, (own, is_shadow_batch) in enumerate(chain([(batch, accumulation.is_shadow_batch)], rest)):
+                counted.loader_batches_left += 1
+                if is_listed:
+                    if own is not None and not is_shadow_batch:
+                        count_batch(accumulation, own)
+                else:
+                    self._count_by_running(step, own, is_shadow_batch, number)
+                if boundary.size == math.inf and accumulation.comes_to_tokens(counted.first()):
+                    break
+        finally:
+            if snapshot is not None:
+                snapshot.restore()
+                self.sync.forget_forward()
+                self.sync.reshard()
+            if splitting is not None:
+                splitting.plan = plan
+        counted.agree()
+
+    def _count_by_running(self, step: CountsAhead, batch: Any, is_shadow_batch: bool, ahead: int) -> None:
+        accumulation, splitting = self._accumulation, self._accumulation.splitting
+        if batch is None:
+            if self.sync.is_waited_for_in_forward:
+                raise UsageError(
+                    "The loader yields None on this rank, where the others run forward to count the terms of the loss. Pass a weight"
+                    " for each term, weight=[...], which are counted in the batch."
+                )
+            return
+        if ahead:
+            batch = step.transferred(batch)
+            if splitting is not None:
+                splitting.plan = None
+                step.plan_ahead(batch)
+        plan = accumulation.plan
+        micro_batches = [batch] if plan is None else plan
+        with self.sync.blocked(MicroBatch(batch)) if self._has_sync else _NOTHING_AROUND:
+            if not is_shadow_batch:
+                count_loader_batch(accumulation, micro_batches, ahead, step.run_ahead)
+            elif self.sync.is_waited_for_in_forward:
+                for micro_batch in micro_batches:
+                    step.run_ahead(micro_batch, ahead)
 
     def _run_whole(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation = self._accumulation
@@ -124,10 +184,14 @@ class Session:
         accumulation, window, sums = self._accumulation, self._accumulation.window, self._accumulation.sums
         begun, left_out, is_zero_grad_due = window.micro_batches, window.left_out, accumulation.is_zero_grad_due
         kept = {} if sums is None else sums.copies()
+        counted = window.counted
+        mark = None if counted is None else counted.mark()
 
         def undo() -> None:
             window.rewind(begun)
             window.left_out = left_out
+            if counted is not None and mark is not None:
+                counted.rewind(mark)
             if sums is not None:
                 sums.restore(kept)
             if is_zero_grad_due and not accumulation.is_zero_grad_due:
@@ -257,13 +321,15 @@ class Session:
 
     # --- a rank without a batch -----------------------------------------------------------------------------------
 
-    def run_without_batch(self, inside: InsideBatch, seen: int, ends_window: bool) -> Tensor | None:
+    def run_without_batch(self, inside: Inside, seen: int, ends_window: bool) -> Tensor | None:
         """A loader batch with nothing to train on: this rank takes part in what the others do, with weight 0.
 
         Returns:
             The loss of the window, if it ends one.
         """
         has_boundary = ends_window and not self.finishes_after_backward
+        if self._accumulation.window.counted is not None:
+            self._count(inside, None, seen)
         window_loss = self._run_shadow_batches(inside, 0, max(1, self.rounds(0)), seen, has_boundary)
         if ends_window and self.finishes_after_backward:
             window_loss = self.finish_window(seen)

@@ -43,8 +43,6 @@ def start_line(
         parts.append(f"gradients are added up in {accumulation.sums.dtype}")
     if accumulation.verdict is not None:
         parts.append(str(accumulation.verdict))
-    if accumulation.weigher.unweighed_terms and not accumulation.sees_windows_whole:
-        parts.append(f"the same weight for: {', '.join(accumulation.weigher.unweighed_terms)}")
     return f"GradientAccumulation: {'; '.join(parts)}."
 
 

@@ -49,7 +49,20 @@ class InsideBatch(Protocol):
         """End the window if it has come to its tokens, after a micro-batch that is not the last of its loader batch."""
 
 
-class Step(Backward, InsideBatch, Protocol):
+class CountsAhead(Protocol):
+    """How a window is counted before it runs."""
+
+    def transferred(self, batch: Any) -> Any:
+        """A loader batch that was drawn ahead, as ``training_step`` gets it."""
+
+    def plan_ahead(self, batch: Any) -> None:
+        """Plan how it is split."""
+
+    def run_ahead(self, batch: Any, ahead: int, /) -> Tensor | None:
+        """The loss of a micro-batch of a loader batch that is so many after the one under way. Nothing is logged."""
+
+
+class Step(Backward, InsideBatch, CountsAhead, Protocol):
     """How the micro-batches of one loader batch are run."""
 
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:

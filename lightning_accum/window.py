@@ -16,24 +16,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_accum.errors import ArgumentError
+from lightning_accum.errors import ArgumentError, UsageError
 from lightning_accum.exact import exact_dtype
 from lightning_accum.weighing.contribution import Contribution
-from lightning_accum.weighing.denominator import Denominator
+from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
-from lightning_accum.weighing.terms import TermsAtOnce, TermsCountedAhead
-from lightning_accum.window_agreement import function_of_window, read_of_ranks
+from lightning_accum.weighing.shares import Denominator
+from lightning_accum.window_agreement import function_of_window
 from lightning_accum.window_totals import (
     HAS_FUNCTION,
     HAS_NEWS,
-    NOTHING_READ,
     NUMBERS,
     ClosedWindow,
     Totals,
     as_one_number,
     has_weight,
     number_with_weight,
-    read_of,
     sum_on_device,
     sum_on_host,
     tensor_of,
@@ -70,15 +68,13 @@ class Window:
         """Something that all ranks are to know of when the window ends; it travels with the weights."""
         self.is_last = False
         """This rank is to end, by a signal; all are to know of that, too."""
-        self.terms: TermsAtOnce | TermsCountedAhead | None = None
+        self.counted: Counted | None = None
         """Weighs each term of the loss by itself; the same on all ranks."""
         self._counts_left_out = counts_left_out
         self.constant: float | None = None
         """What each weight has in it beside what adds up, as in ``sum / (count + 1e-8)``: the full batch has it once. The same on
         all ranks; None where that is not known.
         """
-        self._read = self._of_ranks = NOTHING_READ
-        """What this rank's graphs, and those of all ranks, showed when the ranks last exchanged that."""
         self._weight_scale = weight_scale
         self._grad_output: tuple[tuple[Any, ...], Tensor] | None = None  # micro-batches of one size have the same
         self._is_on_host = device.type == "cpu"  # where a tensor of one number is slower than a number
@@ -95,12 +91,12 @@ class Window:
         """A micro-batch of this rank was read in a way that the check has not seen; all ranks are to know of that."""
         self._totals: Tensor | list[float] | None = None
         self._reduction: dist.Work | None = None
-        if self.terms is not None:
-            self.terms.discard()
+        if self.counted is not None:
+            self.counted.discard()
 
     @property
     def _numbers(self) -> int:
-        return NUMBERS + self._counts_left_out + bool(self.constant)
+        return NUMBERS + self._counts_left_out + bool(self.constant) + (self.counted is not None)
 
     @property
     def micro_batches(self) -> int:
@@ -122,7 +118,7 @@ class Window:
         else:
             self._take_in(contribution.of_mean.mean, contribution)
         weight, weight_scale = contribution.weight, self._weight_scale
-        if weight_scale is None or self.terms is not None:
+        if weight_scale is None:
             weight_scale = self._agreed_weight_scale(0.0 if weight is None else weight)
         if weight is None or (not isinstance(weight, Tensor) and weight == weight_scale):
             return None
@@ -200,15 +196,11 @@ class Window:
             if of_mean is not None:
                 *function, constant = of_mean
                 of_mean = OfMean(FunctionOfMean.from_state(*function), loss, constant)
-            self._take_in(loss, Contribution(weight, tuple(others), 0, factors, of_mean=of_mean))
+            self._take_in(loss, Contribution(weight, tuple(others), factors, of_mean))
 
     def rewind(self, micro_batches: int) -> None:
         """Forget all but the first ``micro_batches`` with a loss."""
         del self._losses[micro_batches:], self._contributions[micro_batches:]
-
-    def forget_readings(self) -> None:
-        """Of the micro-batches so far only their weights are comparable with those to come, which are measured."""
-        self._contributions = [Contribution(c.weight, of_mean=c.of_mean) for c in self._contributions]
 
     def skip_nonfinite(self) -> None:
         """Forget the last micro-batch, which was not finite, but for its number."""
@@ -221,8 +213,6 @@ class Window:
 
     def _agreed_weight_scale(self, weight: Denominator) -> float:
         """The scale of this window: from the first weights of all ranks, later from the last window."""
-        if self.terms is not None:
-            self.terms.agree()
         if self._weight_scale is None:
             first = self._tensor_of([weight, 1.0])
             if self._world_size > 1:
@@ -239,8 +229,8 @@ class Window:
         of_micro_batches = (self._losses, self._contributions, self._flags())
         totals = sum_on_host(*of_micro_batches) if self._is_on_host else sum_on_device(*of_micro_batches, self._tensor_of)
         more = [number_with_weight(self._contributions, self._tensor_of, self._is_on_host)] if self.constant else []
-        if self.terms is not None:
-            more += self.terms.numbers(self._contributions)
+        if self.counted is not None:
+            more.append(self.counted.missed())
         if more:
             others = self._tensor_of(more)
             totals = torch.cat((totals, others)) if isinstance(totals, Tensor) else [*totals, *others.tolist()]
@@ -249,27 +239,10 @@ class Window:
             self._totals = torch.as_tensor(self._totals, dtype=self.dtype)
             self._reduction = dist.all_reduce(self._totals, group=self._group, async_op=True)
 
-    def factors_of_terms(self) -> list[Denominator] | None:
-        """What the backward of each term of the last micro-batch is multiplied by, by place, instead of what :meth:`add` returns.
-
-        Returns:
-            None where they share one weight.
-        """
-        contribution = self._contributions[-1]
-        if self.terms is None or contribution.weight is None:
-            return None
-        assert self._weight_scale is not None
-        totals: list[float] | Tensor = [0.0] * self._numbers if self._totals is None else self._totals
-        if self._reduction is not None:
-            self._reduction.wait()
-            self._reduction = None
-        if isinstance(totals, Tensor) and self._is_on_host:
-            totals = totals.tolist()
-        return self.terms.factors(contribution, self._weight_scale, self._total(totals), totals[self._numbers :])
-
     def _total(self, totals: Sequence[float] | Tensor) -> Any:
         """What the full batch divides by."""
-        return totals[0] - (totals[self._numbers - 1] - 1) * self.constant if self.constant else totals[0]
+        place = NUMBERS + self._counts_left_out
+        return totals[0] - (totals[place] - 1) * self.constant if self.constant else totals[0]
 
     def close(self, gradients: Callable[[], Sequence[Tensor]]) -> ClosedWindow:
         """End the window: scale its gradients in place to those of the full batch.
@@ -290,19 +263,22 @@ class Window:
         numbers = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
         totals = Totals(*numbers[:NUMBERS])
         left_out = int(numbers[NUMBERS]) if self._counts_left_out else 0
-        are_exact = self.terms is not None and self.terms.are_exact(numbers[self._numbers :], totals.weight)
-        is_miscounted = isinstance(self.terms, TermsCountedAhead) and not are_exact
+        missed = numbers[-1] if self.counted is not None else 0.0
+        of_terms = None if self.counted is None else self.counted.totals
+        is_counted_empty = not any(of_terms or ()) and not any(None in (c.of_terms or {}).values() for c in self._contributions)
         function, contributions, weight, is_sum = self._function, self._contributions, self._total(numbers), bool(totals.sums)
-        has_doubts = self.has_doubts
+        has_doubts = self.has_doubts if self._world_size == 1 else totals.has_flag(HAS_NEWS)
         self.discard()
-        read = read_of(contributions)
-        if self._world_size > 1 and totals.has_flag(HAS_NEWS):
-            self._read, (read, has_doubts) = read, read_of_ranks(read, has_doubts, self._world_size, self._group)
-            self._of_ranks = read
         is_function = function is not None if self._world_size == 1 else totals.has_flag(HAS_FUNCTION)
-        totals.check(read.kinds)
-        disagree = (is_sum or not are_exact) and totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
-        if totals.weight == 0 and not is_sum:
+        totals.check()
+        if missed > 1e-6:
+            raise UsageError(
+                "The terms of the loss have other weights in training_step than when they were counted before the window: it draws"
+                " random numbers that cannot be repeated, or goes by something that changes. Pass a weight for each term,"
+                " weight=[...], which are counted in the batch."
+            )
+        disagree = totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)
+        if (totals.weight == 0 and not is_sum) or (of_terms is not None and is_sum and is_counted_empty):
             return totals.empty_window(left_out)
         loss, slope = totals.loss if is_sum else totals.loss / weight, 1.0
         if is_function:
@@ -310,34 +286,27 @@ class Window:
             loss, slope = function_of_window(function, contributions, loss, size, self._tensor_of, self._world_size, self._group)
         if is_sum:
             _scale(gradients, self._world_size * slope)
-            return totals.window(loss, 1.0, left_out, slope, has_doubts=has_doubts)
+            shown = next((total for total in of_terms or () if total), 1.0)
+            return totals.window(loss, shown, left_out, slope, has_doubts=has_doubts)
         assert self._weight_scale is not None
         _scale(gradients, self._world_size * self._weight_scale / weight * slope)
         of_a_rank = weight / self._world_size
         is_next = self._is_on_host and _is_power_of_two(of_a_rank)
         self._weight_scale = of_a_rank if is_next else _power_of_two_near(weight / totals.micro_batches)
-        disagree = disagree and not is_miscounted
-        has_others = disagree and any(c.others for c in contributions) and not _has_several_factors(contributions)
-        do_factors_differ = (bool(read.zeroed) and read.is_some_zeroed) or (disagree and not has_others)
+        has_others = disagree and any(c.others for c in contributions)
         return totals.window(
             loss,
             weight,
             left_out,
             slope,
             do_terms_disagree=disagree and has_others,
-            do_factors_differ=do_factors_differ,
-            is_miscounted=is_miscounted,
+            do_factors_differ=disagree and not has_others,
             has_doubts=has_doubts,
         )
 
     def _flags(self) -> list[float]:
-        has_news = has_function = False
-        if self._world_size > 1:
-            read = read_of(self._contributions)
-            has_news = not read.kinds.keys() <= self._of_ranks.kinds.keys()
-            has_news |= self.has_doubts or (bool(read.zeroed or self._of_ranks.zeroed) and read != self._read)
-            has_function = self._function is not None
-        flags = as_one_number(self.flag, self.is_last, has_news, has_function)
+        has_function = self._world_size > 1 and self._function is not None
+        flags = as_one_number(self.flag, self.is_last, self.has_doubts, has_function)
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
@@ -356,11 +325,6 @@ def _power_of_two_near(mean: float) -> float:
 
 def _is_power_of_two(number: float) -> bool:
     return math.frexp(number)[0] == 0.5
-
-
-def _has_several_factors(contributions: Sequence[Contribution]) -> bool:
-    """Whether the host knows that a factor of the loss changes."""
-    return len({c.factors for c in contributions if not isinstance(c.factors, Tensor) and c.factors}) > 1
 
 
 def _scale(find: Callable[[], Sequence[Tensor]], factor: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,21 +11,9 @@ from torch import Tensor
 
 from lightning_accum.errors import ArgumentError
 from lightning_accum.weighing.contribution import Contribution
-from lightning_accum.weighing.denominator import Denominator
 from lightning_accum.weighing.functions import FunctionOfMean
-from lightning_accum.window_totals import Read, has_weight
-
-
-def read_of_ranks(own: Read, has_doubts: bool, ranks: int, group: dist.ProcessGroup | None) -> tuple[Read, bool]:
-    """What all ranks have read, and whether any has doubts.
-
-    Called on all of them, as one has doubts, another kind than in the windows before, or a term times 0.
-    """
-    of_ranks: list[Any] = [None] * ranks
-    dist.all_gather_object(of_ranks, (*own, has_doubts), group=group)
-    kinds, ways, zeroed, doubts = zip(*of_ranks, strict=True)
-    read = Read({kind: None for of_rank in kinds for kind in of_rank}, set().union(*ways), set().union(*zeroed))
-    return read, any(doubts)
+from lightning_accum.weighing.shares import Denominator
+from lightning_accum.window_totals import has_weight
 
 
 def function_of_window(

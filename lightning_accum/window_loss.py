@@ -25,14 +25,12 @@ class WindowLoss:
     weigher: Weigher
     sums: GradientSums | None = None
 
-    def warn_of(self, closed: ClosedWindow, warn: Callable[[str], None], how_to_weigh_terms: str = "") -> None:
+    def warn_of(self, closed: ClosedWindow, warn: Callable[[str], None]) -> None:
         """Name what keeps a window that has ended from being its full batch."""
-        self.weigher.warn_of_terms()
         if closed.do_terms_disagree:
             warn(
-                f"The terms of the loss are means over counts that are not proportional from micro-batch to micro-batch. All of"
-                f" them take the weight of the main one ({self.weigher.criterion}); for the others a window differs from its full"
-                f" batch. {how_to_weigh_terms}".rstrip()
+                f"The ratio of the terms' weights varies between micro-batches, and all took the weight of the first"
+                f" ({self.weigher.criterion}): this window differs from its full batch. Pass one weight for each term, weight=[...]."
             )
         if closed.do_factors_differ:
             warn(
@@ -40,10 +38,4 @@ class WindowLoss:
                 " in all micro-batches. Both are taken for constants, and if this one is not, a window differs from its full batch."
                 " Anneal a factor by global_step, which is the same in all of a window, and not by batch_idx; for one that goes"
                 " with the batch, pass an explicit weight."
-            )
-        if closed.is_miscounted:
-            warn(
-                "What the weights of the terms counted in micro-batches does not add up to what they counted in the whole batch: a"
-                " micro-batch had no loss, or a weight is no count that adds up. In such a window the terms of the loss have other"
-                " shares than in the full batch."
             )

@@ -7,16 +7,15 @@ There are the eight of :class:`Totals`; and, where some may be, the micro-batche
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError
-from lightning_accum.weighing.advice import of_kinds
-from lightning_accum.weighing.contribution import Contribution, Kind, Way, are_mixed
-from lightning_accum.weighing.denominator import Denominator
+from lightning_accum.weighing.contribution import Contribution
+from lightning_accum.weighing.shares import Denominator
 
 
 class ClosedWindow(NamedTuple):
@@ -33,7 +32,6 @@ class ClosedWindow(NamedTuple):
         is_empty: nothing had any weight, so there is no gradient to step on.
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
         do_factors_differ: a constant that the loss is multiplied or divided by is not the same in all micro-batches.
-        is_miscounted: what was counted ahead for the terms of the loss is not what its micro-batches had.
         has_doubts: a micro-batch was read in a way that the check has not seen.
     """
 
@@ -47,13 +45,12 @@ class ClosedWindow(NamedTuple):
     is_empty: bool = False
     do_terms_disagree: bool = False
     do_factors_differ: bool = False
-    is_miscounted: bool = False
     has_doubts: bool = False
 
     @property
     def is_doubtful(self) -> bool:
         """What was weighed says that its gradient may not be the full batch's."""
-        return self.do_terms_disagree or self.do_factors_differ or self.is_miscounted
+        return self.do_terms_disagree or self.do_factors_differ
 
 
 class Totals(NamedTuple):
@@ -93,11 +90,11 @@ class Totals(NamedTuple):
         flags = (self.has_flag(FLAG), self.has_flag(IS_LAST)) if self.flags else (False, False)
         return ClosedWindow(loss, weight, int(self.micro_batches), left_out, slope, *flags, **doubts)
 
-    def check(self, kinds: Collection[Kind]) -> None:
+    def check(self) -> None:
         """Refuse what does not add up to a full batch.
 
         Raises:
-            ValueError: a weight is infinite, negative or NaN, or of another kind than others, or there are means and sums.
+            ValueError: a weight is infinite, negative or NaN, or there are means and sums.
         """
         if self.weight == math.inf:
             raise ArgumentError(
@@ -111,8 +108,6 @@ class Totals(NamedTuple):
                 f" sum is {self.weight:g}). A weight is the denominator of a mean loss; see the `weight` argument of"
                 " GradientAccumulation."
             )
-        if len(kinds) > 1 and are_mixed(kinds):
-            raise ArgumentError(of_kinds(kinds))
         if self.sums and self.weight:
             raise ArgumentError(
                 f"In {self.sums:.0f} of the window's {self.micro_batches:.0f} micro-batches the loss is a sum, in the others it is"
@@ -157,42 +152,6 @@ def has_weight(contribution: Contribution) -> bool:
     return isinstance(contribution.weight, Tensor) or contribution.weight != 0
 
 
-class Read(NamedTuple):
-    """What the graphs of the losses of a window showed.
-
-    Attributes:
-        kinds: what those with a weight were divided by, in their order.
-        ways: how their terms were read, and
-        zeroed: those that were multiplied by 0.
-    """
-
-    kinds: dict[Kind, None]
-    ways: set[Way]
-    zeroed: set[Way]
-
-    @property
-    def is_some_zeroed(self) -> bool:
-        """A factor of 0 has made a term weightless that is read as others with a weight."""
-        return not self.ways.isdisjoint(self.zeroed)
-
-
-NOTHING_READ = Read({}, set(), set())
-
-
-def read_of(contributions: Sequence[Contribution]) -> Read:
-    """Of the micro-batches of a rank."""
-    read, ways, kind = Read({}, set(), set()), None, None
-    for one in contributions:
-        if (one.ways is not ways or one.kind is not kind) and has_weight(one):  # they are the same, mostly
-            ways, kind = one.ways, one.kind
-            read.ways.update(ways)
-            if kind is not None:
-                read.kinds[kind] = None
-        if one.zeroed:
-            read.zeroed.update(one.zeroed)
-    return read
-
-
 def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribution], flags: Sequence[float]) -> list[float]:
     """The numbers of micro-batches, in Python's."""
     weight = loss = negative = terms = spread = sums = d = d_squared = 0.0
@@ -207,7 +166,7 @@ def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribut
         if n is None:
             loss, sums, terms, spread = loss + l, sums + 1, terms + d, spread + d_squared
         elif n == 0:
-            weight += math.inf if math.isinf(l) and contribution.kind is not None else 0.0
+            weight += math.inf if math.isinf(l) and contribution.structure else 0.0
             terms, spread = terms + d, spread + d_squared
         else:
             weight, loss, negative = weight + n, loss + l * n, negative + (n < 0)
@@ -246,7 +205,7 @@ def sum_on_device(
         loss, factors = torch.where(is_sum > 0, values, zero).sum(), factors * is_sum
         return torch.cat((torch.stack((n, loss, zero, factors.sum(), factors.square().sum())), counts))
     n = tensor_of(weights)
-    if contributions[0].kind is not None:
+    if contributions[0].structure:
         n = torch.where((n == 0) & values.isinf(), values.abs(), n)
     terms = spread = zero
     if any(c.others or isinstance(c.factors, Tensor) or c.factors != 0 for c in contributions):
@@ -263,8 +222,6 @@ def _of_other_terms(contribution: Contribution, tensor_of: Callable[[Sequence[De
 
 def _factors_and_denominators(contribution: Contribution) -> list[tuple[float, Denominator]]:
     """The denominators of a loss's other terms, with unequal factors, so that in their sum no term makes up for another."""
-    if contribution.is_one_sum:
-        return []
     number = len(contribution.others)
     return [(1.0 + index / number, denominator) for index, denominator in enumerate(contribution.others)]
 

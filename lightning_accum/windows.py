@@ -23,12 +23,8 @@ _STATE = ("format", *_COUNTS, "is_at_boundary")
 _MORE_STATE = (
     "epoch_loss",
     "window",
-    "checked_weight",
-    "takes_functions",
-    "weight_constant",
-    "shares",
-    "ways",
     "micro_batch_sizes",
+    "counted",
     "padding",
 )
 

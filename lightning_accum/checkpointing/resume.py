@@ -15,7 +15,6 @@ from lightning_accum.checkpointing.format import check_keys
 from lightning_accum.errors import ArgumentError
 from lightning_accum.main_gradients import GradientSums
 from lightning_accum.ranks import Ranks
-from lightning_accum.weighing.terms import TermsCountedAhead
 from lightning_accum.window_loss import WindowLoss
 
 MOST_SEPARATE_RANKS = 8
@@ -95,8 +94,8 @@ def gather_loss(loss: WindowLoss, named: Mapping[str, nn.Parameter], ranks: Rank
         dist.all_gather_object(of_all, weighed[0], group=ranks.group)
         weighed = of_all
     gradients = _gather_gradients(named, ranks, is_reduced, is_kept, loss.sums)
-    terms = loss.window.terms
-    return PartialLoss(loss.window.weight_scale, weighed, gradients, terms.totals if isinstance(terms, TermsCountedAhead) else None)
+    terms = loss.window.counted
+    return PartialLoss(loss.window.weight_scale, weighed, gradients, terms.totals if terms is not None else None)
 
 
 def _gather_gradients(
@@ -155,8 +154,8 @@ def restore_loss(
     else:  # a sum, so it does not matter who brings in what
         weighed = [micro_batch for of_rank in kept.weighed for micro_batch in of_rank] if rank == 0 else []
     window.restore(kept.weight_scale, weighed)
-    if kept.term_totals is not None and isinstance(window.terms, TermsCountedAhead):
-        window.terms.restore(kept.term_totals)
+    if kept.term_totals is not None and window.counted is not None:
+        window.counted.restore(kept.term_totals)
     left = set()
     for own in kept.gradients:
         left |= own.keys() - named.keys()

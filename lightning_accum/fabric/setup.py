@@ -15,11 +15,11 @@ from torch.optim import LBFGS
 from lightning_accum import wider
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.asked import Asked
+from lightning_accum.check import MOST_BATCHES
 from lightning_accum.errors import ArgumentError
 from lightning_accum.exclusions import why_refused
 from lightning_accum.fabric.training import Training
 from lightning_accum.fabric.words import Words
-from lightning_accum.first_batch import MOST_BATCHES
 from lightning_accum.main_gradients import MainGradients, is_narrower
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.nonfinite import Guard
@@ -28,7 +28,7 @@ from lightning_accum.splitting import trimming
 from lightning_accum.splitting.plan import Splitting
 from lightning_accum.splitting.proofs import Proof
 from lightning_accum.sync import slots_of
-from lightning_accum.weighing.verdict import Verdict
+from lightning_accum.verdict import Verdict
 
 _log = logging.getLogger("lightning.fabric.accumulation")
 

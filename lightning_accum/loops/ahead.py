@@ -1,13 +1,12 @@
 """The loader batches of a window are drawn before the first of them runs, so that the terms of a loss are counted in all of it.
 
-Asked for by a weight for each term. The host holds one window of batches; on a device they are one by one, as ever.
+The host holds one window of batches; on a device they are one by one, as ever.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +15,6 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from typing_extensions import override
 
 from lightning_accum.loops.specialised import specialised
-from lightning_accum.weighing.denominator import Denominator
-from lightning_accum.weighing.terms import TermsCountedAhead
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
@@ -42,7 +39,7 @@ class Drawn(NamedTuple):
 
 
 class AheadFetcher(_PrefetchDataFetcher):
-    """Draws a window of loader batches when the first of them is asked for, and counts in each what the terms are divided by.
+    """Draws the rest of a window when it is asked for, so that what the terms of its losses weigh is counted in all of it.
 
     All that is seen of it (``done``, ``fetched``, a checkpoint of the loaders) is as if each had been drawn when it is yielded.
     """
@@ -66,37 +63,34 @@ class AheadFetcher(_PrefetchDataFetcher):
     @override
     def __next__(self) -> Any:
         if not self.drawn:
-            self._draw_window()
+            self._draw()
         item, self.done, self.fetched, self.accumulation.is_shadow_batch, self.loader_states = self.drawn.popleft()
         return item
 
-    def _draw_window(self) -> None:
-        """Draw what the window has, or what is left of it: as many on every rank.
+    def rest_of_window(self) -> Iterator[tuple[Any, bool]]:
+        """Draw what the window under way has after its first loader batch, one by one: as many on every rank.
 
-        Raises:
-            StopIteration: there is nothing left.
+        Yields:
+            The batch as the loader gave it, and whether this rank runs it for the sake of the others.
         """
-        seen, boundary, terms = self.progress.total.ready, self.accumulation.boundary, self.accumulation.window.terms
-        position, left = boundary.position(seen), boundary.left(seen, self.window_size)
-        assert isinstance(terms, TermsCountedAhead)
-        # one that is alone in its window is counted when it runs, as the hooks around its transfer have left it;
-        # those of an unfinished window were, before its checkpoint
-        is_counted = terms.is_agreed or (position == 0 and left == 1)
-        own: Denominator = 0.0
-        self.loader_states = self._states()
-        while len(self.drawn) < left and not (self.drawn and self.done):
+        left = self.accumulation.boundary.left(self.progress.total.ready, self.window_size)
+        seen, drawn = self._place(), self._place()
+        while len(self.drawn) < left and not drawn[0]:
+            self._go_to(drawn)
             try:
                 self._draw()
             except StopIteration:
-                if not self.drawn:
-                    raise
-                break
-            last = self.drawn[-1]
-            if not is_counted and not last.is_shadow_batch and last.item[0] is not None:
-                own = terms.add(last.item[0])[0]
-            if left == math.inf and self.accumulation.comes_to_tokens(float(own)):
-                boundary.begin(position + len(self.drawn))
-                break
+                return
+            finally:
+                drawn = self._place()
+                self._go_to(seen)
+            yield self.drawn[-1].item[0], self.drawn[-1].is_shadow_batch
+
+    def _place(self) -> tuple[bool, int, bool]:
+        return self.done, self.fetched, self.accumulation.is_shadow_batch
+
+    def _go_to(self, place: tuple[bool, int, bool]) -> None:
+        self.done, self.fetched, self.accumulation.is_shadow_batch = place
 
     def _draw(self) -> None:
         item = super().__next__()
@@ -111,4 +105,5 @@ def drawing_ahead(
 ) -> AbstractContextManager[None]:
     """Have a fetcher of Lightning's draw windows, each when its first loader batch is asked for."""
     own: dict[str, Any] = {"progress": progress, "window_size": window_size, "drawn": deque(), "loader_states": []}
+    accumulation.rest_of_window = lambda: fetcher.rest_of_window()
     return specialised(fetcher, AheadFetcher, accumulation=accumulation, **own)

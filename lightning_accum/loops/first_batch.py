@@ -14,11 +14,10 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_accum import first_batch
+from lightning_accum import check
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
-from lightning_accum.later_batches import check_doubted
 from lightning_accum.loops.results import collecting_logs
 from lightning_accum.wider import is_narrow
 
@@ -45,6 +44,14 @@ def unlogged_step(trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> Callabl
     return training_step
 
 
+def _may_count_first(trainer: pl.Trainer, strategy: Engine) -> bool:
+    """The terms of a window can be counted before it runs."""
+    policy = strategy.policy
+    is_long = policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
+    goes_on = policy.tail == "carry" and is_long  # in the next epoch, whose batches are not there yet
+    return not goes_on and policy.on_nonfinite != "skip" and not policy.row_wise and not policy.counts_tokens_of_parts
+
+
 def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
     """Check the loader batch in ``kwargs``, which are those of ``training_step``; they are empty where this rank has no batch.
 
@@ -52,7 +59,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     """
     accumulation = strategy.accumulation
     assert accumulation is not None
-    checked = first_batch.Checked(
+    checked = check.Checked(
         trainer.lightning_module,
         unlogged_step(trainer, kwargs),
         accumulation,
@@ -61,9 +68,10 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
         strategy.samples_of_loader(),
         accumulation.policy.may_be_longer_than_one(trainer.accumulate_grad_batches),
         rank_zero_info,
+        _may_count_first(trainer, strategy),
     )
     try:
-        first_batch.check_first_batch(checked, list(kwargs.values())[:1])
+        check.check_first_batch(checked, list(kwargs.values())[:1])
     except JointLossError as error:
         raise MisconfiguredLossError(str(error)) from None
-    accumulation.look_at_doubted = partial(check_doubted, checked)
+    accumulation.look_at_doubted = partial(check.check_doubted, checked)

@@ -46,7 +46,9 @@ class AccumulatingFitLoop(_FitLoop):
             return
         self.seams.close()  # what holds the fetcher of loaders that were reloaded
         self._end_together(fetcher, strategy)
-        if strategy.policy.counts_ahead and strategy.accumulation is not None:
+        may_count = strategy.accumulation is not None and strategy.policy.may_count_terms
+        if may_count and strategy.policy.may_be_longer_than_one(self.trainer.accumulate_grad_batches):
+            assert strategy.accumulation is not None
             epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
             progress, size = epoch_loop.batch_progress, epoch_loop.window_size
             self.seams.enter_context(drawing_ahead(fetcher, strategy.accumulation, progress, size))

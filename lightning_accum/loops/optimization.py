@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -114,6 +115,31 @@ class WindowOptimization(_AutomaticOptimization):
             weigh=weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
         )
 
+    # --- a window that is counted before it runs -------------------------------------------------------------------------
+
+    def transferred(self, batch: Any) -> Any:
+        """A loader batch that was drawn ahead, as ``training_step`` gets it."""
+        trainer = self.trainer
+        batch = trainer.precision_plugin.convert_input(deepcopy(batch))
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def plan_ahead(self, batch: Any) -> None:
+        """Plan how it is split."""
+        accumulation = self.strategy.accumulation
+        assert accumulation is not None
+        assert accumulation.splitting is not None
+        kwargs = self.epoch_loop._build_kwargs(OrderedDict(), batch, self.epoch_loop.batch_idx)
+        accumulation.splitting.begin(batch, partial(self._difference_by_padding, kwargs))
+
+    def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
+        """The loss of a micro-batch of a loader batch that is so many after the one under way. Nothing is logged."""
+        trainer = self.trainer
+        kwargs = self.epoch_loop._build_kwargs(OrderedDict(), batch, self.epoch_loop.batch_idx + ahead)
+        step = partial(call._call_lightning_module_hook, trainer, "training_step")
+        with torch.enable_grad(), trainer.precision_plugin.train_step_context(), collecting_logs(trainer):
+            return _result_of(self.strategy.run_as_engine(step, *kwargs.values())).closure_loss
+
     @property
     def skips_backward(self) -> bool:
         """Nothing is trained."""
@@ -196,6 +222,7 @@ class WindowClosure(Closure):
         self.skips_backward = optimization._skip_backward
         self._optimization = optimization
         self._strategy = strategy = optimization.strategy
+        self.transferred, self.plan_ahead, self.run_ahead = optimization.transferred, optimization.plan_ahead, optimization.run_ahead
         self._batch = batch
         self._others = others
         self._runs = 0

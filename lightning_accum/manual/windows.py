@@ -289,7 +289,7 @@ class ManualWindows(Windows):
             # not from the first weights: other ranks may be at other calls, since they may have other numbers of micro-batches
             weight_scale = 1.0 if self.ranks.size > 1 and not self._reduces_by_itself else None
             window = Window(self.ranks.device, self.ranks.size, self.ranks.group, weight_scale=weight_scale)
-            self.calls.append(Call(window, Weigher(self.policy.weight, self.warn_once)))
+            self.calls.append(Call(window, Weigher(self.policy.weight)))
         return self.calls[index]
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from lightning_accum.micro_batch import Weighed
 from lightning_accum.splitting.means import loss_of_parts
 from lightning_accum.splitting.metric_of_batch import MetricOfBatch, ValueOfMetric, can_merge, metric_behind
 from lightning_accum.user_warnings import warn
-from lightning_accum.weighing.denominator import Denominator
-from lightning_accum.weighing.functions import OfMean, read_function
+from lightning_accum.weighing.functions import OfMean
+from lightning_accum.weighing.shares import Denominator
+from lightning_accum.weighing.weight import weight_alone
 
 Arguments: TypeAlias = Mapping[str, Any]
 """Those of ``LightningModule.log`` after the value, by name."""
@@ -126,8 +127,8 @@ class BatchLog:
             self.may_be_loss.append((value, entry))
         elif entry.value_of is None:
             with suppress(UnreadableLossError):
-                reading, found = read_function(value)
-                weight, of_mean = reading.weight, None if found is None else found.of_mean(value)
+                weight, found = weight_alone(value)
+                of_mean = None if found is None else found.of_mean(value)
                 entry.is_sum |= weight is None
         logged = value.detach().clone()
         logged = logged.squeeze() if logged.numel() == 1 else logged

@@ -15,10 +15,10 @@ from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact, rounding_of_gradients
 from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
+from lightning_accum.trial import TrialMode
 from lightning_accum.undo import Undo
-from lightning_accum.weighing.denominator import Denominator
-from lightning_accum.weighing.functions import read_function
-from lightning_accum.weighing.trial import TrialMode
+from lightning_accum.weighing.shares import Denominator
+from lightning_accum.weighing.weight import weight_alone
 from lightning_accum.wider import is_narrow, widened, widened_batch
 
 TrainingStep = Callable[[Any], Any]
@@ -140,8 +140,8 @@ def _contribution(output: Any, batch: Any, module: nn.Module, weigh: Callable[[A
     weight: Any = 1.0
     value: Denominator = loss.detach()
     with suppress(UnreadableLossError):  # said later, with what to do about it
-        reading, found = read_function(loss)
-        weight = 1.0 if reading.weight is None else reading.weight
+        read, found = weight_alone(loss)
+        weight = 1.0 if read is None else read
         if found is not None:
             value = found.of_mean(loss).mean
             found.leave_out(loss)

@@ -21,10 +21,10 @@ from lightning_accum.arguments import MisconfiguredError, misconfigured, refuse
 from lightning_accum.asked import Asked
 from lightning_accum.at_exit import wait_for_gloo_threads
 from lightning_accum.callback import GradientAccumulation
+from lightning_accum.check import MOST_BATCHES
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
 from lightning_accum.engine import Engine
-from lightning_accum.first_batch import MOST_BATCHES
 from lightning_accum.hook_table import HookTable, callbacks_of, gradient_reads, warn_of_hooks_of_parameters
 from lightning_accum.loops.installation import handle_sigterm_before_training, installed
 from lightning_accum.loops.launch import naming_launcher
@@ -41,8 +41,8 @@ from lightning_accum.splitting.plan import Splitting
 from lightning_accum.strategies.preparation import guard, main_gradients
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
-from lightning_accum.weighing.verdict import Verdict
 from lightning_accum.whole.attempts import StepAttempts
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import row_wise_of

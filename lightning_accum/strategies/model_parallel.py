@@ -22,6 +22,7 @@ from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
 from lightning_accum.sync import FSDP2Sync, ShardedSyncPolicy, SharedRows, has_replicas
 from lightning_accum.user_warnings import listed
+from lightning_accum.weighing.counts import count_samples
 
 
 class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
@@ -100,7 +101,7 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
     def announce(self, micro_batch: MicroBatch, weighed: Weighed) -> None:
         super().announce(micro_batch, weighed)
         assert self.accumulation is not None
-        if self.same_rows() > 1 and self.accumulation.weigher.may_count_rows:
+        if self.same_rows() > 1 and weighed.weight is not None and float(weighed.weight) == count_samples(micro_batch.batch):
             raise MisconfiguredError(
                 f"The loss is a mean over rows, of which {self.same_rows()} ranks have parts (mesh=), and how these make the loss"
                 " of the whole rows cannot be known. Have training_step return the mean over what is in its part: its tokens or"

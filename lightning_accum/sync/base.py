@@ -106,12 +106,16 @@ class GradientSync:
         """Where the gradients of the parameters of these names are accumulated before they are reduced."""
         return [GradientSlot(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
 
-    def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+    def gradients_of(
+        self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
+    ) -> Sequence[Tensor | None]:
         """The gradients of ``share`` times a loss that is in no window; None for a share of 0. They are added to nothing.
 
         A sharded module gives out this rank's parts of their mean over the ranks, and is called on all of them.
         """
-        found = torch.autograd.grad(loss, parameters, torch.full_like(loss, share), allow_unused=True)
+        found = torch.autograd.grad(
+            loss, parameters, torch.full_like(loss, share), retain_graph=keeps_graph, allow_unused=True
+        )
         return found if share else [None] * len(found)  # NaN * 0 is NaN
 
     def reshard(self) -> None:

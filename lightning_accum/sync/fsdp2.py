@@ -82,9 +82,11 @@ class FSDP2Sync(ShardedSync):
         self.reached.forget()
 
     @override
-    def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+    def gradients_of(
+        self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
+    ) -> Sequence[Tensor | None]:
         try:
-            return super().gradients_of(loss, share, parameters)
+            return super().gradients_of(loss, share, parameters, keeps_graph)
         finally:
             self.reached.forget()  # it is in no window
 

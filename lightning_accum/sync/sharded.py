@@ -176,7 +176,9 @@ class ShardedSync(GradientSync):
             self.shared_rows.end_window()
 
     @override
-    def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+    def gradients_of(
+        self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
+    ) -> Sequence[Tensor | None]:
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None

@@ -18,7 +18,6 @@ from lightning_accum.engine import Engine
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.randomness import seed_everything, switch_off_dropout
 from lightning_accum.session import named_parameters_of
-from lightning_accum.weighing.graph import terms_of
 from lightning_accum.weighing.nodes import nodes_below
 from lightning_accum.weighing.safeguards import batch_norm_layers, is_contrastive
 
@@ -168,7 +167,7 @@ class StepRecorder(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self.step.dtype = narrowest_dtype(loss)
         with suppress(UnreadableLossError):
-            self.step.is_contrastive = bool(is_contrastive(terms_of(loss)))
+            self.step.is_contrastive = bool(is_contrastive(loss))
         is_divided = not isinstance(trainer.strategy, Engine)
         self.step.losses.append(float(loss.detach()) * (trainer.accumulate_grad_batches if is_divided else 1))
 
@@ -183,7 +182,7 @@ class StepRecorder(pl.Callback):
         accumulation, factor = strategy.accumulation, 1.0 / strategy.loss_scale()
         assert accumulation is not None
         weight = accumulation.window.last_weight
-        if accumulation.window.terms is None and weight:  # a sum has none
+        if accumulation.window.counted is None and weight:  # a sum has none
             factor *= (accumulation.window.weight_scale or 1.0) / float(weight)
         self.step.micro_batch_gradients.append({name: gradient * factor for name, gradient in added.items()})
         self.step.weights.append(None if weight is None else float(weight))

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from lightning_accum.weighing.terms import HOW_TO_SEE_ALL, HOW_TO_WEIGH_EACH
-from lightning_accum.weighing.verdict import Verdict
+from lightning_accum.verdict import Verdict
 
 OF_SEVERAL_BATCHES = (
     "The loss gathers the rows of all ranks, so it is one of all rows of its batch, and that of a window of several loader batches"
     " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as fits."
-)
-OF_MANY_COUNTS = (
-    "Many micro-batches of a window count 1, and not all of them could be looked at: where nothing is counted, and the count is"
-    " raised to 1, the loss of a micro-batch does not add up, and a window that has one does not take the step of its full batch."
-    ' Have training_step see more rows at once, or the whole batch: GradientAccumulation(micro_batch="offload") with a window of 1.'
-    " check=False leaves out the check."
 )
 OF_ONE_ROW = "the loader yields single rows, and the loss of two together is not the sum of theirs"
 _OF_ROW_WISE = (
@@ -51,12 +44,6 @@ def of_losses(verdict: Verdict, weight: Any, mend: str | None, row_wise: tuple[s
     )
 
 
-def of_terms(verdict: Verdict, mend: str | None) -> str:
-    """The warning of terms that are divided by different counts."""
-    mends = f"{HOW_TO_WEIGH_EACH} {HOW_TO_SEE_ALL}" if mend is None else _mend(mend)
-    return f"The terms of the loss do not add up by one weight: in parts of {_sizes(verdict)} of a batch, {_seen(verdict)}. {mends}"
-
-
 def of_joined(verdict: Verdict) -> str:
     """The warning of rows of two loader batches, of which those of each add up."""
     return (
@@ -64,26 +51,6 @@ def of_joined(verdict: Verdict) -> str:
         " alone add up. Where loader batches are of different kinds, such as tasks, nothing is wrong, and check=False leaves out"
         " the check. Otherwise the loss compares the rows of its batch, and a window does not take the step of its full batch:"
         ' GradientAccumulation(micro_batch=..., row_wise="encoder") with a window of 1 does.'
-    )
-
-
-def of_later(verdict: Verdict) -> str:
-    """The warning of rows of a later micro-batch, whose loss was read in another way than those that were checked."""
-    return (
-        "The loss of a micro-batch is made in another way than that of the batches that were checked: by other operations, or it"
-        f" has nothing to count, and counts 1. With rows of such a batch its rows do not add up: {_seen(verdict)}. So a window"
-        " that has both does not take the step of its full batch. Where training_step decides by what is in its batch, have it see"
-        ' the whole batch: GradientAccumulation(micro_batch="offload") with a window of 1; or divide all losses of a window by the'
-        " same count. check=False leaves out the check."
-    )
-
-
-def of_kinds(kinds: Iterable[Any]) -> str:
-    """The error of what is counted in different ways in one window."""
-    found = " and ".join(f"by {kind}" for kind in dict.fromkeys(map(str, kinds)))
-    return (
-        f"The losses of one window are divided {found}. What is counted has to be the same in all of its micro-batches."
-        " Say what to weigh them by: GradientAccumulation(weight=SampleCount()), or any function of the batch."
     )
 
 

@@ -21,10 +21,8 @@ from torch import Tensor
 
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact
-from lightning_accum.weighing.denominator import CRITERIA, Denominator, on_host, operation
-from lightning_accum.weighing.graph import Reading, read_loss, read_terms, terms_of
-from lightning_accum.weighing.nodes import SUMS, THROUGH, Node, constant_operand, inputs_of, is_of_parameters_only, kind_of
-from lightning_accum.weighing.reductions import is_whole_loss
+from lightning_accum.weighing.nodes import CRITERIA, SUMS, Node, constant_operand, inputs_of, is_number, kind_of
+from lightning_accum.weighing.shares import Denominator
 
 _Number: TypeAlias = "float | None"
 
@@ -222,7 +220,7 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
             found = (len(steps), below[0], node)
         elif kind in ("Mul", "Div"):
             try:
-                number = operation(kind, node._saved_other if kind == "Div" else constant_operand(node), node).number
+                number = _number_of(node._saved_other if kind == "Div" else constant_operand(node))
             except RuntimeError:  # after a backward the graph has freed what it had saved
                 return None
             if number is None or (kind == "Div" and node.next_functions[0][0] is None):
@@ -236,11 +234,25 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
         elif kind not in _UNCHANGED and kind != "_DDPSink" and not (kind in ("Mean", *SUMS) and _is_of_one_number(node)):
             break
         node, index = below[0]
-    if found is None or not is_whole_loss(node):
+    if found is None:
         return None
     length, mean, first = found
     kept = (step for step in reversed(steps[:length]) if step != ("Mul", (1.0,)))
     return FoundFunction(FunctionOfMean(tuple(kept), adds_constant), mean, first)
+
+
+def _number_of(operand: Any) -> float | None:
+    """A Python number that was multiplied or divided by; None for a tensor."""
+    if isinstance(operand, Tensor):
+        return float(operand) if is_number(operand) else None
+    return None if operand is None else float(operand)
+
+
+def on_host(number: Denominator) -> Denominator:
+    """A number for what the host holds already; what a device holds stays there."""
+    if not isinstance(number, Tensor):
+        return number
+    return number.item() if number.is_cpu else number.detach()
 
 
 def _factor_in_sum(node: Node, kind: str) -> float:
@@ -256,33 +268,3 @@ def _is_of_one_number(node: Node) -> bool:
     """``loss.mean()`` of a loss without dimensions."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     return sizes is not None and len(sizes) == 0
-
-
-def is_of_whole_losses(root: Node) -> bool:
-    """Whether what is not linear makes a loss of others, each reduced over all of its dimensions: the product of two means, say."""
-    stack = [(root, False)]
-    for _ in range(_MOST_NODES):
-        if not stack:
-            break
-        node, is_nonlinear = stack.pop()
-        kind, below = kind_of(node), [child for child, _ in inputs_of(node) if not is_of_parameters_only(child)]
-        if kind in CRITERIA or kind in ("Mean", *SUMS):
-            if is_nonlinear and is_whole_loss(node):
-                return True
-        elif kind in _NOT_LINEAR or (kind in ("Mul", "Div") and len(below) > 1):
-            stack.extend((child, True) for child in below)
-        elif kind in THROUGH or kind in ("Add", "Sub", "Rsub", "Mul", "Div"):
-            stack.extend((child, is_nonlinear) for child in below)
-    return False
-
-
-_NOT_LINEAR = {*_FUNCTIONS, "Atan", "Exp2", "LogSigmoid", "Maximum", "Minimum", "Relu", "Sigmoid", "Softplus", "Tanh"}
-_MOST_NODES = 40
-
-
-def read_function(loss: Tensor) -> tuple[Reading, FoundFunction | None]:
-    """As :func:`lightning_accum.weighing.graph.read_loss`, of the mean that ``loss`` is a function of, if it is one."""
-    found = None if loss.grad_fn is None else function_of_mean(loss.grad_fn, loss.output_nr)
-    if found is None:
-        return read_loss(loss), None
-    return read_terms(terms_of(loss, below=found.mean)), found

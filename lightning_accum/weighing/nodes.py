@@ -6,9 +6,10 @@ The names of nodes were read in torch 2.13; those of what they save are in the t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 Node: TypeAlias = Any  # torch.autograd.graph.Node: its saved attributes are not in the type stubs
@@ -26,13 +27,6 @@ SELECTIONS = {
     "MaskedScatter", "MaskedSelect", "Repeat", "Roll", "Scatter", "Select", "Slice", "Split", "SplitWithSizes", "Take", "Tril",
     "Triu", "Unbind",
 }  # fmt: skip
-# Each element of the result depends on all elements along a dimension, or on all there are.
-ALONG_A_DIMENSION = {
-    "Amax", "Amin", "Cumprod", "Cumsum", "Kthvalue", "LinalgVectorNorm", "LogSoftmax", "Logcumsumexp", "Logsumexp", "Max", "Median",
-    "Min", "Norm", "Prod", "Renorm", "Softmax", "Sort", "Std", "StdMean", "Topk", "Var", "VarMean",
-}  # fmt: skip
-
-
 def kind_of(node: Node) -> str:
     """The operation of a node: 'NllLossBackward0' -> 'NllLoss', 'torch::autograd::CopyBackwards' -> 'Copy'."""
     kind = _KINDS.get(type(node))
@@ -52,28 +46,6 @@ def inputs_of(node: Node) -> list[tuple[Node, int]]:
     return [(child, index) for child, index in node.next_functions if child is not None]
 
 
-def is_choice(node: Node) -> bool:
-    """Whether it is ``torch.where(condition, loss, other_loss)``, of one number each."""
-    return kind_of(node) == "Where" and len(inputs_of(node)) > 1 and node._saved_condition.numel() == 1
-
-
-def path_of(node: Node | None, index: int = 0) -> tuple[str, ...]:
-    """The first operations from ``node`` down, along first operands. What comes several times, as in a loop over samples, once."""
-    path: list[str] = []
-    while node is not None and len(path) < _ON_PATH:
-        kind = kind_of(node)
-        below = node.next_functions
-        if kind not in _NOT_ON_PATH and path[-1:] != [kind]:
-            path.append(kind)
-        node, index = below[index if kind == "_DDPSink" else 0] if below else (None, 0)
-    return tuple(path)
-
-
-_ON_PATH = 5
-_NOT_ON_PATH = {"Alias", "Clone", "Contiguous", "ToCopy", "_DDPSink"}
-"""Those of autocast, and of DistributedDataParallel: the check runs without them."""
-
-
 def nodes_below(root: Node) -> Iterator[Node]:
     """``root`` and all nodes below it, each once."""
     stack, seen = [root], {root}
@@ -91,31 +63,18 @@ def constant_operand(node: Node) -> Any:
     return operand if operand is not None else getattr(node, "_saved_self", None)
 
 
-def sizes_of(node: Node) -> tuple[int, ...]:
-    """The shape that an operation over dimensions works on; empty where it was not saved."""
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
-    if sizes is None:
-        saved = getattr(node, "_saved_self", None)
-        saved = getattr(node, "_saved_result", None) if saved is None else saved
-        # a nested one has symbols among its sizes
-        sizes = () if not isinstance(saved, Tensor) else (saved.numel(),) if saved.is_nested else saved.shape
-    return tuple(sizes)
+def kinds_below(node: Node) -> tuple[str, ...]:
+    """The kinds of ``node`` and of a few below it, along first operands."""
+    kinds: list[str] = []
+    while node is not None and len(kinds) < _KINDS_BELOW:
+        kind = kind_of(node)
+        if kind not in THROUGH and kind != "_DDPSink":  # one row has others of these, and autocast adds some
+            kinds.append(kind)
+        node = next((child for child, _ in node.next_functions if child is not None), None)
+    return tuple(kinds)
 
 
-def reduced_dims(node: Node, sizes: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """The dimensions that an operation, as a sum or a mean, goes over.
-
-    Args:
-        node: of the operation.
-        sizes: the shape that it works on, if it did not save that.
-    """
-    sizes = getattr(node, "_saved_self_sym_sizes", None) if sizes is None else sizes
-    dims = getattr(node, "_saved_dim", None)
-    if dims is None or dims == ():  # all; a dot product, or a sum that leaves nan out, did not save its shape
-        return (0,) if sizes is None else tuple(range(len(sizes)))
-    # a negative dim is saved as an unsigned 64-bit number
-    signed = tuple(dim - 2**64 if dim >= 2**63 else dim for dim in (dims if isinstance(dims, tuple) else (dims,)))
-    return signed if sizes is None else tuple(dim % max(1, len(sizes)) for dim in signed)
+_KINDS_BELOW = 4
 
 
 def reduced_numel(node: Node) -> int:
@@ -123,7 +82,60 @@ def reduced_numel(node: Node) -> int:
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     if sizes is None:  # a nested tensor goes into a mean as a whole, and is not saved by its sizes
         return int(node._saved_self_sym_numel)
-    return int(math.prod(sizes[dim] for dim in reduced_dims(node)))
+    dims = getattr(node, "_saved_dim", None)
+    if not dims:  # all
+        return int(math.prod(sizes))
+    # a negative dim is saved as an unsigned 64-bit number
+    dims = dims if isinstance(dims, tuple) else (dims,)
+    return int(math.prod(sizes[dim - 2**64 if dim >= 2**63 else dim] for dim in dims))
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Whether a saved operand was an int or a float of Python's: unlike a tensor, it takes part in no type promotion."""
+    if tensor.dim() != 0 or tensor.dtype in (torch.bool, torch.uint8):
+        return False
+    return torch.result_type(tensor, _NARROW_FLOAT if tensor.is_floating_point() else _NARROW_INTEGER) != tensor.dtype
+
+
+_NARROW_FLOAT, _NARROW_INTEGER = torch.zeros((), dtype=torch.float16), torch.zeros((), dtype=torch.int8)
+
+MEAN_REDUCTION, SUM_REDUCTION = 1, 2  # at::Reduction
+
+
+def _numel(node: Node) -> float:
+    return int(node._saved_self.numel())
+
+
+def _rows(node: Node) -> float:
+    logits = node._saved_self
+    return int(logits.shape[0]) if logits.dim() > 1 else 1
+
+
+def _total_weight(node: Node) -> Tensor:
+    weight: Tensor = node._saved_total_weight
+    return weight
+
+
+# criterion in words, and where its node keeps the denominator of its mean
+CRITERIA: dict[str, tuple[str, Callable[[Node], Tensor | float]]] = {
+    "NllLoss": ("cross entropy", _total_weight),
+    "NllLoss2D": ("cross entropy", _total_weight),
+    "MseLoss": ("mean squared error", _numel),
+    "SmoothL1Loss": ("smooth L1 loss", _numel),
+    "HuberLoss": ("Huber loss", _numel),
+    "SoftMarginLoss": ("soft margin loss", _numel),
+    "BinaryCrossEntropy": ("binary cross entropy", _numel),
+    "BinaryCrossEntropyWithLogits": ("binary cross entropy", _numel),
+    "MultiMarginLoss": ("multi margin loss", _rows),
+    "MultilabelMarginLoss": ("multilabel margin loss", _rows),
+}
+
+# What is linear in each of its operands, or only moves and selects.
+PRODUCTS_ADDED = {"Addbmm", "Addcdiv", "Addcmul", "Addmm", "Addmv", "Baddbmm"}
+LINEAR = {
+    *THROUGH, *SUMS, *SELECTIONS, *CONTRACTIONS, *PRODUCTS_ADDED, "Add", "Cat", "Cumsum", "Div", "IndexAdd", "IndexCopy", "Lerp",
+    "Mean", "Mul", "Rsub", "ScatterAdd", "Sort", "Stack", "Sub", "Topk", "Trace", "_DDPSink",
+}  # fmt: skip
 
 
 _OF_PARAMETERS = {

@@ -1,255 +1,477 @@
-"""The weight of a loss whose denominator cannot be read: one over the share that each of the losses in its sum has in it.
+"""What a loss is made of: its terms, and the share that each of the losses they add up has in it.
 
 A loss ``(l_1 + ... + l_k) / n`` has the gradient ``1 / n`` by each ``l_i``, however it was computed. So the backward runs from the
-loss through what is linear, and no further, and what arrives there is ``1 / n``, or 0 for what a mask leaves out. Whether that is a
-weight is found out by the check, without which nothing is measured; see :mod:`lightning_accum.weighing.check`. On a device it costs
-one copy to the host in each micro-batch, which weights that are read do not.
+loss down through what is linear, and no further, and what arrives there is ``1 / n``, or 0 for what a mask leaves out. Nothing is
+copied to the host, and a gradient whose numbers are all the same is one number.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_accum.errors import UnreadableLossError
-from lightning_accum.exact import rounding
-from lightning_accum.weighing.denominator import CRITERIA, criterion_of
-from lightning_accum.weighing.nodes import CONTRACTIONS, SELECTIONS, SUMS, THROUGH, Node, is_choice, is_of_parameters_only, kind_of
-from lightning_accum.weighing.reductions import Rows, hides_a_reduction
+from lightning_accum.exact import exact_dtype
+from lightning_accum.weighing.nodes import (
+    CONTRACTIONS,
+    CRITERIA,
+    LINEAR,
+    MEAN_REDUCTION,
+    PRODUCTS_ADDED,
+    SUMS,
+    THROUGH,
+    Node,
+    constant_operand,
+    is_number,
+    is_of_parameters_only,
+    kind_of,
+    kinds_below,
+    reduced_numel,
+)
 
-# What is linear in each of its operands, or only moves and selects.
-_LINEAR = {
-    *THROUGH, *SUMS, *SELECTIONS, *CONTRACTIONS, "Add", "Addbmm", "Addcdiv", "Addcmul", "Addmm", "Addmv", "Baddbmm", "Cat",
-    "Cumsum", "Div", "IndexAdd", "IndexCopy", "Lerp", "Mean", "Mul", "Rsub", "ScatterAdd", "Sort", "Stack", "Sub", "Topk", "Trace",
-    "_DDPSink",
-}  # fmt: skip
-_PRODUCTS = {"Div", "Dot", "Mul", *CONTRACTIONS}
-_PRODUCTS_ADDED = {"Addbmm", "Addcdiv", "Addcmul", "Addmm", "Addmv", "Baddbmm"}
-_NOT_LINEAR_IN = {"Addcdiv": 2, "Div": 1, "Lerp": 2}
-"""The place of an operand: a divisor, the weight of an interpolation."""
+Denominator: TypeAlias = "Tensor | float"
+PENALTY = "penalty on parameters"
+_ADDITIONS = {"Add", "Sub", "Rsub"}
 
 
-class Shares(NamedTuple):
-    """What the gradients of a loss by what it adds up are, up to their signs.
+class Term(NamedTuple):
+    """One summand of a loss, or several that are alike.
 
     Attributes:
-        of_sum: of the sum itself, or of what a mean was taken over; nan where there are several.
-        of_losses: of the losses in it, below factors, masks and selections, without those that are left out; nan where there are
-            several, and 0 where all are left out.
+        key: tells it from others, the same in all micro-batches: the kinds of nodes on the way to its losses.
+        words: what it is; empty if it is nothing that is added up.
+        losses: the share of each of the losses in it; 0 if all are left out, nan if they have several.
+        total: the share of their sum, above masks and weights; nan if there is none.
+        number: the product of the Python numbers that a mean is multiplied by.
+        is_mean: a node has divided its sum by what it counted.
+        is_divided: something else has divided it.
+        is_penalty: it depends on parameters only.
+        edges: where its gradient can be scaled: the last addition above it, and its place there; None for all of the node's.
+        above: what each of them is multiplied by on the way to the loss.
+        divisions: by tensors, on the way to it.
     """
 
-    of_sum: float
-    of_losses: float
-    factors: float
-    """A number that is another one where the largest or the smallest of the losses' gradients is."""
+    key: int
+    words: str
+    losses: Denominator
+    total: Denominator
+    number: float = 1.0
+    is_mean: bool = False
+    is_divided: bool = False
+    is_penalty: bool = False
+    edges: tuple[tuple[Node, int | None], ...] = ()
+    above: tuple[Denominator, ...] = ()
+    divisions: tuple[Node, ...] = ()
+
+
+@dataclass(slots=True)
+class _Way:
+    """What arrives at a node: all numbers are ``value``, or they are those of the tensor ``full``."""
+
+    value: Denominator
+    full: Tensor | None
+    total: Denominator | None = None
+    number: float = 1.0
+    is_mean: bool = False
+    is_divided: bool = False
+    edge: tuple[Node, int | None] = (None, None)
+    path: tuple[str, ...] = ()
+    divisions: tuple[Node, ...] = ()
+    place: tuple[int, ...] = ()
+    above: Denominator = 1.0
+
+    def on(self, kind: str, **changes: Any) -> _Way:
+        """What goes on below a node of that kind."""
+        given = {name: getattr(self, name) for name in _Way.__slots__} | changes
+        if kind not in THROUGH and self.path[-1:] != (kind,):
+            given["path"] = (*self.path, kind)
+        return _Way(**given)
 
 
 @dataclass
-class ShareWeight:
-    """Measures the weight of each micro-batch, by what the check found that adds up. What does so in two ways must agree.
+class _Leaves:
+    """Losses that are reached, by the summand that they are in."""
 
-    Attributes:
-        is_sum: the loss is a sum, whose shares are the same whatever it adds up.
-        by_sum: the weight is one over the share of the sum.
-        by_losses: it is one over the share of the losses in it, and 0 where all are left out.
-        is_tried: by the check.
-        has_seen_empty: the check has seen a part in which all were left out.
-        ratio: of the share of the losses to that of the sum in what the check has seen, 1 but for losses that are means
-            themselves; nan where there were several.
-    """
-
-    is_sum: bool = False
-    by_sum: bool = False
-    by_losses: bool = False
-    is_tried: bool = False
-    has_seen_empty: bool = False
-    ratio: float | None = None
-
-    def __call__(self, loss: Tensor, rows: Rows) -> tuple[float | None, float]:
-        """Measure the weight of a loss. Takes what :func:`shares_of` does.
-
-        Returns:
-            The weight, None for a sum; and a number for the factor of a sum, as in ``Contribution.factors``.
-
-        Raises:
-            UnreadableLossError: it cannot be measured.
-        """
-        shares = shares_of(loss, rows)
-        if self.is_sum:
-            return (None, 1.0 + shares.factors % 1.0) if shares.of_losses != 0 else (0.0, 0.0)
-        is_empty = shares.of_losses == 0
-        self.has_seen_empty |= is_empty and self.is_tried
-        if self.is_tried and not is_empty:
-            self._note_ratio(shares, _tolerance(loss))
-        if is_empty and not self.has_seen_empty:
-            raise UnreadableLossError("a sum in which nothing is counted, as in no part of the rows that were checked")
-        if not self.by_losses:
-            return 1 / _known(shares.of_sum), 0.0
-        if is_empty:
-            return 0.0, 0.0
-        weight = 1 / _known(shares.of_losses)
-        ratio = 1.0 if self.ratio is None else self.ratio
-        if self.by_sum and not math.isclose(shares.of_losses, ratio * _known(shares.of_sum), rel_tol=_tolerance(loss)):
-            raise UnreadableLossError("a sum of losses with factors, of which the rows that were checked had none")
-        return weight, 0.0
-
-    def _note_ratio(self, shares: Shares, tolerance: float) -> None:
-        now = shares.of_losses / shares.of_sum if shares.of_sum else math.nan
-        is_same = self.ratio is None or math.isclose(now, self.ratio, rel_tol=tolerance)
-        self.ratio = now if is_same else math.nan
-
-    @property
-    def in_words(self) -> str:
-        """How losses are weighed."""
-        if self.is_sum:
-            return "a sum: added up, divided by nothing"
-        return "measured, one over the share that a loss has in the loss of its micro-batch"
-
-
-def candidates() -> list[ShareWeight]:
-    """What the check tries."""
-    kinds: list[dict[str, bool]] = [{"by_losses": True}, {"by_sum": True}, {"is_sum": True}]
-    return [ShareWeight(**kind, is_tried=True) for kind in kinds]
-
-
-def together(found: Sequence[ShareWeight], has_seen_empty: bool) -> ShareWeight:
-    """What all of these say, which the check has found to add up."""
-    is_sum, by_sum, by_losses = (any(kinds) for kinds in zip(*((f.is_sum, f.by_sum, f.by_losses) for f in found), strict=True))
-    ratio = next((f.ratio for f in found if f.by_losses), None)
-    return ShareWeight(is_sum, by_sum, by_losses, has_seen_empty=has_seen_empty, ratio=ratio)
-
-
-def _known(share: float) -> float:
-    if not (0 < share < math.inf):
-        raise UnreadableLossError("a sum of losses with several factors")
-    return share
-
-
-def _tolerance(tensor: Tensor) -> float:
-    return rounding(torch.finfo(tensor.dtype).eps)
+    key: int
+    words: str
+    place: tuple[int, ...]
+    """In the sum."""
+    ways: list[_Way] = field(default_factory=list)
+    shares: list[Denominator] = field(default_factory=list)
 
 
 @torch.no_grad()
-def shares_of(loss: Tensor, rows: Rows = lambda: None) -> Shares:
+def terms_of(loss: Tensor, below: tuple[Node, int] | None = None) -> list[Term]:
     """Run the backward of ``loss`` down to what it adds up. No hook is called, and the graph stays as it is.
 
     Args:
-        loss: with its graph.
-        rows: counts the samples of the micro-batch.
+        loss: one number, with its graph.
+        below: the node to begin with, and the place of its output; that of the loss if None.
 
     Raises:
-        UnreadableLossError: the loss is no sum, or not linear in one; or what it adds up is made of several samples.
+        UnreadableLossError: a node cannot be run, as after a backward.
 
     Example:
         >>> x, mask = torch.arange(4.0, requires_grad=True), torch.tensor([True, False, True, False])
-        >>> shares_of((x.square() * mask).sum() * (1 / mask.sum()))[:2]
+        >>> (term,) = terms_of((x.square() * mask).sum() * (1 / mask.sum()))
+        >>> float(term.losses), float(term.total)
         (0.5, 0.5)
-        >>> shares_of(x.square().sum() * (1 / len(x)))[:2]
-        (0.25, 0.25)
+        >>> [term.words for term in terms_of(torch.nn.functional.mse_loss(x, x + 1) + 0.1 * x.exp().sum())]
+        ['mean squared error', 'sum']
     """
-    assert loss.grad_fn is not None
-    if loss.dim() > 0:
-        raise UnreadableLossError(f"a loss of shape {tuple(loss.shape)}")
-    given: dict[Node, dict[int, Tensor]] = {loss.grad_fn: {loss.output_nr: torch.ones_like(loss)}}
-    of_sums: list[Tensor] = []
-    of_losses: list[Tensor] = []
-    inside: set[Node] = set()
-    """What is below a sum, or what was added up."""
+    root, place = (loss.grad_fn, loss.output_nr) if below is None else below
+    found: dict[Any, _Leaves] = {}
     try:
-        for node, operands in _in_order(loss.grad_fn):
-            arrived = given.pop(node, {})
-            gradients = arrived
-            if operands is None:
-                for gradient in arrived.values():
-                    of_losses.append(_of_each(node, gradient, rows))
-                    of_sums.extend([gradient] if node not in inside else [])
-                continue
-            if kind_of(node) in (*SUMS, "Trace") and node not in inside:
-                of_sums.extend(arrived.values())
-                inside.add(node)
-            if arrived and kind_of(node) != "_DDPSink":  # every tensor goes in and out of that at the same place
-                result = node(*(arrived.get(place) for place in range(len(node._input_metadata))))
-                gradients = dict(enumerate(result if isinstance(result, tuple) else (result,)))
-            for place, (child, index) in operands.items():
-                if gradients.get(place) is None:
-                    continue
-                gradient = gradients[place].sum_to_size(child._input_metadata[index].shape)
-                if node not in inside and gradient.dim() > 0:
-                    of_sums.append(gradient)
-                if node in inside or gradient.dim() > 0:
-                    inside.add(child)
-                places = given.setdefault(child, {})
-                places[index] = places[index] + gradient if index in places else gradient
-    except (RuntimeError, AttributeError) as error:  # a node that was freed, or does not take what it is given
+        _walk(root, place, _Way(1.0, None, edge=(root, None)), found)
+    except (RuntimeError, AttributeError, TypeError) as error:
         raise UnreadableLossError(f"a node that cannot be run ({error})") from error
-    tolerance = _tolerance(loss)
-    ends = _ends_of(of_losses)
-    factors = math.log(ends[0]) + math.log(ends[1]) / math.pi if ends[0] > 0 else 0.0
-    return Shares(_one_of(_ends_of(of_sums), tolerance), _one_of(ends, tolerance), factors)
+    seen: dict[int, int] = {}
+    terms = []
+    for leaves in sorted(found.values(), key=lambda leaves: leaves.place):
+        seen[leaves.key] = number = seen.get(leaves.key, -1) + 1
+        terms.append(_term(leaves, leaves.key + min(number, 255)))
+    return terms
 
 
-def _in_order(root: Node) -> list[tuple[Node, dict[int, tuple[Node, int]] | None]]:
-    """The nodes from ``root`` down through what is linear, each before those below it; and the operands to go on with."""
-    order: list[tuple[Node, dict[int, tuple[Node, int]] | None]] = []
-    stack: list[tuple[Node, bool]] = [(root, False)]
-    operands: dict[Node, dict[int, tuple[Node, int]] | None] = {}
+def _walk(root: Node, place: int, way: _Way, found: dict[Any, _Leaves]) -> None:
+    """Each node before those below it: what arrives at it on several ways is added up, for each summand by itself."""
+    given: dict[Node, dict[Any, tuple[int, _Way]]] = {root: {(place, None): (place, way)}}
+    for node in _in_order(root):
+        for index, arrived in given.pop(node, {}).values():
+            for child, at, below in _below(node, index, arrived, found):
+                ways = given.setdefault(child, {})
+                key = (at, below.edge)
+                ways[key] = (at, below if key not in ways else _together(ways[key][1], below, child, at))
+
+
+def _in_order(root: Node) -> list[Node]:
+    order, stack, seen = list[Node](), [(root, False)], {root}
     while stack:
         node, is_done = stack.pop()
         if is_done:
-            order.append((node, operands[node]))
-        elif node not in operands:
-            operands[node] = below = _linear_operands(node)
-            stack.append((node, True))
-            stack.extend((child, False) for child, _ in (below or {}).values())
+            order.append(node)
+            continue
+        stack.append((node, True))
+        if kind_of(node) in LINEAR:
+            for child, _ in node.next_functions:
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    stack.append((child, False))
     return order[::-1]
 
 
-def _linear_operands(node: Node) -> dict[int, tuple[Node, int]] | None:
-    """The operands in which ``node`` is linear, by their places, without penalties and factors of parameters; None for others."""
+def _together(first: _Way, other: _Way, node: Node, index: int) -> _Way:
+    """What arrives at an output on two ways."""
+    divisions = tuple(dict.fromkeys((*first.divisions, *other.divisions)))
+    total = first.total if first.total is other.total or first.total == other.total else float("nan")
+    number = first.number if first.number == other.number else float("nan")
+    changes: dict[str, Any] = {"divisions": divisions, "total": total, "number": number}
+    if first.full is None and other.full is None:
+        return first.on("ToCopy", value=first.value + other.value, **changes)
+    metadata = node._input_metadata[index]
+    fulls = [_spread(one.value, metadata) if one.full is None else one.full for one in (first, other)]
+    return first.on("ToCopy", full=fulls[0] + fulls[1], **changes)
+
+
+def _below(node: Node, index: int, way: _Way, found: dict[Any, _Leaves]) -> list[tuple[Node, int, _Way]]:
+    """Where to go on from ``node``; nothing where it is a loss, which is noted."""
     kind = kind_of(node)
-    if kind not in _LINEAR or is_choice(node):
+    inputs = [(place, child, at) for place, (child, at) in enumerate(node.next_functions) if child is not None]
+    if kind == "_DDPSink":  # every tensor goes in and out of that at the same place
+        child, at = node.next_functions[index]
+        return [(child, at, way.on("ToCopy"))]
+    if kind in CRITERIA and way.full is None and node._saved_reduction != 0:
+        return _note(found, node, kind, _of_criterion(node, kind, way))
+    if kind not in LINEAR or not inputs:
+        return _note(found, node, kind, way)
+    of_batch = [one for one in inputs if not is_of_parameters_only(one[1])] if len(inputs) > 1 else inputs
+    is_scalar = _numel(node, index) == 1
+    if kind in _ADDITIONS or (kind in ("Stack", "Cat") and all(_numel(child, at) == 1 for _, child, at in inputs)):
+        if way.full is None and _numel(node, index) <= max(_numel(child, at) for _, child, at in inputs) * len(inputs):
+            return _summands(node, kind, inputs, way, is_scalar or kind in ("Stack", "Cat"))
+    if not of_batch:
+        return _note(found, node, kind, way)
+    if len(of_batch) > 1 and kind in (*_PRODUCTS, *PRODUCTS_ADDED, "Lerp"):
+        if kind not in PRODUCTS_ADDED or all(place for place, _, _ in of_batch):
+            return _note(found, node, kind, way)
+    if len(of_batch) < len(inputs) and kind in _LAYERS:
+        return _note(found, node, kind, way)
+    if kind in _NOT_LINEAR_IN and any(place == _NOT_LINEAR_IN[kind] for place, _, _ in of_batch):
+        return _note(found, node, kind, way)
+    if kind == "Where" and len(of_batch) > 1 and node._saved_condition.numel() == 1:
+        return _note(found, node, kind, way)
+    if way.full is None and (uniform := _uniform(node, kind, index, of_batch, way)) is not None:
+        return uniform
+    return _run(node, kind, index, of_batch, way, is_scalar)
+
+
+_PRODUCTS = {"Div", "Dot", "Mul", *CONTRACTIONS}
+_LAYERS = {*CONTRACTIONS, *PRODUCTS_ADDED}
+_NOT_LINEAR_IN = {"Addcdiv": 2, "Div": 1, "Lerp": 2}
+
+
+def _numel(node: Node, index: int) -> int:
+    shape = node._input_metadata[index].shape
+    numel = 1
+    for size in shape:
+        numel *= int(size)
+    return numel
+
+
+def _summands(
+    node: Node, kind: str, inputs: Sequence[tuple[int, Node, int]], way: _Way, is_scalar: bool
+) -> list[tuple[Node, int, _Way]]:
+    """The operands of an addition."""
+    result = []
+    is_own = is_scalar and len(inputs) > 1 and way.total is None
+    for place, child, at in inputs:
+        value = way.value
+        if kind in _ADDITIONS:
+            alpha = float(node._saved_alpha)
+            if kind == "Rsub":  # other - alpha * self
+                value = -alpha * value if place == 0 else value
+            elif place == 1:
+                value = (alpha if kind == "Add" else -alpha) * value
+            numel = _numel(child, at)
+            if numel and (times := _numel(node, 0) // numel) > 1:  # what is small is added to each number
+                value = value * times
+        changes: dict[str, Any] = {"value": value}
+        if is_own:
+            changes |= {"edge": (node, place), "path": (), "place": (*way.place, place), "above": value}
+        result.append((child, at, way.on("ToCopy", **changes)))
+    return result
+
+
+def _uniform(
+    node: Node, kind: str, index: int, inputs: Sequence[tuple[int, Node, int]], way: _Way
+) -> list[tuple[Node, int, _Way]] | None:
+    """Go on with one number; None if what arrives below is not all the same."""
+    if len(inputs) != 1:
         return None
-    below = {place: pair for place, pair in enumerate(node.next_functions) if pair[0] is not None}
-    below = {place: pair for place, pair in below.items() if not is_of_parameters_only(pair[0])} or below
-    factors = (1, 2) if kind in _PRODUCTS_ADDED else (0, 1) if kind in _PRODUCTS else ()
-    is_linear = sum(place in below for place in factors) < 2 and _NOT_LINEAR_IN.get(kind) not in below
-    return below if is_linear else None
+    place, child, at = inputs[0]
+    numel, own = _numel(child, at), _numel(node, index)
+    if kind in ("Mean", "Sum"):
+        if not len(child._input_metadata[at].shape):
+            return [(child, at, way.on("ToCopy"))]
+        if kind_of(child) in ("Stack", "Cat") and all(below is None or _numel(below, n) == 1 for below, n in child.next_functions):
+            number = 1 / numel if kind == "Mean" else 1.0  # a sum or mean of terms
+            return [(child, at, way.on("ToCopy", value=way.value * number, number=way.number * number))]
+        if kind == "Sum":
+            return [(child, at, way.on(kind, total=way.value if way.total is None else way.total))]
+        share = way.value / count if (count := reduced_numel(node)) else 0.0
+        return [(child, at, way.on(kind, value=share, total=share if way.total is None else way.total, is_mean=True))]
+    if kind == "Neg":
+        return [(child, at, way.on(kind, value=-way.value))]
+    if kind == "Expand" and own >= numel > 0:
+        return [(child, at, way.on(kind, value=way.value * (own // numel)))]
+    if kind in THROUGH and kind not in ("MaskedFill", "Where", "NanToNum", "Expand") and numel == own:
+        return [(child, at, way.on(kind))]
+    if kind in ("Mul", "Div"):
+        operand = node._saved_other if kind == "Div" else constant_operand(node) if len(node.next_functions) < 2 or None in (
+            node.next_functions[0][0], node.next_functions[1][0]
+        ) else (node._saved_other if place == 0 else node._saved_self)  # fmt: skip
+        if operand is None or (isinstance(operand, Tensor) and operand.numel() != 1):
+            return None
+        if numel != own and numel != 1:
+            return None
+        value = way.value * (own // numel if numel else 1)
+        if not isinstance(operand, Tensor) or is_number(operand):
+            number = float(operand)
+            if kind == "Mul":
+                changes = {"value": value * number, "number": way.number * number}
+            else:
+                changes = {"value": value / number if number else 0.0, "number": way.number / number if number else 0.0}
+            return [(child, at, way.on(kind, **changes, is_divided=way.is_divided or kind == "Div"))]
+        operand = _wide(operand)
+        if kind == "Mul":
+            return [(child, at, way.on(kind, value=value * operand))]
+        share = torch.where(operand == 0, torch.zeros_like(operand), value / operand)
+        return [(child, at, way.on(kind, value=share, divisions=(*way.divisions, node), is_divided=True))]
+    return None
 
 
-def _of_each(node: Node, gradient: Tensor, rows: Rows) -> Tensor:
-    """What arrives at the losses that ``node`` has reduced; ``gradient``, where it is those losses."""
-    kind = kind_of(node)
-    if kind in CRITERIA and gradient.dim() == 0:
-        term = criterion_of(node, kind, ())
-        if term.is_readable:
-            return gradient if term.denominator is None else gradient / term.denominator
-    is_sum_of_magnitudes = (
-        kind in ("Norm", "LinalgVectorNorm") and getattr(node, "_saved_p", getattr(node, "_saved_ord", None)) == 1
+def _spread(value: Denominator, metadata: Any) -> Tensor:
+    """One number as a gradient of what an output is."""
+    number = torch.as_tensor(value, dtype=metadata.dtype, device=metadata.device)
+    return number.expand(tuple(map(int, metadata.shape)))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """One number in the widest type that its device has."""
+    tensor = tensor.detach().reshape(())
+    if tensor.is_complex():
+        tensor = tensor.real
+    return tensor.to(exact_dtype(tensor.device))
+
+
+def _run(
+    node: Node, kind: str, index: int, inputs: Sequence[tuple[int, Node, int]], way: _Way, is_scalar: bool
+) -> list[tuple[Node, int, _Way]]:
+    """Run the backward of ``node`` itself."""
+    if way.full is None:
+        metadata = node._input_metadata[index]
+        full = _spread(way.value, metadata)
+    else:
+        full = way.full
+    total = way.total
+    if kind in (*SUMS, *CONTRACTIONS, "Trace") and total is None and way.full is None:
+        total = way.value
+    places = len(node._input_metadata)
+    result = node(*(full if at == index else None for at in range(places)))
+    gradients = result if isinstance(result, tuple) else (result,)
+    found = []
+    for place, child, at in inputs:
+        gradient = gradients[place]
+        if gradient is None:
+            continue
+        shape = tuple(map(int, child._input_metadata[at].shape))
+        gradient = gradient if gradient.shape == shape else gradient.sum_to_size(shape)
+        if kind == "Div" and isinstance(divisor := getattr(node, "_saved_other", None), Tensor):
+            gradient = torch.where(divisor == 0, torch.zeros_like(gradient), gradient)
+        is_mean = way.is_mean or kind == "Mean"
+        divisions = (*way.divisions, node) if kind == "Div" else way.divisions
+        changes: dict[str, Any] = {"total": total, "is_mean": is_mean, "divisions": divisions}
+        changes["is_divided"] = way.is_divided or kind == "Div"
+        if gradient.numel() == 1:
+            found.append((child, at, way.on(kind, value=_wide(gradient), full=None, **changes)))
+        else:
+            if total is None:
+                changes["total"] = way.value if way.full is None and not is_scalar else None
+            found.append((child, at, way.on(kind, full=gradient, **changes)))
+    return found
+
+
+def _of_criterion(node: Node, kind: str, way: _Way) -> _Way:
+    """At the losses that a fused criterion has reduced."""
+    if node._saved_reduction != MEAN_REDUCTION:
+        value = way.value
+        if kind in ("NllLoss", "NllLoss2D"):  # a sum over labels that are all ignored
+            count = _wide(node._saved_total_weight)
+            value = _on_host(torch.where(count == 0, torch.zeros_like(count), value))
+        return way.on(kind, value=value, total=value if way.total is None else way.total)
+    count = CRITERIA[kind][1](node)
+    if isinstance(count, Tensor):
+        count = _wide(count)
+        value = _on_host(torch.where(count == 0, torch.zeros_like(count), way.value / count))
+    else:
+        value = way.value / count if count else 0.0
+    return way.on(kind, value=value, total=value if way.total is None else way.total, is_mean=True)
+
+
+def _on_host(value: Denominator) -> Denominator:
+    return value.item() if isinstance(value, Tensor) and value.is_cpu else value
+
+
+def _note(found: dict[Any, _Leaves], node: Node, kind: str, way: _Way) -> list[Any]:
+    """A loss is reached."""
+    is_penalty = is_of_parameters_only(node)
+    edge = (way.edge[0], way.edge[1])
+    if edge not in found:
+        path = (*way.path, *kinds_below(node), *("penalty",) * is_penalty)
+        words = CRITERIA[kind][0] if kind in CRITERIA else "mean" if way.is_mean else "sum" if way.total is not None else ""
+        words = PENALTY if is_penalty else words
+        found[edge] = _Leaves(zlib.crc32("/".join(path).encode()) << 8, words, way.place)
+    leaves = found[edge]
+    leaves.ways.append(way)
+    if way.full is None:
+        leaves.shares.append(way.value)
+    elif kind in ("NllLoss", "NllLoss2D"):
+        leaves.shares.append(torch.where(node._saved_target == node._saved_ignore_index, torch.zeros_like(way.full), way.full))
+    else:
+        leaves.shares.append(way.full)
+    return []
+
+
+def _term(leaves: _Leaves, key: int) -> Term:
+    way = leaves.ways[0]
+    losses = leaves.shares[0] if len(leaves.shares) == 1 and way.full is None else _one_of(leaves.shares)
+    totals = [one.total for one in leaves.ways if one.total is not None]
+    total = (totals[0] if len(totals) == 1 else _one_of(totals)) if len(totals) == len(leaves.ways) else float("nan")
+    return Term(
+        key,
+        leaves.words,
+        abs(losses),
+        abs(total),
+        number=abs(_same([one.number for one in leaves.ways])),
+        is_mean=all(one.is_mean for one in leaves.ways),
+        is_divided=any(one.is_divided for one in leaves.ways),
+        is_penalty=leaves.words == PENALTY,
+        edges=(way.edge,),
+        above=(way.above,),
+        divisions=tuple(dict.fromkeys(division for one in leaves.ways for division in one.divisions)),
     )
-    if gradient.dim() == 0 and not is_sum_of_magnitudes:
-        raise UnreadableLossError(f"{node.name()}, which is no sum")
-    if gradient.dim() > 0 and hides_a_reduction(node, rows):
-        raise UnreadableLossError(f"a sum of what is combined with a reduction over the batch by {node.name()}")
+
+
+def _same(numbers: Sequence[float]) -> float:
+    return numbers[0] if len(set(numbers)) == 1 else float("nan")
+
+
+def alike(terms: Sequence[Term], looped: Collection[int]) -> list[Term]:
+    """Penalties as one term, and as one each those of a kind of which some losses have more than others, as in a loop over rows.
+
+    Args:
+        terms: of a loss.
+        looped: the kinds, which are keys without their last 8 bits.
+    """
+    groups: dict[int, list[Term]] = {}
+    many = {term.key >> 8 for term in terms if term.key & 255 >= _MANY}
+    for term in terms:
+        key = 0 if term.is_penalty else term.key >> 8 << 8 if term.key >> 8 in looped or term.key >> 8 in many else term.key
+        groups.setdefault(key, []).append(term)
+    return [_joined(key, group) for key, group in groups.items()]
+
+
+_MANY = 16
+"""Terms of a kind that are one, whatever other losses have."""
+
+
+def _joined(key: int, terms: Sequence[Term]) -> Term:
+    first = terms[0]
+    if len(terms) == 1:
+        return first._replace(key=key)
+    return first._replace(
+        key=key,
+        losses=_one_of([term.losses for term in terms]),
+        total=_one_of([term.total for term in terms]),
+        number=_same([term.number for term in terms]),
+        edges=tuple(edge for term in terms for edge in term.edges),
+        above=tuple(above for term in terms for above in term.above),
+        divisions=tuple(division for term in terms for division in term.divisions),
+    )
+
+
+def _one_of(shares: Sequence[Denominator]) -> Denominator:
+    """The one size that all have which are not 0; 0 if all are 0, nan if there are several."""
+    if all(not isinstance(share, Tensor) for share in shares):
+        sizes = {abs(share) for share in shares if share}
+        return 0.0 if not sizes else max(sizes) if max(sizes) - min(sizes) <= 1e-12 * max(sizes) else float("nan")
+    device = next(share.device for share in shares if isinstance(share, Tensor))
+    dtype = exact_dtype(device)
+    eps = max(torch.finfo(share.dtype).eps for share in shares if isinstance(share, Tensor) and share.is_floating_point())
+    ends = []
+    for share in shares:
+        sizes = torch.as_tensor(share, device=device).detach()
+        sizes = _without_copies(sizes).abs()
+        if sizes.numel() == 0:
+            continue
+        most = sizes.amax()
+        ends += [most, torch.where(sizes == 0, most, sizes).amin()]
+    if not ends:
+        return 0.0
+    ends_of_all = torch.stack([end.to(dtype) for end in ends])
+    high = ends_of_all.amax()
+    low = torch.where(ends_of_all == 0, high, ends_of_all).amin()
+    return _on_host(torch.where(high - low <= 64 * eps * high, high, torch.full_like(high, torch.nan)))
+
+
+def _without_copies(gradient: Tensor) -> Tensor:
+    """One of the numbers of an expanded tensor that are the same in memory."""
+    for dim, (stride, size) in enumerate(zip(gradient.stride(), gradient.shape, strict=True)):
+        if stride == 0 and size > 1:
+            gradient = gradient.narrow(dim, 0, 1)
     return gradient
-
-
-def _ends_of(gradients: Sequence[Tensor]) -> tuple[float, float]:
-    """The largest and the smallest of all, but for their signs and those that are 0; nan where there are none."""
-    if not gradients:
-        return math.nan, math.nan
-    sizes = torch.cat([gradient.reshape(-1).abs().to(gradients[0].dtype) for gradient in gradients])
-    most = sizes.max() if len(sizes) else sizes.new_zeros(())
-    least = torch.where(sizes == 0, most, sizes).min() if len(sizes) else most
-    high, low = torch.stack((most, least)).tolist()
-    return high, low
-
-
-def _one_of(ends: tuple[float, float], tolerance: float) -> float:
-    """The one number that both are; nan where they differ."""
-    high, low = ends
-    return high if high - low <= tolerance * high else math.nan

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.dispatch import in_eager_mode
-from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import rounding
 from lightning_accum.failures import have_all_left
+from lightning_accum.prove import ALL, Measured
 from lightning_accum.randomness import NoiseOfRows, RandomState, dropout_switched_off
-from lightning_accum.weighing.safeguards import freeze_batch_norm
-from lightning_accum.weighing.verdict import MOST_ROWS, CannotCheckError, NoDenominatorError, UnsuitableRowsError
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
+from lightning_accum.weighing.safeguards import freeze_batch_norm, guard_against_zero
+from lightning_accum.weighing.shares import Term
+from lightning_accum.weighing.weight import Reading, Weigher, scale_terms
 from lightning_accum.wider import is_narrow, widened, widened_batch
 
 _T = TypeVar("_T")
@@ -35,7 +37,7 @@ _MOST_BYTES = 2**32
 
 
 class Restores(Protocol):
-    """How everything was, see :class:`lightning_accum.undo.Snapshot`."""
+    """How everything was, see :class:`lightning_accum.splitting.snapshot.Snapshot`."""
 
     def restore(self) -> None:
         """Put everything back."""
@@ -47,7 +49,9 @@ class Backward(Protocol):
     is_waited_for_in_forward: bool
     """Other ranks wait for each forward of this one."""
 
-    def gradients_of(self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+    def gradients_of(
+        self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
+    ) -> Sequence[Tensor | None]:
         """The gradients of ``share`` times a loss, which are left nowhere."""
 
     def forget_forward(self) -> None:
@@ -67,7 +71,7 @@ class Trial:
     Args:
         module: that is trained.
         training_step: runs it on a batch, and logs nothing. Returns what ``training_step`` returned.
-        take_snapshot: keeps what it changes; see :class:`lightning_accum.undo.Undo`.
+        take_snapshot: keeps what it changes; see :class:`lightning_accum.splitting.snapshot.StateSnapshotter`.
         backward: of the engine that runs the module.
         largest: of the numbers of all ranks.
         dtype: that the module is tried in, if not in its own.
@@ -90,6 +94,8 @@ class Trial:
         self._dtype = dtype
         self._trained: list[nn.Parameter] = []
         self._has_gradients = True
+        self.has_drawn = False
+        """The step has drawn random numbers that are not those of its rows."""
         self._snapshot: Restores | None = None
         self._mode = TrialMode((), _EPS if dtype is None else _EPS_OF_ROUNDED)
 
@@ -229,11 +235,11 @@ class Trial:
         self.restore()
         return float(self.step(batch()).detach())
 
-    def restore(self, rows: tuple[int, int, int] | None = None) -> None:
+    def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Have the next step begin as the first did; for ``rows`` see :meth:`NoiseOfRows.restart`."""
         assert self._snapshot is not None
         self._snapshot.restore()
-        self._mode.restore(rows)
+        self._mode.restore(rows, total)
 
     @property
     def draws_unlike_numbers(self) -> bool:
@@ -253,25 +259,92 @@ class Trial:
             raise UnsuitableRowsError("training_step returns None for some of the first rows")
         return loss
 
-    # --- one comparison ---------------------------------------------------------------------------------------------
+    # --- one run ----------------------------------------------------------------------------------------------------
 
-    def gradients(self, loss: Tensor, share: float, scale: float = 1.0) -> dict[int, Tensor]:
+    def measure(
+        self, batch: Callable[[], Any], weigher: Weigher, rows: Sequence[int] | None, total: int, scale: float = 1.0
+    ) -> Measured:
+        """Run the step on some rows, once, and measure each term of its loss. Called on all ranks.
+
+        Args:
+            batch: makes them.
+            weigher: reads the loss.
+            rows: their places among the rows of the whole, which random numbers belong to; None if that is not known.
+            total: rows of the whole.
+            scale: what the backward begins with, and gradients are divided by: a hook that clips them shows by it.
+
+        Raises:
+            CannotCheckError: it cannot be run. On all ranks.
+        """
+        loss, reading = self.together(lambda: self._run(batch, weigher, rows, total))
+        terms, function = reading.terms, None if reading.function is None else reading.function.function
+        of_terms, value = {term.key: _on_host(term) for term in terms}, float(loss.detach())
+        measured = Measured(value, of_terms, {}, function, batch, None if rows is None else len(rows))
+        if self.backward.is_waited_for_in_forward:  # gradients are reduced over the ranks, each with its own factor
+            self.together(lambda: self.gradients(loss, 0.0))
+            names = [{term.key} for term in terms]
+
+            def rerun(key: int, factor: float) -> dict[int, Tensor]:
+                loss, reading = self.together(lambda: self._run(batch, weigher, rows, total))
+                scale_terms(reading.terms, [float(key in (ALL, *own)) for own in names[: len(reading.terms)]])
+                if reading.function is not None:
+                    reading.function.leave_out(loss)
+                is_there = key == ALL or any(key in own for own in names)
+                return self.together(lambda: self.gradients(loss, factor * scale if is_there else 0.0, scale))
+
+            measured.rerun, measured.names = rerun, names
+            return measured
+        if reading.function is not None:
+            reading.function.leave_out(loss)
+        measured.gradients = self.together(lambda: self._gradients_of_terms(loss, terms, scale))
+        return measured
+
+    def _gradients_of_terms(self, loss: Tensor, terms: Sequence[Term], scale: float) -> dict[int, dict[int, Tensor]]:
+        set_factors = scale_terms(terms, [1.0] * len(terms)) if len(terms) > 1 else None
+        found: dict[int, dict[int, Tensor]] = {}
+        for place, term in enumerate(terms):
+            if set_factors is not None:
+                set_factors([float(at == place) for at in range(len(terms))])
+            found[term.key] = self.gradients(loss, scale, scale, keeps_graph=place < len(terms) - 1)
+        return found
+
+    def _run(self, batch: Callable[[], Any], weigher: Weigher, rows: Sequence[int] | None, total: int) -> tuple[Tensor, Reading]:
+        self.restore(rows, total)
+        before = self.random_state()
+        try:
+            try:
+                loss = self.step(batch())
+            except Exception:
+                self.backward.forget_forward()
+                raise
+        finally:
+            self.has_drawn |= before.torch_has_drawn() or before.others_have_drawn()
+        if not loss.requires_grad:
+            raise CannotCheckError("the loss of the first rows needs no gradient")
+        if loss.grad_fn is None:
+            return loss, Reading([])
+        reading = weigher.read(loss)
+        guard_against_zero(reading.terms)
+        return loss, reading
+
+    def gradients(self, loss: Tensor, share: float, scale: float = 1.0, keeps_graph: bool = False) -> dict[int, Tensor]:
         """The gradients of ``share`` times a loss, by parameter: some of their elements, in double precision.
 
         Args:
             loss: with its graph.
-            share: what its backward begins with, times
-            scale: that gradients are divided by afterwards, as at the end of a window: a hook that clips them shows by it.
+            share: what its backward begins with.
+            scale: that gradients are divided by afterwards.
+            keeps_graph: there is another backward.
         """
         if not (self._trained and self._has_gradients):
             return {}
         try:
             with self._mode:
-                gradients = self.backward.gradients_of(loss, share * scale, self._trained)
+                gradients = self.backward.gradients_of(loss, share, self._trained, keeps_graph)
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
                 raise
-            self._has_gradients = False  # reentrant checkpointing has no way to it; losses and weights are compared all the same
+            self._has_gradients = False  # reentrant checkpointing has no way to it
             return {}
         most = min(_SAMPLED, max(64, _SAMPLED_OF_ALL // len(self._trained)))
         return {index: _sample(gradient, most) / scale for index, gradient in enumerate(gradients) if gradient is not None}
@@ -290,8 +363,6 @@ class Trial:
             result = function()
         except CannotCheckError as error:
             problem = error
-        except UnreadableLossError:
-            problem = NoDenominatorError("the graph of the loss shows no denominator")  # the first micro-batch says more
         except Exception as error:
             cause = error
             problem = CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}")
@@ -325,6 +396,12 @@ class Trial:
             stack.enter_context(in_eager_mode())
             yield
         self._snapshot = None
+
+
+def _on_host(term: Term) -> Term:
+    """With shares that are numbers, and without its graph."""
+    losses, total = float(term.losses), float(term.total)
+    return term._replace(losses=losses, total=total, edges=(), above=(), divisions=())
 
 
 @contextmanager
@@ -389,9 +466,9 @@ class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_
             if parameter.device.type != "meta":
                 self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
 
-    def restore(self, rows: tuple[int, int, int] | None = None) -> None:
+    def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Put back what was written into, and draw the same random numbers again."""
-        self.restart(rows)
+        self.restart(rows, total)
         with torch.no_grad():
             for parameter, value in self._written:
                 parameter.data.copy_(value)

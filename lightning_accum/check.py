@@ -1,0 +1,609 @@
+"""The check of the first batches: before the first step, whether what a window does adds up on the user's own module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_accum.errors import DoesNotAddUpError, JointLossError
+from lightning_accum.exact import exact_dtype, rounding_of_gradients
+from lightning_accum.prove import ALL, Fit, Look, Measured, aliases, fits, keys_of, looped, modes_to_try, ratios
+from lightning_accum.splitting.few_rows import FewRows, SplitRows
+from lightning_accum.sync import GradientSync
+from lightning_accum.trial import Trial
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
+from lightning_accum.weighing import advice
+from lightning_accum.weighing.adoption import adopted, counts_of
+from lightning_accum.weighing.modes import MEAN, MODES, ONCE, SUM, TOTAL, Mode
+from lightning_accum.weighing.shares import Term
+from lightning_accum.weighing.weight import Weigher, name_of, words_of
+
+if TYPE_CHECKING:
+    from lightning_accum.accumulation import Accumulation
+
+MOST_BATCHES = 8
+"""Loader batches that are looked at until there were enough rows."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is checked.
+
+    Attributes:
+        module: that is trained.
+        step: runs it on a batch, and logs nothing.
+        accumulation: takes the verdict.
+        sync: gives out gradients.
+        snapshotter: keeps what a step changes, to restore it.
+        samples: how many of them the loader puts into a batch; empty where it does not say so.
+        is_window_long: a window may have several loader batches.
+        may_count_first: the terms of a window can be counted before it runs.
+    """
+
+    module: nn.Module
+    step: Callable[[Any], Any]
+    accumulation: Accumulation
+    sync: GradientSync
+    snapshotter: Any
+    samples: Collection[int]
+    is_window_long: bool
+    inform: Callable[[str], None]
+    may_count_first: bool = False
+
+    def trial(self) -> Trial:
+        """Runs it on some rows, and leaves everything as it was."""
+        take_snapshot = partial(self.snapshotter.take, watches_parameters=False)
+        return Trial(self.module, self.step, take_snapshot, self.sync, self.largest)
+
+    def largest(self, number: float) -> float:
+        """Of the numbers of all ranks. Called on all of them."""
+        return self.accumulation.ranks.largest(number)[0]
+
+    def on_any(self, claim: bool) -> bool:
+        """Whether it is so on any rank. Called on all of them."""
+        return self.largest(float(claim)) > 0
+
+    def of_all(self, value: Any) -> list[Any]:
+        """What each rank has. Called on all of them."""
+        ranks = self.accumulation.ranks
+        return [value] if ranks.world_size == 1 else [ranks.share(value, rank) for rank in range(ranks.world_size)]
+
+
+def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
+    """Check a loader batch. Called on all ranks at each loader batch, until enough rows were looked at on all.
+
+    Loader batches of few rows show little, so of a window that has several, others are looked at too, before its step: each
+    together with the rows of the one before it.
+
+    Args:
+        checked: what is checked.
+        batches: the loader batch; empty where this rank has none.
+
+    Raises:
+        DoesNotAddUpError: the parts of the batch, weighed, are not the batch. On all ranks.
+        JointLossError: the loss takes the rows of all ranks, in a window of several loader batches.
+    """
+    accumulation, before = checked.accumulation, checked.accumulation.verdict
+    accumulation.may_count_first = checked.may_count_first
+    if before is not None and before.looked_at > 1 and not accumulation.position:
+        _end(checked)  # the window of the rows that were looked at has taken its step
+        return
+    if checked.sync.is_waited_for_in_forward and accumulation.position:
+        return  # the engine has gradients of its own, until the window ends
+    accumulation.checks_left -= 1
+    try:
+        _Check(checked, _agree_on_rows(checked, batches)).run()
+    except CannotCheckError as reason:
+        known = before is not None and before.deviation is not None
+        accumulation.verdict = before if known else Verdict.unknown(reason)
+        if not known and not (accumulation.checks_left and Verdict.unknown(reason).may_try_again):
+            accumulation.checks_left = 0
+            _warn_that_it_is_unchecked(accumulation)
+
+
+def check_doubted(checked: Checked) -> None:
+    """Check micro-batches of a window whose losses have terms that were not checked, before its step. Called on all ranks.
+
+    Raises:
+        DoesNotAddUpError: they do not add up together with rows that were checked. On all ranks.
+    """
+    accumulation = checked.accumulation
+    doubted, accumulation.doubted = accumulation.doubted, None
+    rows = accumulation.checked_rows if doubted is None else doubted
+    if checked.on_any(rows is None):
+        return
+    checked.sync.reshard()
+    trial, counts_first = checked.trial(), accumulation.weigher.counts_first
+    try:
+        own = trial.together(lambda: FewRows(rows, checked.samples))
+        with suppress(CannotCheckError):
+            own = trial.together(lambda: own.by_turns(FewRows(accumulation.checked_rows, checked.samples)))
+        modes = dict(accumulation.weigher.modes)
+        numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
+        _Check(checked, _Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
+    except CannotCheckError as reason:
+        accumulation.warn_once(
+            f"The loss of a micro-batch has terms that the batches which were checked had not, and they could not be checked: {reason}."
+        )
+        return
+    weigher = accumulation.weigher
+    is_other = any(weigher.modes[key] != mode for key, mode in modes.items())
+    if not counts_first and (weigher.counts_first or is_other):
+        accumulation.leave_out_window()
+        accumulation.warn_once(
+            "The loss has got terms that the batches which were checked had not, and they have weights of their own. The window in"
+            " which they were seen first is left out: there is no optimizer step for it. From the next on each term is weighted by its"
+            " own count."
+        )
+
+
+def _warn_that_it_is_unchecked(accumulation: Accumulation) -> None:
+    """Whatever windows add up to, nobody knows."""
+    assert accumulation.verdict is not None
+    accumulation.warn_once(
+        f"It could not be checked that micro-batches add up to their batch: {accumulation.verdict.seen}. Compare a step with that"
+        " of its full batch by verify(module, data), or pass check=False if you know that it is right."
+    )
+
+
+def _end(checked: Checked) -> None:
+    """Enough was looked at. What is known now, and was not when training began, is said."""
+    accumulation = checked.accumulation
+    if accumulation.checks_left < MOST_BATCHES - 1 and accumulation.verdict is not None:
+        checked.inform(f"GradientAccumulation: {accumulation.verdict}.")
+    accumulation.checks_left = 0
+
+
+# --- which rows ---------------------------------------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """The rows of this rank, of which all ranks look at as many: they may wait for each other in each step.
+
+    Attributes:
+        found: those of this rank, with those of the loader batch before.
+        fewest: of the loader batch, on the rank that has the fewest.
+        number: of all that are looked at, on the rank that has the most.
+        size: of a micro-batch; of the larger loader batch where each is one.
+        are_single: each loader batch is one row.
+    """
+
+    found: FewRows | SplitRows
+    fewest: int
+    number: int
+    size: int
+    are_single: bool
+
+
+def _agree_on_rows(checked: Checked, batches: Sequence[Any]) -> _Rows:
+    """The rows that are looked at. Called on all ranks.
+
+    Raises:
+        CannotCheckError: a rank has none. On all ranks.
+    """
+    accumulation, sync = checked.accumulation, checked.sync
+    policy = accumulation.policy
+    size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
+    if size is None and (plan := accumulation.plan) is not None and plan.is_read:
+        size = plan.pieces[0].count  # of the longest rows
+    found: FewRows | SplitRows | None = None
+    reason: CannotCheckError = UnsuitableRowsError("a rank has no batch of enough rows")
+    try:
+        found = _rows_of(checked, batches, size)
+    except CannotCheckError as error:
+        reason = error
+    of_batch, number, at_once = (0, 0, 0) if found is None else (found.of_batch, found.number, found.at_once)
+    numbers = accumulation.ranks.largest(-of_batch, number, -(size or math.inf), at_once)
+    fewest, number, at_once = -int(numbers[0]), int(numbers[1]), int(numbers[3])
+    # where a step that was written for single rows can be taken back
+    if found is None or fewest < (1 if sync.can_forget_forward else 2):
+        raise reason
+    sync.reshard()
+    is_whole = policy.micro_batch is None
+    return _Rows(found, fewest, number, at_once if is_whole or numbers[2] == -math.inf else -int(numbers[2]), is_whole and at_once == 1)
+
+
+def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewRows | SplitRows | None:
+    """The rows of a loader batch; None where there is no batch.
+
+    Raises:
+        CannotCheckError: there are none that can be looked at.
+    """
+    accumulation, module = checked.accumulation, checked.module
+    if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
+        raise UnsuitableRowsError("lazy layers are made by the first batch")
+    if not batches or accumulation.is_shadow_batch:
+        return None
+    if accumulation.policy.split is not None:
+        return SplitRows(batches[0], accumulation.policy.split, size)
+    before = [] if accumulation.checked_rows is None else [accumulation.checked_rows]
+    found = FewRows(batches[0], checked.samples, before)
+    if accumulation.row_wise is not None and found.of_batch < 2:
+        raise UnsuitableRowsError("the first batch has 1 row")
+    return found
+
+
+# --- what is looked at --------------------------------------------------------------------------------------------------
+
+
+class _Found(NamedTuple):
+    """What was found in some rows, on all ranks.
+
+    Attributes:
+        verdict: that of this rank.
+        adds_up: on all.
+        weigher: with how each term is weighed.
+        constants: what the weights of a term have in them beside what adds up.
+        terms: of the losses.
+        mend: an argument that makes it add up, if one was found.
+        fitting: what each term weighs in the whole, by each mode that adds up.
+    """
+
+    verdict: Verdict
+    adds_up: bool
+    weigher: Weigher
+    constants: dict[int, float]
+    terms: dict[int, Term]
+    mend: str | None = None
+    fitting: dict[int, dict[Mode, float]] = {}
+
+
+class _Check:
+    """Looks at one loader batch, by all ranks together. It leaves the module as it was (``Trial.held``)."""
+
+    def __init__(self, checked: Checked, rows: _Rows, is_later: bool = False) -> None:
+        self._checked, self._accumulation, self._rows = checked, checked.accumulation, rows
+        self._is_later = is_later
+        self._trial = checked.trial()
+        self._weight = self._accumulation.policy.weight
+
+    def run(self) -> None:
+        """Have windows weigh as the parts were found to add up.
+
+        Raises:
+            CannotCheckError: nothing could be found out. On all ranks.
+            DoesNotAddUpError: they do not add up, on any rank.
+        """
+        checked, accumulation, rows = self._checked, self._accumulation, self._rows
+        before = accumulation.verdict if accumulation.verdict and accumulation.verdict.deviation is not None else None
+        if accumulation.row_wise is not None and before is None:
+            self._look_at_other_ranks()
+            if accumulation.has_joint_loss:
+                return  # parts of a batch say nothing
+        found = self._find(rows)
+        if not found.adds_up and rows.are_single:
+            if accumulation.verdict is None or accumulation.verdict.seen != advice.OF_ONE_ROW:
+                accumulation.warn_once(advice.of_one_row(found.verdict, self._weight))
+            accumulation.verdict = Verdict(None, seen=advice.OF_ONE_ROW)
+            return
+        if not found.adds_up and isinstance(rows.found, FewRows) and rows.number > rows.found.of_batch and not self._is_later:
+            # of batches that go together as they are, such as those of several tasks, each alone may add up
+            joined, found = found, self._find(rows._replace(found=rows.found.alone(), number=int(checked.largest(rows.found.of_batch))))
+            if found.adds_up:
+                accumulation.warn_once(advice.of_joined(joined.verdict))
+        if not found.adds_up:
+            self._refuse(found)
+        self._adopt(found, before)
+
+    def _adopt(self, found: _Found, before: Verdict | None) -> None:
+        checked, accumulation, rows = self._checked, self._accumulation, self._rows
+        weigher, own = accumulation.weigher, found.weigher
+        self._keep_units(weigher, found)
+        weigher.modes = {**weigher.modes, **own.modes}
+        for key, mode in own.modes.items():
+            fitting = found.fitting.get(key, {})
+            other = next((other for other in (TOTAL, MEAN) if other in fitting and other != mode and mode in fitting), None)
+            if other is not None:
+                weigher.others[key] = (other, fitting[mode] / fitting[other] * weigher.units.get(key, 1.0))
+        weigher.ratios = {**weigher.ratios, **own.ratios}
+        weigher.looped, weigher.aliases = own.looped, own.aliases
+        constant = next(iter(found.constants.values()), 0.0)
+        accumulation.window.constant = None if own.counts_first or len(found.terms) > 1 else constant or None
+        if own.counts_first and not weigher.counts_first:
+            accumulation.count_first([*own.modes])
+        if accumulation.window.counted is not None:
+            accumulation.window.counted.constants = found.constants
+        accumulation.stops_counting = weigher.counts_first and not own.counts_first
+        is_open = checked.on_any(found.verdict.deviation is None)
+        looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)
+        looked_at = (0 if is_open else looked_at) + (0 if before is None else before.looked_at)
+        deviation = checked.largest(found.verdict.deviation or 0.0)
+        verdict = replace(found.verdict, looked_at=looked_at, deviation=None if is_open else deviation)
+        if is_open:
+            verdict = before or (found.verdict if found.verdict.deviation is None else Verdict(None, seen="another rank could not be"))
+        elif before is not None:
+            verdict = replace(verdict, deviation=max(deviation, before.deviation or 0.0))
+        accumulation.verdict = verdict
+        if self._is_later:
+            return
+        if isinstance(rows.found, FewRows):
+            accumulation.checked_rows = rows.found.kept
+        is_cut = accumulation.splitting is not None or checked.is_window_long
+        if is_cut and before is None and not is_open:
+            self._warn_of_state()
+        if not accumulation.checks_left or not checked.on_any(verdict.may_try_again):
+            if verdict.deviation is None:
+                _warn_that_it_is_unchecked(accumulation)
+            _end(checked)
+
+    def _keep_units(self, weigher: Weigher, found: _Found) -> None:
+        """A term may be weighed in another way than before, which rows of now have shown: in the unit of then."""
+        for key, mode in found.weigher.modes.items():
+            before = self._accumulation.fitting.get(key, {})
+            if weigher.modes.get(key, mode) != mode and mode in before and not callable(mode):
+                weigher.units[key] = before[weigher.modes[key]] / before[mode] * weigher.units.get(key, 1.0)
+        self._accumulation.fitting = found.fitting
+
+    def _look_at_other_ranks(self) -> None:
+        """Find out whether the loss takes the rows of all ranks together."""
+        accumulation, rows = self._accumulation, self._rows.found
+        if accumulation.ranks.world_size == 1:
+            return
+        assert isinstance(rows, FewRows)
+        try:
+            is_joint = self._trial.takes_rows_of_other_ranks(rows.two(self._rows.number), accumulation.ranks.rank)
+        except CannotCheckError as problem:
+            if not self._checked.on_any(isinstance(problem, UnsuitableRowsError)):  # other rows may show it
+                accumulation.checks_left = 0
+            raise
+        if is_joint:
+            accumulation.verdict = Verdict(None, seen="the loss takes the rows of all ranks together")
+            accumulation.has_joint_loss, accumulation.checks_left = True, 0
+            if accumulation.boundary.size != 1:
+                raise JointLossError(advice.OF_SEVERAL_BATCHES)
+
+    def _warn_of_state(self) -> None:
+        """Buffers and attributes that change with each micro-batch, such as running statistics, change the loss of the next."""
+        rows = self._rows.found
+        whole = rows.whole if isinstance(rows, SplitRows) else partial(rows.take, range(min(rows.number, MOST_ROWS)))
+        with suppress(CannotCheckError):
+            if changed := self._trial.changed_buffers(whole):
+                self._accumulation.warn_once(advice.of_buffers(changed))
+            if difference := self._trial.change_by_attributes(whole):
+                self._accumulation.warn_once(advice.of_attributes(difference))
+
+    # --- measuring ------------------------------------------------------------------------------------------------------
+
+    def _find(self, rows: _Rows) -> _Found:
+        """In double precision if the module runs in it, else in single precision, else in its own type: rounding hides breaks."""
+        for dtype in dict.fromkeys((exact_dtype(self._trial.device), torch.float32)):
+            with suppress(CannotCheckError):
+                found = self._find_in(self._trial.widened(dtype), rows)
+                if not self._checked.on_any(found.verdict.deviation is None):
+                    return found
+        return self._find_in(self._trial, rows)
+
+    def _find_in(self, trial: Trial, rows: _Rows) -> _Found:
+        weigher = Weigher(self._weight)
+        weigher.looped, weigher.aliases = self._accumulation.weigher.looped, dict(self._accumulation.weigher.aliases)
+        with trial.held():
+            looks = self._looks(trial, rows, weigher)
+            found = self._decide(looks, weigher, trial)
+            if found.adds_up:
+                return found
+            if not self._accumulation.splitting and not self._checked.is_window_long and self._checked.on_any(trial.has_waited):
+                raise CannotCheckError("training_step gathers from other ranks")
+            if self._checked.on_any(trial.has_drawn):
+                raise CannotCheckError("training_step draws random numbers that are others for each batch")
+            first = looks[0].whole
+            again = trial.measure(first.batch, weigher, None if first.rows is None else range(first.rows), first.rows or 0)
+            if self._checked.on_any(abs(again.loss - first.loss) > trial.tolerance * abs(first.loss)):
+                raise CannotCheckError("training_step gives the same rows another loss each time")
+            return found
+
+    def _looks(self, trial: Trial, rows: _Rows, weigher: Weigher) -> list[Look]:
+        found = rows.found
+        if isinstance(found, SplitRows):
+            whole = trial.measure(found.whole, weigher, None, 0)
+            return [Look(whole, [trial.measure(part, weigher, None, 0, MOST_ROWS) for part in found.parts], [1] * found.number)]
+        number = max(2, min(rows.number, MOST_ROWS, 2 if rows.size == 1 else max(4, rows.size)))
+        base = [*range(number)]
+        most = min(rows.number, MOST_ROWS)
+        looks = self._looks_at(trial, found, weigher, base, most, by_row=True)
+        if self._checked.on_any(trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
+            looks = self._looks_at(trial, found, weigher, base, most, by_row=False)
+        of_training = int(-self._checked.largest(-min(found.of_batch, rows.size)))
+        if of_training > number:  # what few rows cannot show
+            halves = [[*range(of_training // 2)], [*range(of_training // 2, of_training)]]
+            whole, *parts = (
+                trial.measure(partial(found.take, part), weigher, part, of_training, scale)
+                for part, scale in (([*range(of_training)], 1.0), *((half, float(MOST_ROWS)) for half in halves))
+            )
+            if not self._checked.on_any(trial.draws_unlike_numbers):
+                looks.append(Look(whole, parts, [len(half) for half in halves]))
+        return looks
+
+    def _looks_at(self, trial: Trial, found: FewRows, weigher: Weigher, base: list[int], most: int, by_row: bool) -> list[Look]:
+        number, checked = len(base), self._checked
+
+        def measure(rows: list[int], make: Callable[[], Any] | None = None, scale: float = MOST_ROWS) -> Measured:
+            return trial.measure(make or partial(found.take, rows), weigher, rows if by_row else None, number, scale)
+
+        whole = measure(base, scale=1.0)
+        alone = [measure([row]) for row in base]
+        looks = [Look(whole, alone, [1] * number)]
+        for row in range(number, most):  # beside those that fit into memory at once: whether terms are in proportion
+            one = measure([row], scale=1.0) if not by_row else trial.measure(partial(found.take, [row]), weigher, None, 0)
+            looks.append(Look(one, [one], [1]))
+        if number > 2:  # a loss that goes by a statistic of its batch is another one for small losses
+            few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, number // 2 - 1)])
+            others = [row for row in base if row not in few]
+            looks.append(Look(whole, [measure(few), measure(others)], [len(few), len(others)]))
+        times = min(number, 4)  # one that goes by how often something is in its batch
+        looks.append(Look(measure([0] * times, scale=1.0), [alone[0]] * times, [1] * times))
+        if found.of_others:
+            kinds = [[row for row in base if (row in found.of_others) == is_other] for is_other in (False, True)]
+            looks.append(Look(whole, [measure(kind) for kind in kinds if kind], [len(kind) for kind in kinds]))
+        if number > 2 and checked.on_any(found.emptied(base, (0, 1)) is not None):
+            emptied, rest = (partial(self._emptied, found, rows) for rows in (base, [0, 1]))
+            looks.append(Look(measure(base, emptied, 1.0), [measure([0, 1], rest), *alone[2:]], [2, *[1] * (number - 2)]))
+        return looks
+
+    @staticmethod
+    def _emptied(found: FewRows, rows: Sequence[int]) -> Any:
+        emptied = found.emptied(rows, (0, 1))
+        return found.take(rows) if emptied is None else emptied
+
+    # --- deciding -------------------------------------------------------------------------------------------------------
+
+    def _name(self, looks: Sequence[Look], weigher: Weigher) -> None:
+        """Have the terms that are the same in all losses have the same keys, on all ranks."""
+        measured = [one for look in looks for one in (look.whole, *look.parts)]
+        weigher.looped = weigher.looped.union(*self._checked.of_all(looped(measured)))
+        for one in measured:
+            one.join(weigher.looped)
+        for of_rank in self._checked.of_all(aliases(measured)):
+            weigher.aliases |= of_rank
+        for one in measured:
+            one.rename(weigher.aliases)
+
+    def _decide(self, looks: Sequence[Look], weigher: Weigher, trial: Trial) -> _Found:
+        """How each term is weighed; the same on all ranks."""
+        eps, checked, weight = trial.eps, self._checked, self._weight
+        self._name(looks, weigher)
+        own = keys_of(looks)
+        terms: dict[int, Term] = {}
+        for of_rank in checked.of_all(own):
+            for key, term in of_rank.items():
+                terms.setdefault(key, term)
+        if weight == "auto":
+            chosen = {key: self._fit(looks, key, modes_to_try(term), eps) for key, term in terms.items()}
+            failed = {key >> 8 for key, fit in chosen.items() if fit.mode is None and not fit.is_open}
+            if failed & {key >> 8 for key in terms if key & 255} - weigher.looped:  # alike ones together, as halves of a batch
+                weigher.looped |= failed
+                return self._decide(looks, weigher, trial)
+            for key, fit in chosen.items():
+                if fit.mode is None and not fit.is_open:
+                    chosen[key] = self._adopted(looks, key, eps) or fit
+        elif isinstance(weight, tuple):
+            of_batch = [key for key, term in terms.items() if not term.is_penalty]
+            if len(of_batch) != len(weight):
+                raise CannotCheckError(f"the loss has {len(of_batch)} terms that depend on the batch, and there are {len(weight)} weights")
+            chosen = {key: self._fit(looks, key, (mode,), eps) for key, mode in zip(of_batch, weight, strict=True)}
+        else:
+            chosen = {ALL: self._fit(looks, ALL, (weight,), eps)}
+        wrong = [fit for fit in chosen.values() if fit.mode is None and not fit.is_open]
+        worst = max(wrong or [*chosen.values()], key=lambda fit: fit.deviation.size, default=None)
+        if worst is None or not (wrong or any(fit.deviation.has_evidence and not fit.is_open for fit in chosen.values())):
+            raise UnsuitableRowsError("the first rows have no gradient, or do not show whether the loss is a mean or a sum")
+        size, tolerance = worst.deviation.size, rounding_of_gradients(eps)
+        verdict = Verdict(max(size, 2 * tolerance) if wrong else size, tolerance, worst.deviation.seen, tuple(worst.deviation.rows))
+        mend = None
+        if wrong:
+            mend = self._weight_that_adds_up(looks, terms, weigher, trial)
+        elif weight == "auto":
+            weigher.modes = {key: fit.mode for key, fit in chosen.items() if fit.mode is not None}
+            refused = self._combine(looks, weigher, terms)
+            if refused is not None:
+                return _Found(replace(verdict, deviation=math.inf, seen=refused[1]), False, weigher, {}, terms, refused[0])
+        constants = {key: fit.constant for key, fit in chosen.items() if fit.constant}
+        fitting = {}
+        if weight == "auto" and not wrong:
+            fitting = {key: self._weights(looks, key, terms[key], eps) for key in terms}
+        return _Found(verdict, not wrong, weigher, constants, terms, mend, fitting)
+
+    def _weights(self, looks: Sequence[Look], key: int, term: Term, eps: float) -> dict[Mode, float]:
+        """What it weighs in the whole, by each mode that adds up."""
+        right = [fit.mode for mode in MODES for fit in fits(looks, key, (mode,), eps) if fit.mode is not None]
+        weights = {mode: looks[0].whole.weight(key, mode) for mode in right}
+        return {mode: weight for mode, weight in weights.items() if weight and math.isfinite(weight)}
+
+    def _fit(self, looks: Sequence[Look], key: int, modes: Iterable[Mode], eps: float) -> Fit:
+        """The first way in which a term adds up on all ranks."""
+        checked, found = self._checked, list[tuple[Mode, Fit, float]]()
+        for mode in modes:
+            (own,) = fits(looks, key, (mode,), eps)
+            code = 2.0 if own.mode is None else float(own.deviation.has_evidence)
+            found.append((mode, own, checked.largest(code)))
+        right = [(mode, own) for mode, own, code in found if code == 1]
+        known = self._accumulation.weigher.modes.get(key)
+        if len({mode == SUM for mode, _ in right}) > 1 and known is None:
+            return right[0][1]._replace(is_open=True)
+        for mode, own in right:
+            if known is None or mode == known:
+                constant = checked.largest(own.constant)
+                return own._replace(mode=mode, constant=constant)
+        if any(code == 0 for *_, code in found):
+            return found[0][1]._replace(mode=known, is_open=True)
+        if right:
+            return right[0][1]._replace(mode=right[0][0], constant=checked.largest(right[0][1].constant))
+        return min((own for _, own, _ in found), key=lambda own: (own.mode is not None, own.deviation.size))._replace(mode=None)
+
+    def _adopted(self, looks: Sequence[Look], key: int, eps: float) -> Fit | None:
+        """Counts of the batch by which a term adds up."""
+        whole = looks[0].whole.batch()
+        counts = self._checked.of_all(counts_of(whole))[0]
+        right = []
+        for count in counts:
+            try:
+                fit = self._fit(looks, key, (count,), eps)
+            except (KeyError, IndexError, TypeError, AttributeError):
+                continue
+            if fit.mode is not None and not fit.is_open:
+                right.append(fit)
+        if not right:
+            return None
+        first, *others = right
+        alike = [first]
+        for fit in others:  # several may fit that are not in proportion, where a gradient is the same for all rows
+            least, most = ratios(looks, (key, first.mode), (key, fit.mode))  # type: ignore[arg-type]
+            if not self._checked.on_any(not most - least <= 1e-9 * most):
+                alike.append(fit)
+        mode = adopted([fit.mode for fit in alike], whole)
+        return None if mode is None else first._replace(mode=mode)
+
+    def _combine(self, looks: Sequence[Look], weigher: Weigher, terms: dict[int, Term]) -> tuple[str, str] | None:
+        """One weight for all terms, if they are in proportion; else they are counted first. Returns what to do if they cannot be."""
+        checked = self._checked
+        modes = {key: mode for key, mode in weigher.modes.items() if mode != ONCE}
+        if len(modes) < 2 and (len(weigher.modes) < 2 or SUM not in modes.values()):
+            return None
+        main = next((key for key in modes if terms[key].words == "cross entropy"), next(iter(modes), None))
+        has_sum = any(mode == SUM for mode in modes.values())
+        is_one = main is not None and not (has_sum and (len(set(modes.values())) > 1 or len(weigher.modes) > len(modes)))
+        for key, mode in modes.items() if is_one and not has_sum else ():
+            assert main is not None
+            least, most = ratios(looks, (main, modes[main]), (key, mode))
+            least, most = -checked.largest(-least), checked.largest(most)
+            if least == math.inf:  # neither was there
+                continue
+            weigher.ratios[key] = most
+            is_one &= math.isfinite(most) and most - least <= 1e-9 * most
+            is_one &= self._rows.number >= MOST_ROWS or isinstance(self._rows.found, SplitRows)  # few may be so by chance
+        if is_one:
+            return None
+        weigher.counts_first = True
+        if checked.may_count_first or not (checked.is_window_long or self._accumulation.splitting is not None):
+            return None
+        names = ", ".join(words_of(terms[key], mode).partition(",")[0] for key, mode in modes.items())
+        return f"weight=[...], with a weight for each of its terms ({names})", f"its terms ({names}) have weights of their own"
+
+    def _weight_that_adds_up(self, looks: Sequence[Look], terms: dict[int, Term], weigher: Weigher, trial: Trial) -> str | None:
+        """An argument with which the parts add up, in words."""
+        if self._weight == "auto" or isinstance(self._weight, tuple):
+            return None
+        chosen = {key: self._fit(looks, key, modes_to_try(term), trial.eps) for key, term in terms.items()}
+        if all(fit.mode is not None and not fit.is_open for fit in chosen.values()):
+            return 'weight="auto"'
+        return None
+
+    def _refuse(self, found: _Found) -> None:
+        """Raise what does not add up."""
+        checked, accumulation, verdict = self._checked, self._accumulation, found.verdict
+        policy = accumulation.policy
+        weight = ", ".join(words_of(term, MEAN) for term in found.terms.values()) if self._weight == "auto" else name_of(self._weight)
+        message = advice.of_losses(verdict, weight or "auto", found.mend, policy.row_wise, accumulation.is_step)
+        ranks, deviation = accumulation.ranks, 0.0 if verdict.adds_up else verdict.deviation or 0.0
+        if ranks.world_size > 1:  # that of the rank whose parts are farthest from their whole
+            rank = int(-checked.largest(-ranks.rank if deviation == checked.largest(deviation) else -math.inf))
+            message = str(ranks.share(message, rank))
+        raise DoesNotAddUpError(message)

@@ -1,0 +1,264 @@
+"""One proof: whether the parts of some rows add up to their whole, in the gradient of the user's own step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_accum.exact import rounding_of_gradients
+from lightning_accum.weighing.functions import FunctionOfMean
+from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, default_mode, weight_of
+from lightning_accum.weighing.shares import Term, alike
+
+_OF_A_PARAMETER = 1e-2
+"""A gradient smaller than this part of the whole one is compared with this part: what it is beside is rounding."""
+ALL = -1
+"""The key of a loss that is weighed as one, whatever its terms."""
+
+
+@dataclass
+class Measured:
+    """A step on some rows, run once: nothing of it is weighed yet.
+
+    Attributes:
+        loss: its value.
+        terms: by key, with shares as numbers.
+        gradients: of each term, by parameter: some of their elements, in double precision.
+        function: of a mean that the loss is; the gradients are those of the mean then.
+        batch: makes the rows once more, to count in them.
+        rows: how many they are, if that is known.
+        rerun: gives the gradient of a multiple of a term, which is reduced over the ranks. Called on all of them.
+    """
+
+    loss: float
+    terms: dict[int, Term]
+    gradients: dict[int, dict[int, Tensor]]
+    function: FunctionOfMean | None
+    batch: Callable[[], Any]
+    rows: int | None = None
+    rerun: Callable[[int, float], dict[int, Tensor]] | None = None
+    _runs: dict[tuple[int, float], dict[int, Tensor]] = field(default_factory=dict)
+    _counts: dict[Any, float] = field(default_factory=dict)
+
+    names: list[set[int]] = field(default_factory=list)
+    """Of each term as it is read, where it is run again: the keys that it has been given since."""
+
+    def join(self, looped: Collection[int]) -> None:
+        """Have terms of these kinds be one each."""
+        gradients: dict[int, dict[int, Tensor]] = {}
+        for own in self.names:
+            own |= {key >> 8 << 8 for key in own if key >> 8 in looped}
+        for key in self.terms:
+            gradients.setdefault(key >> 8 << 8 if key >> 8 in looped else key, {}).update({})
+        for key, gradient in self.gradients.items():
+            joined = gradients.setdefault(key >> 8 << 8 if key >> 8 in looped else key, {})
+            for index, own in gradient.items():
+                joined[index] = joined[index] + own if index in joined else own
+        self.gradients = gradients
+        self.terms = {term.key: term for term in alike([*self.terms.values()], looped)}
+
+    def rename(self, names: Mapping[int, int]) -> None:
+        """Have terms that are taken for others have their keys."""
+        self.terms = {names.get(key, key): term for key, term in self.terms.items()}
+        for own in self.names:
+            own |= {names[key] for key in own if key in names}
+        self.gradients = {names.get(key, key): gradient for key, gradient in self.gradients.items()}
+
+    def weight(self, key: int, mode: Mode) -> float | None:
+        """Of a term; 0 where it is not there."""
+        if callable(mode):
+            if mode not in self._counts:
+                self._counts[mode] = float(weight_of(Term(0, "", 0.0, 0.0), mode, self.batch(), self.rows) or 0.0)
+            return self._counts[mode]
+        if key not in self.terms:
+            return 0.0
+        weight = weight_of(self.terms[key], mode)
+        return None if weight is None else float(weight)
+
+    def gradient(self, key: int, factor: float = 1.0) -> Mapping[int, Tensor]:
+        """A multiple of that of a term, or of all together."""
+        if self.rerun is not None:
+            if (key, factor) not in self._runs:
+                self._runs[key, factor] = self.rerun(key, factor)
+            return self._runs[key, factor]
+        if key == ALL and ALL not in self.gradients:
+            total: dict[int, Tensor] = {}
+            for of_term in [*self.gradients.values()]:
+                for index, gradient in of_term.items():
+                    total[index] = total[index] + gradient if index in total else gradient
+            self.gradients[ALL] = total
+        found = self.gradients.get(key, {}) if factor else {}
+        return found if factor == 1.0 else {index: factor * gradient for index, gradient in found.items()}
+
+
+class Look(NamedTuple):
+    """Some rows, together and in parts."""
+
+    whole: Measured
+    parts: Sequence[Measured]
+    sizes: Sequence[int] = ()
+
+
+class Deviation(NamedTuple):
+    """How far parts are from their whole.
+
+    Attributes:
+        size: relative; inf where they cannot be compared.
+        has_evidence: something was compared.
+        seen: what deviates by that much.
+        rows: sizes of the parts.
+    """
+
+    size: float
+    has_evidence: bool
+    seen: str = "the gradient"
+    rows: tuple[int, ...] = ()
+
+
+class Fit(NamedTuple):
+    """What a term weighs by.
+
+    Attributes:
+        mode: how it is weighed; None where no way adds up.
+        deviation: of that, or the least of all.
+        constant: what each weight has in it beside what adds up.
+        is_open: nothing was there to be compared, or the rows do not show whether it is a mean or a sum.
+    """
+
+    mode: Mode | None
+    deviation: Deviation
+    constant: float = 0.0
+    is_open: bool = False
+
+
+def fits(looks: Sequence[Look], key: int, modes: Iterable[Mode], eps: float) -> list[Fit]:
+    """Of some ways to weigh a term, all that add up; else the one that is nearest."""
+    found = [_fit(looks, key, mode, eps) for mode in modes]
+    right = [fit for fit in found if fit.deviation.size <= rounding_of_gradients(eps)]
+    return right or [min(found, key=lambda fit: fit.deviation.size)._replace(mode=None)]
+
+
+def _fit(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> Fit:
+    constant = 0.0 if mode in (SUM, ONCE) else _constant(looks, key, mode, eps)
+    found = [_deviation(look, key, mode, constant, eps) for look in looks]
+    worst = max(found, key=lambda deviation: deviation.size)
+    return Fit(mode, worst._replace(has_evidence=any(one.has_evidence for one in found)), constant)
+
+
+def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) -> Deviation:
+    whole, parts, rows = look.whole, look.parts, tuple(look.sizes)
+    if len({one.function for one in (whole, *parts)}) > 1 and whole.rerun is None:
+        return Deviation(math.inf, True, "the loss is a function of a mean in some parts, and another or none in others", rows)
+    weights = [part.weight(key, mode) for part in parts]
+    own = whole.weight(key, mode)
+    if mode == ONCE:
+        return max((_apart(whole, [part], [1.0], key, rows) for part in parts), key=lambda one: one.size)
+    if mode == SUM:
+        return _apart(whole, parts, [1.0] * len(parts), key, rows)
+    numbers = [math.nan if weight is None else weight for weight in weights]
+    is_read = all(map(math.isfinite, (*numbers, math.nan if own is None else own)))
+    total = sum(numbers) - max(0, sum(number != 0 for number in numbers) - 1) * constant if is_read else 0.0
+    found = _apart(whole, parts, [number / total if total else 0.0 for number in numbers], key, rows)  # by all ranks
+    if not is_read:
+        return Deviation(math.inf, True, "the weight", rows)
+    assert own is not None
+    of_weights = abs(total - own) / max(abs(total), abs(own), 1e-300)
+    if of_weights > 1e3 * eps:
+        return Deviation(max(of_weights, 2 * rounding_of_gradients(eps)), True, "the weight", rows)
+    return found if total else Deviation(0.0, False, rows=rows)
+
+
+def _apart(whole: Measured, parts: Sequence[Measured], factors: Sequence[float], key: int, rows: tuple[int, ...]) -> Deviation:
+    differences: list[tuple[float, float]] = []
+    expected = whole.gradient(key)
+    given = [part.gradient(key, factor) for part, factor in zip(parts, factors, strict=True)]
+    of_all = whole.gradient(ALL).values()
+    overall_of_all = math.sqrt(sum(float(gradient[gradient.isfinite()].square().sum()) for gradient in of_all))
+    for index in sorted({index for one in (expected, *given) for index in one}):
+        shares = [one[index] for one in given if index in one]
+        own = expected.get(index)
+        if not shares and own is None:
+            continue
+        difference = sum(shares) - (0 if own is None else own)
+        assert isinstance(difference, Tensor)
+        seen = difference.isfinite()  # elements that are not, as those of a distance of 0, cannot be compared
+        size = max(0.0 if own is None else float(own[seen].norm()), sum(float(one[seen].norm()) for one in shares))
+        differences.append((float(difference[seen].norm()), size))
+    overall = math.sqrt(sum(size**2 for _, size in differences))
+    least = max(_OF_A_PARAMETER * overall, 1e-9 * overall_of_all)
+    if overall <= 1e-13 * overall_of_all or overall == 0:
+        return Deviation(0.0, False, rows=rows)
+    return Deviation(max((d / max(size, least) for d, size in differences if d), default=0.0), True, rows=rows)
+
+
+def _constant(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> float:
+    """What weights have in them beside what adds up, as in ``sum / (count + 1e-8)``: the same in all looks, and small; else 0."""
+    least, most, rounding, share = math.inf, -math.inf, 0.0, 0.0
+    numbers: set[int] = set()
+    for look in looks:
+        weights = [weight for part in look.parts if (weight := part.weight(key, mode))]
+        own = look.whole.weight(key, mode)
+        if len(weights) < 2 or not own or not all(map(math.isfinite, (*weights, own))):
+            continue
+        excess = (sum(weights) - own) / (len(weights) - 1)
+        numbers.add(len(weights))
+        least, most, rounding = min(least, excess), max(most, excess), max(rounding, 64 * eps * sum(weights))
+        share = max(share, abs(excess) / sum(weights))
+        if abs(excess) > 0.99 * min(weights) or abs(excess) > 1:
+            return 0.0
+    is_same = bool(numbers) and most - least <= rounding and abs(most) > rounding
+    return most if is_same and (len(numbers) > 1 or share <= _SMALL) else 0.0
+
+
+_SMALL = 1e-3
+"""A constant that is small beside the weights is learned from any two parts; a larger one from different numbers of parts."""
+
+
+def keys_of(looks: Sequence[Look]) -> dict[int, Term]:
+    """The terms of all losses, in the order of the first that has each."""
+    found: dict[int, Term] = {}
+    for look in looks:
+        for measured in (look.whole, *look.parts):
+            for key, term in measured.terms.items():
+                found.setdefault(key, term)
+    return found
+
+
+def ratios(looks: Sequence[Look], first: tuple[int, Mode], other: tuple[int, Mode]) -> tuple[float, float]:
+    """The least and the most that a term weighs for one of another; of one that is there alone 0 and inf."""
+    least, most = math.inf, 0.0
+    for look in looks:
+        for measured in (look.whole, *look.parts):
+            one, two = measured.weight(*first) or 0.0, measured.weight(*other) or 0.0
+            if not one and not two:
+                continue
+            ratio = two / one if one else math.inf
+            least, most = min(least, ratio), max(most, ratio)
+    return least, most
+
+
+def modes_to_try(term: Term) -> tuple[Mode, ...]:
+    """Of a term, the likeliest first."""
+    return (ONCE,) if term.is_penalty else (default_mode(term), *(mode for mode in MODES if mode != default_mode(term)), ONCE)
+
+
+def looped(measured: Sequence[Measured]) -> frozenset[int]:
+    """The kinds of terms that some losses have more of than others, see :func:`alike`."""
+    numbers: dict[int, set[int]] = {}
+    for one in measured:
+        kinds = [key >> 8 for key, term in one.terms.items() if not term.is_penalty]
+        for kind in set(kinds):
+            numbers.setdefault(kind, set()).add(kinds.count(kind))
+    return frozenset(kind for kind, seen in numbers.items() if len(seen) > 1)
+
+
+def aliases(measured: Sequence[Measured]) -> dict[int, int]:
+    """Keys of terms that are the same, if all losses have as many, of the same words in the same order: one row may take other nodes."""
+    runs = [[*one.terms.items()] for one in measured]
+    if not runs or len({tuple(term.words for _, term in run) for run in runs}) > 1:
+        return {}
+    return {key: first for run in runs for (key, _), (first, _) in zip(run, runs[0], strict=True)}

@@ -1,0 +1,63 @@
+"""What the check says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MOST_ROWS = 8
+
+
+class CannotCheckError(Exception):
+    """What keeps the check from an answer."""
+
+
+class UnsuitableRowsError(CannotCheckError):
+    """These rows show nothing; others may."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check found.
+
+    Attributes:
+        deviation: how far the parts are from the whole, as part of its size; None where that could not be found out.
+        tolerance: what rounding makes of it.
+        seen: what deviates by that much, or why nothing could be found out.
+        rows: the sizes of the parts.
+        is_suitable: False where these rows show nothing, and others may.
+        looked_at: how many rows were looked at until now, of this batch and those before.
+    """
+
+    deviation: float | None
+    tolerance: float = 0.0
+    seen: str = ""
+    rows: tuple[int, ...] = ()
+    is_suitable: bool = True
+    looked_at: int = 0
+
+    @classmethod
+    def unknown(cls, reason: CannotCheckError) -> Verdict:
+        """That of what could not be found out."""
+        return cls(None, seen=str(reason), is_suitable=not isinstance(reason, UnsuitableRowsError))
+
+    @property
+    def may_try_again(self) -> bool:
+        """Another batch may show more."""
+        return not self.is_suitable if self.deviation is None else self.looked_at < MOST_ROWS
+
+    @property
+    def in_words(self) -> str:
+        """What deviates, and by how much."""
+        return self.seen if self.deviation == math.inf else f"relative error of {self.seen}: {self.deviation:.2g}"
+
+    @property
+    def adds_up(self) -> bool:
+        """Nothing was seen that rounding does not explain."""
+        return self.deviation is None or self.deviation <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.deviation is None:
+            return f"not checked: {self.seen}"
+        rows = f" on {self.looked_at} row{'s' * (self.looked_at > 1)}" if self.looked_at < MOST_ROWS else ""
+        return f"checked: relative error {self.deviation:.1g}{rows}"

@@ -1,0 +1,180 @@
+"""The terms of a loss, each with its own weight: what they weigh in a window is counted before it runs.
+
+A loss is often a sum of means over different counts: a cross entropy over tokens and an error over samples. Of the full batch, term
+``t`` has the gradient ``sum_i d_ti g_ti / sum_i d_ti``, where ``d_ti`` is what it was divided by in micro-batch ``i``. So each term's
+gradient is multiplied by ``d_ti / sum_i d_ti`` in the backward of its micro-batch, and the sums are known before the first of them:
+each micro-batch has run forward once without a backward, or explicit weights have counted its batch. Where a window is one
+micro-batch on each rank, the ranks tell each other what they have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_accum.weighing.shares import Denominator, Term
+
+
+class Counted:
+    """What each term of a window's losses weighs, over all micro-batches and ranks.
+
+    Args:
+        keys: of the terms; the same on all ranks. Others are added as ranks meet them.
+        device: where weights are summed.
+        dtype: the type of their sums.
+        world_size: the ranks whose gradients are averaged.
+        group: their process group; None for the default one.
+    """
+
+    def __init__(
+        self, keys: Sequence[int], device: torch.device, dtype: torch.dtype, world_size: int = 1, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.keys = [*keys]
+        self.constants: dict[int, float] = {}
+        """What each weight of a term has in it beside what adds up, as in ``sum / (count + 1e-8)``."""
+        self._device, self._dtype = device, dtype
+        self._world_size, self._group = world_size, group
+        self.discard()
+
+    def discard(self) -> None:
+        """The window has ended."""
+        self._own: dict[int, Denominator] = {}
+        self._run: dict[int, Denominator] = {}
+        self._totals: dict[int, Denominator] | None = None
+        self.loader_batches_left = 0
+        """Of the window, where its tokens end it."""
+        self.values: deque[dict[int, Denominator] | None] = deque()
+        """Of the terms of each micro-batch that was counted; None where they are not known."""
+
+    @property
+    def is_agreed(self) -> bool:
+        """The window is counted, over the ranks too."""
+        return self._totals is not None
+
+    @property
+    def totals(self) -> list[float] | None:
+        """What was counted over window and ranks, by the order of :attr:`keys`; None before the first micro-batch."""
+        return None if self._totals is None else [float(self._totals[key]) for key in self.keys]
+
+    def restore(self, totals: Sequence[float]) -> None:
+        """Go on inside a window with these :attr:`totals`."""
+        self._totals = dict(zip(self.keys, totals, strict=True))
+
+    def add(self, weights: OfTerms) -> None:
+        """Count a micro-batch that is to run. A sum, which has no weight, is None."""
+        self._add(self._own, weights)
+
+    def note(self, weights: OfTerms) -> None:
+        """A micro-batch has run with these."""
+        self._add(self._run, weights)
+
+    def _add(self, so_far: dict[int, Denominator], weights: OfTerms) -> None:
+        for key, weight in weights.items():
+            constant, own = self.constants.get(key, 0.0), 0.0 if weight is None else weight
+            if constant:
+                own = torch.where(own == 0, own, own - constant) if isinstance(own, Tensor) else own - constant if own else own
+            so_far[key] = so_far.get(key, 0.0) + own
+
+    def mark(self) -> tuple[dict[int, Denominator], int]:
+        """Where it stands, for :meth:`rewind`."""
+        return dict(self._run), len(self.values)
+
+    def rewind(self, mark: tuple[dict[int, Denominator], int]) -> None:
+        """What has run since is as if it had not."""
+        self._run, left = dict(mark[0]), mark[1]
+        if len(self.values) != left:
+            self.values.clear()
+
+    def first(self) -> float:
+        """What the first term weighs on this rank so far."""
+        return float(self._own.get(self.keys[0], 0.0)) if self.keys else 0.0
+
+    def agree(self) -> None:
+        """Sum over the ranks, once in a window. Called on all of them, before the first backward."""
+        if self._totals is not None:
+            return
+        if self._world_size == 1:
+            self.keys += [key for key in self._own if key not in self.keys]
+            self._totals = {key: self._own.get(key, 0.0) for key in self.keys}
+            return
+        *totals, others = self._summed(float(bool(self._own.keys() - set(self.keys))))
+        if others:  # terms that some rank has not met
+            of_ranks: list[Any] = [None] * self._world_size
+            dist.all_gather_object(of_ranks, sorted(self._own.keys() - set(self.keys)), group=self._group)
+            self.keys += [key for key in dict.fromkeys(key for own in of_ranks for key in own) if key not in self.keys]
+            *totals, _ = self._summed(0.0)
+        self._totals = dict(zip(self.keys, totals, strict=True))
+
+    def _summed(self, flag: float) -> list[float]:
+        numbers = [self._own.get(key, 0.0) for key in self.keys]
+        own = torch.stack([torch.as_tensor(number, dtype=self._dtype, device=self._device) for number in (*numbers, flag)])
+        dist.all_reduce(own, group=self._group)
+        return own.tolist()
+
+    def factors(self, weights: OfTerms) -> dict[int, Denominator]:
+        """What the gradient of each term of a micro-batch with these weights is multiplied by."""
+        assert self._totals is not None
+        found: dict[int, Denominator] = {}
+        for key, weight in weights.items():
+            total = self._totals.get(key, 0.0) + self.constants.get(key, 0.0)
+            if weight is None:
+                found[key] = 1.0
+            elif isinstance(total, Tensor) or isinstance(weight, Tensor):
+                total = torch.as_tensor(total, dtype=self._dtype, device=self._device)
+                found[key] = torch.where(total > 0, weight / total, torch.zeros_like(total))
+            else:
+                found[key] = weight / total if total > 0 else 0.0
+        return found
+
+    def missed(self) -> Denominator:
+        """How far what has run on this rank is from what was counted there, relative; 0 where that is not known."""
+        missed: Denominator = 0.0
+        for key in {*self._own, *self._run} if self._own else ():
+            own, run = self._own.get(key, 0.0), self._run.get(key, 0.0)
+            missed = missed + abs(own - run) / (abs(own) + abs(run) + 1e-300)
+        return missed
+
+
+OfTerms: TypeAlias = "Mapping[int, Denominator | None]"
+"""The weight of each term, by its key; None for a sum."""
+
+
+class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
+    """In here additions of single numbers note what they add up: autograd keeps no values of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_nodes: dict[Any, list[Any]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands = args[0] if args and isinstance(args[0], (list, tuple)) else args
+        numbers = [o.detach().clone() if isinstance(o, Tensor) and o.numel() == 1 else o for o in operands[:_MOST_ADDED]]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() <= 1 and result.numel() <= _MOST_ADDED:
+            self._of_nodes[result.grad_fn] = numbers
+        return result
+
+    def of(self, loss: Tensor, terms: Sequence[Term]) -> dict[int, Denominator] | None:
+        """What each term adds to the loss; None if that is not known."""
+        found: dict[int, Denominator] = {}
+        for term in terms:
+            value: Denominator = 0.0
+            for (node, place), above in zip(term.edges, term.above, strict=True):
+                if place is None and len(terms) == 1:
+                    value = loss.detach()
+                    continue
+                operands = self._of_nodes.get(node, [])
+                if place is None or place >= len(operands) or not isinstance(operands[place], Tensor):
+                    return None
+                value = value + above * operands[place]
+            found[term.key] = value
+        return found
+
+
+_MOST_ADDED = 64

@@ -1,0 +1,54 @@
+"""How the weight of a term is found from its share, or from its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_accum.weighing.shares import Denominator, Term
+
+Mode: TypeAlias = "str | Callable[[Any], Any]"
+"""One of :data:`MODES`, or a count of the batch."""
+
+MEAN, LOSSES, TOTAL, SUM, ONCE = "mean", "losses", "total", "sum", "once"
+MODES = (MEAN, LOSSES, TOTAL, SUM)
+"""The count of a mean, without its constant factors; one over the share of each loss; one over that of their sum; added as it is."""
+
+
+def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None) -> Denominator | None:
+    """The weight of a term: None for a sum, 0 where nothing is counted, nan where it cannot be read.
+
+    Example:
+        >>> term = Term(0, "mean", 0.125, 0.125, number=0.5, is_mean=True)
+        >>> [weight_of(term, mode) for mode in MODES]
+        [4.0, 8.0, 8.0, None]
+    """
+    if callable(mode):
+        count = mode(batch)
+        return count.detach().reshape(()) if isinstance(count, Tensor) and not count.is_cpu else float(count)
+    if mode == SUM:
+        return None
+    if mode == ONCE:
+        return 1.0
+    if mode == TOTAL:
+        return _over(1.0, term.total)
+    return _over(term.number if mode == MEAN and term.is_mean else 1.0, term.losses)
+
+
+def _over(number: float, share: Denominator) -> Denominator:
+    if isinstance(share, Tensor):
+        return torch.where(share == 0, torch.zeros_like(share), number / share)
+    return number / share if share else 0.0
+
+
+def default_mode(term: Term) -> Mode:
+    """What is not checked is taken for."""
+    if term.is_penalty:
+        return ONCE
+    if not (term.is_mean or term.is_divided):
+        return SUM
+    is_several = not isinstance(term.losses, Tensor) and term.losses != term.losses  # nan
+    return TOTAL if is_several else MEAN
