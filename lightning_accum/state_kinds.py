@@ -24,6 +24,7 @@ _FEW, _MANY = 64, 1000
 _SMALL, _LARGE = 2**16, 2**24
 """Elements of a tensor in a list, and in an attribute: what is larger is taken for data, and not copied."""
 _NOTHING = object()
+_EMPTY: dict[str, Any] = {}
 _Contents: TypeAlias = Iterable[tuple[str, Any, float]]
 """Names, values, and how many elements a tensor may have that is copied there."""
 
@@ -34,6 +35,7 @@ class Kind(NamedTuple):
     save: Callable[[Any], Any] | None
     restore: Callable[[Any, Any], Any]
     contents: Callable[[Kinds, Any], _Contents] | None = None
+    is_module: bool = False
 
 
 class Kinds(dict[type, "Kind | None"]):
@@ -54,9 +56,9 @@ class Kinds(dict[type, "Kind | None"]):
             yield weakref.ref, Kind(None, _restore_nothing, lambda kinds, value: [("", value(), math.inf)])
         yield (nn.Parameter, weakref.ref, torch.optim.Optimizer, Dataset, DataLoader) if not self.is_deep else (), None
         yield Tensor, TENSOR
-        yield torch.jit.ScriptModule, Kind(lambda module: module.training, nn.Module.train, _contents_of_script)
+        yield torch.jit.ScriptModule, Kind(lambda module: module.training, nn.Module.train, _contents_of_script, is_module=True)
         is_of_torch = all(base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc") for base in type_.__mro__)
-        yield nn.Module, _OBJECT if self.is_deep else _REGISTRY if is_of_torch else _MODULE
+        yield nn.Module, _OBJECT._replace(is_module=True) if self.is_deep else _REGISTRY if is_of_torch else _MODULE
         if (numpy := sys.modules.get("numpy")) is not None:
             yield numpy.memmap, None
             yield numpy.ndarray, Kind(_save_array, _restore_array)
@@ -69,6 +71,8 @@ class Kinds(dict[type, "Kind | None"]):
 
 
 def _contents_of_registry(kinds: Kinds, module: nn.Module) -> _Contents:
+    if not (module._modules or module._buffers):
+        return []
     return [("", held, math.inf) for held in (*module._modules.values(), *module._buffers.values()) if held is not None]
 
 
@@ -172,19 +176,24 @@ def _restore_nothing(target: Any, saved: Any) -> None:
 
 
 def _save_registry(module: nn.Module) -> Any:
-    return module.training, dict(module._modules), dict(module._buffers)  # engines put others in the place of parameters
+    # no parameters, in the place of which engines put others
+    return module.training, *(dict(held) if held else _EMPTY for held in (module._modules, module._buffers))
 
 
 def _restore_registry(module: nn.Module, saved: Any) -> None:
     mode, modules, buffers = saved
     if module.training != mode:
         module.training = mode
-    _restore_dict(module._modules, modules)
-    _restore_dict(module._buffers, buffers)
+    for target, held in ((module._modules, modules), (module._buffers, buffers)):
+        if target or held:
+            _restore_dict(target, held)
 
 
 def _save_module(module: nn.Module) -> Any:
-    return _save_registry(module), {name: value for name, value in vars(module).items() if not _is_part_of_parameter(value)}
+    names = dict(vars(module))
+    for name in [name for name, value in names.items() if isinstance(value, Tensor) and _is_part_of_parameter(value)]:
+        del names[name]
+    return _save_registry(module), names
 
 
 def _restore_module(module: nn.Module, saved: Any) -> None:
@@ -302,8 +311,8 @@ _NO_STATE = frozenset(vars(nn.Module()))
 """What is registered is looked at by itself; the rest are hooks."""
 TENSOR = Kind(_save_tensor, _restore_tensor, _contents_of_tensor)
 _LEAF = Kind(_save_leaf, _restore_leaf, _contents_of_tensor)
-_REGISTRY = Kind(_save_registry, _restore_registry, _contents_of_registry)
-_MODULE = Kind(_save_module, _restore_module, _contents_of_module)
+_REGISTRY = Kind(_save_registry, _restore_registry, _contents_of_registry, is_module=True)
+_MODULE = Kind(_save_module, _restore_module, _contents_of_module, is_module=True)
 _OBJECT = Kind(_save_object, _restore_object, _attributes)
 ITERATOR = Kind(None, _restore_nothing)
 _OF_TYPES: tuple[tuple[Any, Kind | None], ...] = (

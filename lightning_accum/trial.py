@@ -37,7 +37,7 @@ _MOST_BYTES = 2**32
 
 
 class Restores(Protocol):
-    """How everything was, see :class:`lightning_accum.splitting.snapshot.Snapshot`."""
+    """How everything was, see :class:`lightning_accum.undo.Snapshot`."""
 
     def restore(self) -> None:
         """Put everything back."""
@@ -71,7 +71,7 @@ class Trial:
     Args:
         module: that is trained.
         training_step: runs it on a batch, and logs nothing. Returns what ``training_step`` returned.
-        take_snapshot: keeps what it changes; see :class:`lightning_accum.splitting.snapshot.StateSnapshotter`.
+        take_snapshot: keeps what it changes; see :class:`lightning_accum.undo.Undo`.
         backward: of the engine that runs the module.
         largest: of the numbers of all ranks.
         dtype: that the module is tried in, if not in its own.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_accum.errors import UsageError
 from lightning_accum.randomness import RandomState
-from lightning_accum.state_kinds import DEEP, ITERATOR, SHALLOW, TENSOR, Kind, restore_gradient
+from lightning_accum.state_kinds import DEEP, ITERATOR, SHALLOW, TENSOR, restore_gradient
 
 _Path: TypeAlias = "nn.Module | tuple[Any, str] | None"
 """A module, or the path of what holds a value and the value's name there; None where nobody will ask."""
@@ -62,8 +62,7 @@ class Undo:
             gradients_of: parameters whose gradients the step adds to. One that is None so far costs no memory.
             watches_parameters: whether to raise if a parameter was changed; not where an optimizer may step meanwhile.
         """
-        reached, too_large = self._reached()
-        kept: list[_Kept] = [(kind.restore, value, kind.save(value)) for kind, value, _ in reached if kind.save is not None]
+        kept, too_large, _ = self._reached()
         watched: list[_Watched] = [(tensor, _version(tensor), path) for tensor, path in too_large]
         if watches_parameters:
             watched += [(parameter, _version(parameter), None) for parameter in self.module.parameters()]
@@ -74,13 +73,14 @@ class Undo:
 
     def iterators(self) -> list[str]:
         """The paths of iterators, which cannot be restored: what a step draws from one is gone."""
-        return [_in_words(path, self.module) for kind, _, path in self._reached()[0] if kind is ITERATOR]
+        return [_in_words(path, self.module) for path in self._reached()[2]]
 
-    def _reached(self) -> tuple[list[tuple[Kind, Any, _Path]], list[tuple[Tensor, _Path]]]:
-        """What is kept of the module, and the tensors that are too large for that."""
+    def _reached(self) -> tuple[list[_Kept], list[tuple[Tensor, _Path]], list[_Path]]:
+        """What is kept of the module, the tensors that are too large for that, and the paths of iterators."""
         kinds = self._kinds
-        reached: list[tuple[Kind, Any, _Path]] = []
+        kept: list[_Kept] = []
         too_large: list[tuple[Tensor, _Path]] = []
+        iterators: list[_Path] = []
         seen: dict[int, Any] = {}
         waiting: list[tuple[Any, _Path, float]] = [(self.module, None, math.inf)]
         while waiting:
@@ -92,12 +92,15 @@ class Undo:
                 too_large.append((value, path))
                 continue
             seen[id(value)] = value
-            reached.append((kind, value, path))
+            if kind.save is not None:
+                kept.append((kind.restore, value, kind.save(value)))
+            elif kind is ITERATOR:
+                iterators.append(path)
             if kind.contents is not None:
-                holder = value if isinstance(value, nn.Module) else path
+                holder = value if kind.is_module else path
                 for name, child, most in kind.contents(kinds, value):
                     waiting.append((child, (holder, name) if name else holder, limit if limit < most else most))
-        return reached, [(tensor, path) for tensor, path in too_large if id(tensor) not in seen]
+        return kept, [(tensor, path) for tensor, path in too_large if id(tensor) not in seen], iterators
 
 
 class Snapshot:
