@@ -254,12 +254,11 @@ class Accumulation(Windows):
     def _shown(loss: Tensor, factors: Mapping[int, Denominator], counted: Counted) -> Tensor:
         """What a micro-batch adds to the loss of its window: that of the first term's weight if the values are not known."""
         values = counted.values.popleft() if counted.values else None
-        if values is None or values.keys() != factors.keys():
-            values = {next(iter(factors), 0): loss.detach()}
         total = torch.zeros_like(loss)
-        for key, factor in factors.items():
+        for keys, value in values or [({next(iter(factors), 0)}, loss.detach())]:
+            factor = factors.get(min(keys), 0.0)
             if isinstance(factor, Tensor) or factor:
-                total = total + factor * values.get(key, 0.0)
+                total = total + factor * value
         return total.detach()
 
     @property

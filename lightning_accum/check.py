@@ -305,7 +305,7 @@ class _Check:
             if other is not None:
                 weigher.others[key] = (other, fitting[mode] / fitting[other] * weigher.units.get(key, 1.0))
         weigher.ratios = {**weigher.ratios, **own.ratios}
-        weigher.looped, weigher.aliases = own.looped, own.aliases
+        weigher.looped, weigher.aliases, weigher.hidden = own.looped, own.aliases, own.hidden
         constant = next(iter(found.constants.values()), 0.0)
         accumulation.window.constant = None if own.counts_first or len(found.terms) > 1 else constant or None
         if own.counts_first and not weigher.counts_first:
@@ -407,10 +407,12 @@ class _Check:
             return [Look(whole, [trial.measure(part, weigher, None, 0, MOST_ROWS) for part in found.parts], [1] * found.number)]
         number = max(2, min(rows.number, MOST_ROWS, 2 if rows.size == 1 else max(4, rows.size)))
         base = [*range(number)]
-        most = min(rows.number, MOST_ROWS)
-        looks = self._looks_at(trial, found, weigher, base, most, by_row=True)
+        looks = self._looks_at(trial, found, weigher, base, by_row=True)
         if self._checked.on_any(trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
-            looks = self._looks_at(trial, found, weigher, base, most, by_row=False)
+            looks = self._looks_at(trial, found, weigher, base, by_row=False)
+        for row in range(number, min(rows.number, MOST_ROWS)):  # one by one: whether terms are in proportion
+            one = trial.measure(partial(found.take, [row]), weigher, None, 0)
+            looks.append(Look(one, [one], [1]))
         of_training = int(-self._checked.largest(-min(found.of_batch, rows.size)))
         if of_training > number:  # what few rows cannot show
             halves = [[*range(of_training // 2)], [*range(of_training // 2, of_training)]]
@@ -422,7 +424,7 @@ class _Check:
                 looks.append(Look(whole, parts, [len(half) for half in halves]))
         return looks
 
-    def _looks_at(self, trial: Trial, found: FewRows, weigher: Weigher, base: list[int], most: int, by_row: bool) -> list[Look]:
+    def _looks_at(self, trial: Trial, found: FewRows, weigher: Weigher, base: list[int], by_row: bool) -> list[Look]:
         number, checked = len(base), self._checked
 
         def measure(rows: list[int], make: Callable[[], Any] | None = None, scale: float = MOST_ROWS) -> Measured:
@@ -431,9 +433,6 @@ class _Check:
         whole = measure(base, scale=1.0)
         alone = [measure([row]) for row in base]
         looks = [Look(whole, alone, [1] * number)]
-        for row in range(number, most):  # beside those that fit into memory at once: whether terms are in proportion
-            one = measure([row], scale=1.0) if not by_row else trial.measure(partial(found.take, [row]), weigher, None, 0)
-            looks.append(Look(one, [one], [1]))
         if number > 2:  # a loss that goes by a statistic of its batch is another one for small losses
             few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, number // 2 - 1)])
             others = [row for row in base if row not in few]
@@ -502,6 +501,9 @@ class _Check:
             mend = self._weight_that_adds_up(looks, terms, weigher, trial)
         elif weight == "auto":
             weigher.modes = {key: fit.mode for key, fit in chosen.items() if fit.mode is not None}
+            if len(terms) == 1 and next(iter(chosen.values())).mode != SUM:
+                fit = self._adopted(looks, next(iter(terms)), eps)
+                weigher.hidden = None if fit is None else fit.mode
             refused = self._combine(looks, weigher, terms)
             if refused is not None:
                 return _Found(replace(verdict, deviation=math.inf, seen=refused[1]), False, weigher, {}, terms, refused[0])

@@ -49,7 +49,7 @@ class Counted:
         self._totals: dict[int, Denominator] | None = None
         self.loader_batches_left = 0
         """Of the window, where its tokens end it."""
-        self.values: deque[dict[int, Denominator] | None] = deque()
+        self.values: deque[list[tuple[set[int], Denominator]] | None] = deque()
         """Of the terms of each micro-batch that was counted; None where they are not known."""
 
     @property
@@ -150,31 +150,37 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 
     def __init__(self) -> None:
         super().__init__()
-        self._of_nodes: dict[Any, list[Any]] = {}
+        self._operands: dict[Any, list[Tensor | None]] = {}
+        self._results: dict[Any, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = args[0] if args and isinstance(args[0], (list, tuple)) else args
-        numbers = [o.detach().clone() if isinstance(o, Tensor) and o.numel() == 1 else o for o in operands[:_MOST_ADDED]]
+        numbers = [o.detach().clone() if isinstance(o, Tensor) and o.numel() == 1 else None for o in operands[:_MOST_ADDED]]
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() <= 1 and result.numel() <= _MOST_ADDED:
-            self._of_nodes[result.grad_fn] = numbers
+        if isinstance(result, Tensor) and result.grad_fn is not None and result.numel() <= _MOST_ADDED:
+            self._operands[result.grad_fn] = numbers
+            if result.numel() == 1:
+                self._results[result.grad_fn] = result.detach().clone()
         return result
 
-    def of(self, loss: Tensor, terms: Sequence[Term]) -> dict[int, Denominator] | None:
-        """What each term adds to the loss; None if that is not known."""
-        found: dict[int, Denominator] = {}
+    def of(self, loss: Tensor, terms: Sequence[Term]) -> list[tuple[set[int], Denominator]] | None:
+        """What terms add to the loss, some of them together; None if that is not known."""
+        found: list[tuple[set[int], Denominator]] = []
+        inside: dict[Any, tuple[set[int], Denominator]] = {}
         for term in terms:
-            value: Denominator = 0.0
             for (node, place), above in zip(term.edges, term.above, strict=True):
-                if place is None and len(terms) == 1:
-                    value = loss.detach()
-                    continue
-                operands = self._of_nodes.get(node, [])
-                if place is None or place >= len(operands) or not isinstance(operands[place], Tensor):
+                operands = self._operands.get(node, [])
+                value = operands[place] if place is not None and place < len(operands) else None
+                if place is None:
+                    found.append(({term.key}, loss.detach()))
+                elif value is not None:
+                    found.append(({term.key}, above * value))
+                elif node in self._results:  # added up inside of a criterion
+                    keys, _ = inside.setdefault(node, (set(), above * self._results[node]))
+                    keys.add(term.key)
+                else:
                     return None
-                value = value + above * operands[place]
-            found[term.key] = value
-        return found
+        return found + [*inside.values()]
 
 
 _MOST_ADDED = 64

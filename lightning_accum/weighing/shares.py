@@ -334,7 +334,8 @@ def _run(
         if kind == "Div" and isinstance(divisor := getattr(node, "_saved_other", None), Tensor):
             gradient = torch.where(divisor == 0, torch.zeros_like(gradient), gradient)
         is_mean = way.is_mean or kind == "Mean"
-        divisions = (*way.divisions, node) if kind == "Div" else way.divisions
+        is_by_one = kind == "Div" and isinstance(divisor := getattr(node, "_saved_other", None), Tensor) and divisor.numel() == 1
+        divisions = (*way.divisions, node) if is_by_one else way.divisions
         changes: dict[str, Any] = {"total": total, "is_mean": is_mean, "divisions": divisions}
         changes["is_divided"] = way.is_divided or kind == "Div"
         if gradient.numel() == 1:

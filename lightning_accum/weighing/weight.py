@@ -50,6 +50,7 @@ class Weigher:
         units: what weights are multiplied by, of a term whose mode was another before.
         others: another mode that adds up, and its unit, where a term has several.
         counts_first: terms have weights of their own: those of a window are counted before it runs.
+        hidden: a count by which the loss adds up, if its graph is hidden in training, as where it is compiled.
         criterion: what the weight was found to be, in words; None before the first micro-batch.
     """
 
@@ -62,6 +63,7 @@ class Weigher:
         self.units: dict[int, float] = {}
         self.others: dict[int, tuple[Mode, float]] = {}
         self.counts_first = False
+        self.hidden: Mode | None = None
         self.criterion: str | None = None
         self._terms: list[Term] = []
         self._found: FoundFunction | None = None
@@ -141,6 +143,10 @@ class Weigher:
         if main is None:
             raise UnreadableLossError(how_to_mend("nothing that depends on the batch" if not terms else terms[0].words or "a node"))
         term, mode, weight = terms[main], modes[main], weights[main]
+        if not term.words and term.key not in self.modes:
+            if self.hidden is None or len(terms) > 1:
+                raise UnreadableLossError(how_to_mend("a node that hides its sum"))
+            weight, mode, structure = weight_of(term, self.hidden, batch, rows), self.hidden, frozenset()
         others: list[Denominator] = []
         for place, own in enumerate(weights):
             if place == main or modes[place] == ONCE or own is None:
