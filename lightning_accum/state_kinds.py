@@ -120,7 +120,8 @@ def _leads_on(*names: str) -> Kind:
     """A callable, through which others are reached."""
 
     def contents(kinds: Kinds, value: Any) -> _Contents:
-        if kinds.is_deep or not is_of_library(getattr(value, "__module__", None)):
+        package = f"{getattr(value, '__module__', None)}."
+        if not (package.startswith(_OUTSIDE) if kinds.is_deep else is_of_library(package)):
             yield from (("", getattr(value, name), math.inf) for name in names)
 
     return Kind(None, _restore_nothing, contents)
@@ -128,15 +129,24 @@ def _leads_on(*names: str) -> Kind:
 
 # --- classes ------------------------------------------------------------------------------------------------------------
 
+_OF_THE_MACHINE = (
+    "_io",
+    "_thread",
+    "asyncio",
+    "concurrent",
+    "io",
+    "logging",
+    "multiprocessing",
+    "socket",
+    "subprocess",
+    "threading",
+)
 _OUTSIDE = (
-    *(
-        f"{name}."
-        for name in ("_io", "_thread", "asyncio", "concurrent", "io", "logging", "multiprocessing", "socket", "subprocess")
-    ),
-    *("threading.", *(f"torch.{name}." for name in ("_C", "_dynamo", "_functorch", "_inductor", "distributed", "fx"))),
+    *(f"{name}." for name in (*_OF_THE_MACHINE, "lightning_accum")),
+    *(f"torch.{name}." for name in ("_C", "_dynamo", "_functorch", "_inductor", "distributed", "fx")),
     *(f"{name}.{part}." for name in ("lightning.pytorch", "pytorch_lightning") for part in ("loggers", "strategies", "trainer")),
 )
-"""Packages whose objects stand for something outside of the module (streams, locks, loggers), or are shared by all modules."""
+"""Packages whose objects are outside of the module (streams, locks, loggers, a training), or shared by all modules."""
 
 
 @lru_cache
