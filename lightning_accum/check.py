@@ -22,7 +22,7 @@ from lightning_accum.sync import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
-from lightning_accum.weighing.adoption import adopted, counts_of
+from lightning_accum.weighing.adoption import Adopted, adopted, counts_of
 from lightning_accum.weighing.modes import MEAN, MODES, ONCE, SUM, TOTAL, Mode
 from lightning_accum.weighing.shares import Term
 from lightning_accum.weighing.weight import Weigher, name_of, words_of
@@ -339,8 +339,13 @@ class _Check:
         """A term may be weighed in another way than before, which rows of now have shown: in the unit of then."""
         for key, mode in found.weigher.modes.items():
             before = self._accumulation.fitting.get(key, {})
-            if weigher.modes.get(key, mode) != mode and mode in before and not callable(mode):
-                weigher.units[key] = before[weigher.modes[key]] / before[mode] * weigher.units.get(key, 1.0)
+            known = weigher.modes.get(key, mode)
+            if known == mode or (isinstance(known, Adopted) and isinstance(mode, Adopted)):  # which is in the unit of before
+                continue
+            if mode in before and known in before:
+                weigher.units[key] = before[known] / before[mode] * weigher.units.get(key, 1.0)
+            elif self._accumulation.window.micro_batches:
+                raise DoesNotAddUpError(advice.OF_ANOTHER_MODE)
         self._accumulation.fitting = found.fitting
 
     def _look_at_other_ranks(self) -> None:
@@ -390,13 +395,19 @@ class _Check:
             found = self._decide(looks, weigher, trial)
             if found.adds_up:
                 return found
+            trial.keep_state(looks[0].whole.batch)  # as a first forward may initialise it, from its rows
+            begun = Weigher(self._weight)
+            begun.looped, begun.aliases = weigher.looped, dict(self._accumulation.weigher.aliases)
+            looks = self._looks(trial, rows, begun)
+            if (again := self._decide(looks, begun, trial)).adds_up:
+                return again
             if not self._accumulation.splitting and not self._checked.is_window_long and self._checked.on_any(trial.has_waited):
                 raise CannotCheckError("training_step gathers from other ranks")
             if self._checked.on_any(trial.has_drawn):
                 raise CannotCheckError("training_step draws random numbers that are others for each batch")
             first = looks[0].whole
-            again = trial.measure(first.batch, weigher, None if first.rows is None else range(first.rows), first.rows or 0)
-            if self._checked.on_any(abs(again.loss - first.loss) > trial.tolerance * abs(first.loss)):
+            same = trial.measure(first.batch, weigher, None if first.rows is None else range(first.rows), first.rows or 0)
+            if self._checked.on_any(abs(same.loss - first.loss) > trial.tolerance * abs(first.loss)):
                 raise CannotCheckError("training_step gives the same rows another loss each time")
             return found
 
@@ -482,7 +493,9 @@ class _Check:
                 return self._decide(looks, weigher, trial)
             for key, fit in chosen.items():
                 if fit.mode is None and not fit.is_open:
-                    chosen[key] = self._adopted(looks, key, eps) or fit
+                    chosen[key] = self._adopted(looks, key, eps) or self._fit(looks, key, (ONCE,), eps)
+                    if chosen[key].mode is None:
+                        chosen[key] = fit
         elif isinstance(weight, tuple):
             of_batch = [key for key, term in terms.items() if not term.is_penalty]
             if len(of_batch) != len(weight):
@@ -543,7 +556,9 @@ class _Check:
     def _adopted(self, looks: Sequence[Look], key: int, eps: float) -> Fit | None:
         """Counts of the batch by which a term adds up."""
         whole = looks[0].whole.batch()
-        counts = self._checked.of_all(counts_of(whole))[0]
+        known = self._accumulation.weigher.modes.get(key)
+        before = known if isinstance(known, Adopted) else None
+        counts = self._checked.of_all(counts_of(whole))[0] if before is None else before.counts
         right = []
         for count in counts:
             try:
@@ -555,12 +570,12 @@ class _Check:
         if not right:
             return None
         first, *others = right
-        alike = [first]
-        for fit in others:  # several may fit that are not in proportion, where a gradient is the same for all rows
+        for fit in others:  # several fit that are not in proportion, where a gradient is the same for all rows
             least, most = ratios(looks, (key, first.mode), (key, fit.mode))  # type: ignore[arg-type]
-            if not self._checked.on_any(not most - least <= 1e-9 * most):
-                alike.append(fit)
-        mode = adopted([fit.mode for fit in alike], whole)
+            if self._checked.on_any(not most - least <= 1e-9 * most):
+                return None
+        counts = [fit.mode for fit in right]
+        mode = adopted(counts, whole) if before is None else before.only(counts)
         return None if mode is None else first._replace(mode=mode)
 
     def _combine(self, looks: Sequence[Look], weigher: Weigher, terms: dict[int, Term]) -> tuple[str, str] | None:
@@ -576,10 +591,9 @@ class _Check:
             assert main is not None
             least, most = ratios(looks, (main, modes[main]), (key, mode))
             least, most = -checked.largest(-least), checked.largest(most)
-            if least == math.inf:  # neither was there
-                continue
-            weigher.ratios[key] = most
-            is_one &= math.isfinite(most) and most - least <= 1e-9 * most
+            if math.isfinite(most) and least < math.inf:
+                weigher.ratios[key] = most
+            is_one &= least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most
             is_one &= self._rows.number >= MOST_ROWS or isinstance(self._rows.found, SplitRows)  # few may be so by chance
         if is_one:
             return None

@@ -243,7 +243,7 @@ def ratios(looks: Sequence[Look], first: tuple[int, Mode], other: tuple[int, Mod
 
 def modes_to_try(term: Term) -> tuple[Mode, ...]:
     """Of a term, the likeliest first."""
-    return (ONCE,) if term.is_penalty else (default_mode(term), *(mode for mode in MODES if mode != default_mode(term)), ONCE)
+    return (ONCE,) if term.is_penalty else (default_mode(term), *(mode for mode in MODES if mode != default_mode(term)))
 
 
 def looped(measured: Sequence[Measured]) -> frozenset[int]:

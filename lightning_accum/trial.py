@@ -241,6 +241,13 @@ class Trial:
         self._snapshot.restore()
         self._mode.restore(rows, total)
 
+    def keep_state(self, batch: Callable[[], Any]) -> None:
+        """Have every step begin in the state in which one on this batch leaves the module. Called on all ranks."""
+        loss = self.together(lambda: self.step(batch()))
+        if self.backward.is_waited_for_in_forward:
+            self.together(lambda: self.gradients(loss, 0.0))
+        self._snapshot = self._take_snapshot()
+
     @property
     def draws_unlike_numbers(self) -> bool:
         """The parts of the last whole batch have drawn random numbers that are not those of its rows."""

@@ -71,6 +71,11 @@ class Adopted:
                 )
         return values[0]
 
+    def only(self, counts: Sequence[Any]) -> Adopted:
+        """Some of them, in the same unit."""
+        pairs = [(count, ratio) for count, ratio in zip(self.counts, self.ratios, strict=True) if count in counts]
+        return Adopted(*map(tuple, zip(*pairs, strict=True)))
+
     def __str__(self) -> str:
         return f"the number of {self.counts[0]}"
 

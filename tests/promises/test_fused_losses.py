@@ -107,21 +107,26 @@ def test_ranks_with_uneven_ends_find_the_same_count(engine: str, options: Any) -
     assert_one_window_one_batch(make, by_rank, windows_of(by_rank, 2), GradientAccumulation(2), engine, options, collate=collate)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("weight", ["auto", [TokenCount(), SampleCount()]], ids=["auto", "listed"])
+def test_a_fused_term_beside_another_is_exact(weight: Any, policy: str) -> None:
+    loss = loss_of("custom", "a dict", True, lambda hidden: hidden[:, 0].square().mean())
+    assert_exact(loss, {**POLICIES[policy], "weight": weight, "log": weight == "auto"})
+
+
 FULL = [torch.tensor([1, 2, 3, 5, 6, 7])] * 16
 PART_LATER = [FULL[:3], FULL[3:4], FULL[4:9], FULL[9:], *ROWS[4:]]
 """Samples, tokens and elements are proportional in the first window, and not in the second."""
 
 
-BESIDE = loss_of("custom", "a dict", True, lambda hidden: hidden[:, 0].square().mean())
 REFUSED = {  # a loss, its batches, what the error names, after so many windows; and the weight that mends it
     "counts part later": (loss_of("custom", "a dict", True), PART_LATER, "(?is)(?=.*token)(?=.*sample)", 1, TokenCount()),
-    "another term beside": (BESIDE, ROWS, "weight=", 0, [TokenCount(), SampleCount()]),
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", REFUSED)
-def test_counts_that_part_later_and_other_terms_are_errors_that_name_the_weights(name: str, policy: str) -> None:
+def test_counts_that_part_later_are_an_error_that_names_them(name: str, policy: str) -> None:
     loss, rows, said, steps, _ = REFUSED[name]
     batches = [make_batch("a dict", batch) for batch in (rows if policy == "windows" else windows_of([rows], 4))]
     module = Toy(loss, net=Net)
