@@ -23,7 +23,7 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.adoption import Adopted, adopted, counts_of
-from lightning_accum.weighing.modes import MEAN, MODES, ONCE, SUM, TOTAL, Mode
+from lightning_accum.weighing.modes import COUNT, MEAN, MODES, ONCE, SUM, TOTAL, Mode
 from lightning_accum.weighing.shares import Term
 from lightning_accum.weighing.weight import Weigher, name_of, words_of
 
@@ -301,7 +301,7 @@ class _Check:
         weigher.modes = {**weigher.modes, **own.modes}
         for key, mode in own.modes.items():
             fitting = found.fitting.get(key, {})
-            other = next((other for other in (TOTAL, MEAN) if other in fitting and other != mode and mode in fitting), None)
+            other = next((other for other in (TOTAL, COUNT, MEAN) if other in fitting and other != mode and mode in fitting), None)
             if other is not None:
                 weigher.others[key] = (other, fitting[mode] / fitting[other] * weigher.units.get(key, 1.0))
         weigher.ratios = {**weigher.ratios, **own.ratios}
@@ -561,10 +561,7 @@ class _Check:
         counts = self._checked.of_all(counts_of(whole))[0] if before is None else before.counts
         right = []
         for count in counts:
-            try:
-                fit = self._fit(looks, key, (count,), eps)
-            except (KeyError, IndexError, TypeError, AttributeError):
-                continue
+            fit = self._fit(looks, key, (count,), eps)
             if fit.mode is not None and not fit.is_open:
                 right.append(fit)
         if not right:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, default_mode, weight_of
@@ -72,12 +73,18 @@ class Measured:
         """Of a term; 0 where it is not there."""
         if callable(mode):
             if mode not in self._counts:
-                self._counts[mode] = float(weight_of(Term(0, "", 0.0, 0.0), mode, self.batch(), self.rows) or 0.0)
+                self._counts[mode] = self._count(mode)
             return self._counts[mode]
         if key not in self.terms:
             return 0.0
         weight = weight_of(self.terms[key], mode)
         return None if weight is None else float(weight)
+
+    def _count(self, mode: Mode) -> float:
+        try:
+            return float(weight_of(Term(0, "", 0.0, 0.0), mode, self.batch(), self.rows) or 0.0)
+        except (KeyError, IndexError, TypeError, AttributeError, UnreadableLossError):  # of counts that are tried
+            return math.nan
 
     def gradient(self, key: int, factor: float = 1.0) -> Mapping[int, Tensor]:
         """A multiple of that of a term, or of all together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -13,9 +14,11 @@ from lightning_accum.weighing.shares import Denominator, Term
 Mode: TypeAlias = "str | Callable[[Any], Any]"
 """One of :data:`MODES`, or a count of the batch."""
 
-MEAN, LOSSES, TOTAL, SUM, ONCE = "mean", "losses", "total", "sum", "once"
-MODES = (MEAN, LOSSES, TOTAL, SUM)
-"""The count of a mean, without its constant factors; one over the share of each loss; one over that of their sum; added as it is."""
+COUNT, MEAN, LOSSES, TOTAL, SUM, ONCE = "count", "mean", "losses", "total", "sum", "once"
+MODES = (COUNT, MEAN, LOSSES, TOTAL, SUM)
+"""One over the share of the sum, without the constant factors of a mean, and 0 if all losses are left out; the same by the share of
+each loss; one over the latter; one over the former; added as it is.
+"""
 
 
 def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None) -> Denominator | None:
@@ -24,7 +27,7 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
     Example:
         >>> term = Term(0, "mean", 0.125, 0.125, number=0.5, is_mean=True)
         >>> [weight_of(term, mode) for mode in MODES]
-        [4.0, 8.0, 8.0, None]
+        [4.0, 4.0, 8.0, 8.0, None]
     """
     if callable(mode):
         count = mode(batch)
@@ -33,6 +36,13 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
         return None
     if mode == ONCE:
         return 1.0
+    if mode == COUNT:
+        number = term.number if term.is_mean else 1.0
+        share = term.losses if isinstance(term.total, float) and math.isnan(term.total) else term.total
+        if isinstance(term.losses, Tensor) or isinstance(share, Tensor):
+            empty = torch.as_tensor(term.losses, device=share.device if isinstance(share, Tensor) else None) == 0
+            return torch.where(empty, torch.zeros((), dtype=torch.float64, device=empty.device), _over(number, share))
+        return 0.0 if term.losses == 0 else _over(number, share)
     if mode == TOTAL:
         return _over(1.0, term.total)
     return _over(term.number if mode == MEAN and term.is_mean else 1.0, term.losses)
@@ -48,7 +58,4 @@ def default_mode(term: Term) -> Mode:
     """What is not checked is taken for."""
     if term.is_penalty:
         return ONCE
-    if not (term.is_mean or term.is_divided):
-        return SUM
-    is_several = not isinstance(term.losses, Tensor) and term.losses != term.losses  # nan
-    return TOTAL if is_several else MEAN
+    return COUNT if term.is_mean or term.is_divided else SUM

@@ -84,6 +84,7 @@ class _Way:
     divisions: tuple[Node, ...] = ()
     place: tuple[int, ...] = ()
     above: Denominator = 1.0
+    top: Node = None
 
     def on(self, kind: str, **changes: Any) -> _Way:
         """What goes on below a node of that kind."""
@@ -127,7 +128,7 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None) -> list[Term]:
     root, place = (loss.grad_fn, loss.output_nr) if below is None else below
     found: dict[Any, _Leaves] = {}
     try:
-        _walk(root, place, _Way(1.0, None, edge=(root, None)), found)
+        _walk(root, place, _Way(1.0, None, edge=(root, None), top=root), found)
     except (RuntimeError, AttributeError, TypeError) as error:
         raise UnreadableLossError(f"a node that cannot be run ({error})") from error
     seen: dict[int, int] = {}
@@ -242,7 +243,7 @@ def _summands(
                 value = value * times
         changes: dict[str, Any] = {"value": value}
         if is_own:
-            changes |= {"edge": (node, place), "path": (), "place": (*way.place, place), "above": value}
+            changes |= {"edge": (node, place), "path": (), "place": (*way.place, place), "above": value, "top": child}
         result.append((child, at, way.on("ToCopy", **changes)))
     return result
 
@@ -370,7 +371,7 @@ def _on_host(value: Denominator) -> Denominator:
 
 def _note(found: dict[Any, _Leaves], node: Node, kind: str, way: _Way) -> list[Any]:
     """A loss is reached."""
-    is_penalty = is_of_parameters_only(node)
+    is_penalty = way.edge[1] is not None and is_of_parameters_only(way.top)
     edge = (way.edge[0], way.edge[1])
     if edge not in found:
         path = (*way.path, *kinds_below(node), *("penalty",) * is_penalty)
@@ -419,6 +420,8 @@ def alike(terms: Sequence[Term], looped: Collection[int]) -> list[Term]:
         terms: of a loss.
         looped: the kinds, which are keys without their last 8 bits.
     """
+    if all(term.is_penalty for term in terms):
+        terms = [term._replace(is_penalty=False) for term in terms]
     groups: dict[int, list[Term]] = {}
     many = {term.key >> 8 for term in terms if term.key & 255 >= _MANY}
     for term in terms:

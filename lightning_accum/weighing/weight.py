@@ -18,7 +18,7 @@ from lightning_accum.errors import ArgumentError, UnreadableLossError, WrongType
 from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.counts import SampleCount, Weight
 from lightning_accum.weighing.functions import FoundFunction, function_of_mean
-from lightning_accum.weighing.modes import MEAN, ONCE, SUM, Mode, default_mode, weight_of
+from lightning_accum.weighing.modes import COUNT, MEAN, ONCE, SUM, Mode, default_mode, weight_of
 from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import Denominator, Term, alike, terms_of
@@ -162,7 +162,7 @@ class Weigher:
             self.criterion = words_of(term, mode)
         contribution = Contribution(weight, tuple(others), factors, of_mean, structure)
         kind = kind_of(loss.grad_fn)
-        if len(terms) == 1 and mode == MEAN and kind in CRITERIA and of_mean is None and not isinstance(loss.grad_fn, type(None)):
+        if len(terms) == 1 and mode in (COUNT, MEAN) and kind in CRITERIA and of_mean is None and not isinstance(loss.grad_fn, type(None)):
             if loss.grad_fn._saved_reduction == MEAN_REDUCTION:  # type: ignore[union-attr]
                 self._plain = (type(loss.grad_fn), CRITERIA[kind][1], contribution)
         return contribution
