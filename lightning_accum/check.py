@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -132,7 +132,8 @@ def check_doubted(checked: Checked) -> None:
         _Check(checked, _Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
     except CannotCheckError as reason:
         accumulation.warn_once(
-            f"The loss of a micro-batch has terms that the batches which were checked had not, and they could not be checked: {reason}."
+            "The loss of a micro-batch has terms that the batches which were checked had not, and they could not be checked:"
+            f" {reason}."
         )
         return
     weigher = accumulation.weigher
@@ -141,8 +142,8 @@ def check_doubted(checked: Checked) -> None:
         accumulation.leave_out_window()
         accumulation.warn_once(
             "The loss has got terms that the batches which were checked had not, and they have weights of their own. The window in"
-            " which they were seen first is left out: there is no optimizer step for it. From the next on each term is weighted by its"
-            " own count."
+            " which they were seen first is left out: there is no optimizer step for it. From the next on each term is weighted by"
+            " its own count."
         )
 
 
@@ -209,7 +210,8 @@ def _agree_on_rows(checked: Checked, batches: Sequence[Any]) -> _Rows:
         raise reason
     sync.reshard()
     is_whole = policy.micro_batch is None
-    return _Rows(found, fewest, number, at_once if is_whole or numbers[2] == -math.inf else -int(numbers[2]), is_whole and at_once == 1)
+    size = at_once if is_whole or numbers[2] == -math.inf else -int(numbers[2])
+    return _Rows(found, fewest, number, size, is_whole and at_once == 1)
 
 
 def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewRows | SplitRows | None:
@@ -254,7 +256,7 @@ class _Found(NamedTuple):
     constants: dict[int, float]
     terms: dict[int, Term]
     mend: str | None = None
-    fitting: dict[int, dict[Mode, float]] = {}
+    fitting: Mapping[int, Mapping[Mode, float]] = {}
 
 
 class _Check:
@@ -287,7 +289,8 @@ class _Check:
             return
         if not found.adds_up and isinstance(rows.found, FewRows) and rows.number > rows.found.of_batch and not self._is_later:
             # of batches that go together as they are, such as those of several tasks, each alone may add up
-            joined, found = found, self._find(rows._replace(found=rows.found.alone(), number=int(checked.largest(rows.found.of_batch))))
+            alone = rows._replace(found=rows.found.alone(), number=int(checked.largest(rows.found.of_batch)))
+            joined, found = found, self._find(alone)
             if found.adds_up:
                 accumulation.warn_once(advice.of_joined(joined.verdict))
         if not found.adds_up:
@@ -319,7 +322,8 @@ class _Check:
         deviation = checked.largest(found.verdict.deviation or 0.0)
         verdict = replace(found.verdict, looked_at=looked_at, deviation=None if is_open else deviation)
         if is_open:
-            verdict = before or (found.verdict if found.verdict.deviation is None else Verdict(None, seen="another rank could not be"))
+            elsewhere = Verdict(None, seen="another rank could not be")
+            verdict = before or (found.verdict if found.verdict.deviation is None else elsewhere)
         elif before is not None:
             verdict = replace(verdict, deviation=max(deviation, before.deviation or 0.0))
         accumulation.verdict = verdict
@@ -499,7 +503,8 @@ class _Check:
         elif isinstance(weight, tuple):
             of_batch = [key for key, term in terms.items() if not term.is_penalty]
             if len(of_batch) != len(weight):
-                raise CannotCheckError(f"the loss has {len(of_batch)} terms that depend on the batch, and there are {len(weight)} weights")
+                number = len(of_batch)
+                raise CannotCheckError(f"the loss has {number} terms that depend on the batch, and there are {len(weight)} weights")
             chosen = {key: self._fit(looks, key, (mode,), eps) for key, mode in zip(of_batch, weight, strict=True)}
         else:
             chosen = {ALL: self._fit(looks, ALL, (weight,), eps)}
@@ -515,8 +520,8 @@ class _Check:
         elif weight == "auto":
             weigher.modes = {key: fit.mode for key, fit in chosen.items() if fit.mode is not None}
             if len(terms) == 1 and next(iter(chosen.values())).mode != SUM:
-                fit = self._adopted(looks, next(iter(terms)), eps)
-                weigher.hidden = None if fit is None else fit.mode
+                adopted_fit = self._adopted(looks, next(iter(terms)), eps)
+                weigher.hidden = None if adopted_fit is None else adopted_fit.mode
             refused = self._combine(looks, weigher, terms)
             if refused is not None:
                 return _Found(replace(verdict, deviation=math.inf, seen=refused[1]), False, weigher, {}, terms, refused[0])
@@ -576,7 +581,7 @@ class _Check:
         return None if mode is None else first._replace(mode=mode)
 
     def _combine(self, looks: Sequence[Look], weigher: Weigher, terms: dict[int, Term]) -> tuple[str, str] | None:
-        """One weight for all terms, if they are in proportion; else they are counted first. Returns what to do if they cannot be."""
+        """One weight for all terms, if they are in proportion; else they are counted first. Returns what to do if that cannot be."""
         checked = self._checked
         modes = {key: mode for key, mode in weigher.modes.items() if mode != ONCE}
         if len(modes) < 2 and (len(weigher.modes) < 2 or SUM not in modes.values()):
@@ -613,7 +618,8 @@ class _Check:
         """Raise what does not add up."""
         checked, accumulation, verdict = self._checked, self._accumulation, found.verdict
         policy = accumulation.policy
-        weight = ", ".join(words_of(term, MEAN) for term in found.terms.values()) if self._weight == "auto" else name_of(self._weight)
+        is_read = self._weight == "auto"
+        weight = ", ".join(words_of(term, MEAN) for term in found.terms.values()) if is_read else name_of(self._weight)
         message = advice.of_losses(verdict, weight or "auto", found.mend, policy.row_wise, accumulation.is_step)
         ranks, deviation = accumulation.ranks, 0.0 if verdict.adds_up else verdict.deviation or 0.0
         if ranks.world_size > 1:  # that of the rank whose parts are farthest from their whole

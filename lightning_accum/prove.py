@@ -57,8 +57,8 @@ class Measured:
             gradients.setdefault(key >> 8 << 8 if key >> 8 in looped else key, {}).update({})
         for key, gradient in self.gradients.items():
             joined = gradients.setdefault(key >> 8 << 8 if key >> 8 in looped else key, {})
-            for index, own in gradient.items():
-                joined[index] = joined[index] + own if index in joined else own
+            for index, of_one in gradient.items():
+                joined[index] = joined[index] + of_one if index in joined else of_one
         self.gradients = gradients
         self.terms = {term.key: term for term in alike([*self.terms.values()], looped)}
 
@@ -264,7 +264,7 @@ def looped(measured: Sequence[Measured]) -> frozenset[int]:
 
 
 def aliases(measured: Sequence[Measured]) -> dict[int, int]:
-    """Keys of terms that are the same, if all losses have as many, of the same words in the same order: one row may take other nodes."""
+    """Keys of terms that are the same, if all losses have as many, of the same words in the same order: one row may take others."""
     runs = [[*one.terms.items()] for one in measured]
     if not runs or len({tuple(term.words for _, term in run) for run in runs}) > 1:
         return {}

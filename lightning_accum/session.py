@@ -128,8 +128,8 @@ class Session:
         if batch is None:
             if self.sync.is_waited_for_in_forward:
                 raise UsageError(
-                    "The loader yields None on this rank, where the others run forward to count the terms of the loss. Pass a weight"
-                    " for each term, weight=[...], which are counted in the batch."
+                    "The loader yields None on this rank, where the others run forward to count the terms of the loss. Pass a"
+                    " weight for each term, weight=[...], which are counted in the batch."
                 )
             return
         if ahead:

@@ -30,7 +30,8 @@ class WindowLoss:
         if closed.do_terms_disagree:
             warn(
                 f"The ratio of the terms' weights varies between micro-batches, and all took the weight of the first"
-                f" ({self.weigher.criterion}): this window differs from its full batch. Pass one weight for each term, weight=[...]."
+                f" ({self.weigher.criterion}): this window differs from its full batch. Pass one weight for each term,"
+                " weight=[...]."
             )
         if closed.do_factors_differ:
             warn(

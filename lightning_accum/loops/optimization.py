@@ -222,7 +222,8 @@ class WindowClosure(Closure):
         self.skips_backward = optimization._skip_backward
         self._optimization = optimization
         self._strategy = strategy = optimization.strategy
-        self.transferred, self.plan_ahead, self.run_ahead = optimization.transferred, optimization.plan_ahead, optimization.run_ahead
+        self.transferred, self.run_ahead = optimization.transferred, optimization.run_ahead
+        self.plan_ahead = optimization.plan_ahead
         self._batch = batch
         self._others = others
         self._runs = 0

@@ -30,6 +30,7 @@ class Count:
     is_shifted: bool = False
 
     def __call__(self, batch: Any) -> float:
+        """How many there are."""
         for key in self.path:
             batch = batch[key]
         tensor = batch[..., 1:] if self.is_shifted else batch
@@ -40,7 +41,8 @@ class Count:
     def __str__(self) -> str:
         place = "".join(f"[{key!r}]" for key in self.path)
         shifted = ", without the first column," * self.is_shifted
-        return {"labels": "labels", "mask": "entries that are not 0", "elements": "elements"}[self.what] + f"{shifted} of batch{place}"
+        counted = "entries that are not 0" if self.what == "mask" else self.what
+        return f"{counted}{shifted} of batch{place}"
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class Adopted:
         for count, value in zip(self.counts, values, strict=True):
             if abs(value - values[0]) > 1e-9 * max(abs(value), abs(values[0])):
                 raise UnreadableLossError(
-                    f"The loss hides its sum. In the rows that were checked it was divided by the {self.counts[0]}, or by the {count};"
-                    f" in this batch these are {values[0]:g} and {value:g}. Say which: GradientAccumulation(weight=...), with a"
-                    " function of the batch that returns the count, as TokenCount or SampleCount do."
+                    f"The loss hides its sum. In the rows that were checked it was divided by the {self.counts[0]}, or by the"
+                    f" {count}; in this batch these are {values[0]:g} and {value:g}. Say which: GradientAccumulation(weight=...),"
+                    " with a function of the batch that returns the count, as TokenCount or SampleCount do."
                 )
         return values[0]
 

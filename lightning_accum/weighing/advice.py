@@ -9,12 +9,13 @@ from lightning_accum.verdict import Verdict
 
 OF_SEVERAL_BATCHES = (
     "The loss gathers the rows of all ranks, so it is one of all rows of its batch, and that of a window of several loader batches"
-    " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as fits."
+    " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as"
+    " fits."
 )
 OF_ANOTHER_MODE = (
-    "The rows of the first loader batches showed another weight of the loss than those of this one, whose window has begun. Say what"
-    " the mean is divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or have"
-    " the loader yield batches of 8 rows or more."
+    "The rows of the first loader batches showed another weight of the loss than those of this one, whose window has begun. Say"
+    " what the mean is divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or"
+    " have the loader yield batches of 8 rows or more."
 )
 OF_ONE_ROW = "the loader yields single rows, and the loss of two together is not the sum of theirs"
 _OF_ROW_WISE = (

@@ -14,7 +14,7 @@ class Contribution(NamedTuple):
 
     Attributes:
         weight: what its mean loss was divided by; None if the loss is a sum, so that it is added as it is.
-        others: the weights of the other terms of the loss, which share its weight. No terms: their nodes would keep the graph alive.
+        others: the weights of the other terms, which share its weight. Not the terms: their nodes would keep the graph alive.
         factors: a number that is another one where a constant factor of the loss is; 0 where that is not known.
         of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
         structure: the keys of its terms; empty where they are not looked at.

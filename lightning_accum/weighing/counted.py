@@ -1,9 +1,9 @@
 """The terms of a loss, each with its own weight: what they weigh in a window is counted before it runs.
 
 A loss is often a sum of means over different counts: a cross entropy over tokens and an error over samples. Of the full batch, term
-``t`` has the gradient ``sum_i d_ti g_ti / sum_i d_ti``, where ``d_ti`` is what it was divided by in micro-batch ``i``. So each term's
-gradient is multiplied by ``d_ti / sum_i d_ti`` in the backward of its micro-batch, and the sums are known before the first of them:
-each micro-batch has run forward once without a backward, or explicit weights have counted its batch. Where a window is one
+``t`` has the gradient ``sum_i d_ti g_ti / sum_i d_ti``, where ``d_ti`` is what it was divided by in micro-batch ``i``. So the gradient
+of each term is multiplied by ``d_ti / sum_i d_ti`` in the backward of its micro-batch, and the sums are known before the first of
+them: each micro-batch has run forward once without a backward, or explicit weights have counted its batch. Where a window is one
 micro-batch on each rank, the ranks tell each other what they have.
 """
 
@@ -33,7 +33,12 @@ class Counted:
     """
 
     def __init__(
-        self, keys: Sequence[int], device: torch.device, dtype: torch.dtype, world_size: int = 1, group: dist.ProcessGroup | None = None
+        self,
+        keys: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+        world_size: int = 1,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.keys = [*keys]
         self.constants: dict[int, float] = {}
@@ -180,7 +185,7 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
                     keys.add(term.key)
                 else:
                     return None
-        return found + [*inside.values()]
+        return [*found, *inside.values()]
 
 
 _MOST_ADDED = 64

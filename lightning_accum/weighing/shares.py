@@ -192,14 +192,15 @@ def _below(node: Node, index: int, way: _Way, found: dict[Any, _Leaves]) -> list
         return _note(found, node, kind, way)
     of_batch = [one for one in inputs if not is_of_parameters_only(one[1])] if len(inputs) > 1 else inputs
     is_scalar = _numel(node, index) == 1
-    if kind in _ADDITIONS or (kind in ("Stack", "Cat") and all(_numel(child, at) == 1 for _, child, at in inputs)):
-        if way.full is None and _numel(node, index) <= max(_numel(child, at) for _, child, at in inputs) * len(inputs):
-            return _summands(node, kind, inputs, way, is_scalar or kind in ("Stack", "Cat"))
+    sizes = [_numel(child, at) for _, child, at in inputs]
+    is_addition = kind in _ADDITIONS or (kind in ("Stack", "Cat") and all(size == 1 for size in sizes))
+    if is_addition and way.full is None and _numel(node, index) <= max(sizes) * len(inputs):
+        return _summands(node, kind, inputs, way, is_scalar or kind in ("Stack", "Cat"))
     if not of_batch:
         return _note(found, node, kind, way)
-    if len(of_batch) > 1 and kind in (*_PRODUCTS, *PRODUCTS_ADDED, "Lerp"):
-        if kind not in PRODUCTS_ADDED or all(place for place, _, _ in of_batch):
-            return _note(found, node, kind, way)
+    is_product = kind in (*_PRODUCTS, "Lerp") or (kind in PRODUCTS_ADDED and all(place for place, _, _ in of_batch))
+    if len(of_batch) > 1 and is_product:
+        return _note(found, node, kind, way)
     if len(of_batch) < len(inputs) and kind in _LAYERS:
         return _note(found, node, kind, way)
     if kind in _NOT_LINEAR_IN and any(place == _NOT_LINEAR_IN[kind] for place, _, _ in of_batch):
@@ -353,8 +354,8 @@ def _of_criterion(node: Node, kind: str, way: _Way) -> _Way:
     if node._saved_reduction != MEAN_REDUCTION:
         value = way.value
         if kind in ("NllLoss", "NllLoss2D"):  # a sum over labels that are all ignored
-            count = _wide(node._saved_total_weight)
-            value = _on_host(torch.where(count == 0, torch.zeros_like(count), value))
+            total_weight = _wide(node._saved_total_weight)
+            value = _on_host(torch.where(total_weight == 0, torch.zeros_like(total_weight), value))
         return way.on(kind, value=value, total=value if way.total is None else way.total)
     count = CRITERIA[kind][1](node)
     if isinstance(count, Tensor):
@@ -452,19 +453,18 @@ def _joined(key: int, terms: Sequence[Term]) -> Term:
 def _one_of(shares: Sequence[Denominator]) -> Denominator:
     """The one size that all have which are not 0; 0 if all are 0, nan if there are several."""
     if all(not isinstance(share, Tensor) for share in shares):
-        sizes = {abs(share) for share in shares if share}
+        sizes = {float(abs(share)) for share in shares if share}
         return 0.0 if not sizes else max(sizes) if max(sizes) - min(sizes) <= 1e-12 * max(sizes) else float("nan")
     device = next(share.device for share in shares if isinstance(share, Tensor))
     dtype = exact_dtype(device)
     eps = max(torch.finfo(share.dtype).eps for share in shares if isinstance(share, Tensor) and share.is_floating_point())
     ends = []
     for share in shares:
-        sizes = torch.as_tensor(share, device=device).detach()
-        sizes = _without_copies(sizes).abs()
-        if sizes.numel() == 0:
+        own = _without_copies(torch.as_tensor(share, device=device).detach()).abs()
+        if own.numel() == 0:
             continue
-        most = sizes.amax()
-        ends += [most, torch.where(sizes == 0, most, sizes).amin()]
+        most = own.amax()
+        ends += [most, torch.where(own == 0, most, own).amin()]
     if not ends:
         return 0.0
     ends_of_all = torch.stack([end.to(dtype) for end in ends])

@@ -84,10 +84,11 @@ class Weigher:
         if loss.shape and loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}"
             raise ArgumentError(f"training_step must return a loss of one number, its mean or its sum, but returned {found}")
-        node = loss.grad_fn
+        node: Node = loss.grad_fn
         if node is None:  # `torch.zeros((), requires_grad=True)`: nothing to train on. Without: backward will say so
             return Contribution(0.0 if loss.requires_grad else 1.0)
-        if self._plain is not None and not self.counts_first and type(node) is self._plain[0] and node._saved_reduction == MEAN_REDUCTION:
+        is_plain = self._plain is not None and not self.counts_first and type(node) is self._plain[0]
+        if is_plain and node._saved_reduction == MEAN_REDUCTION:
             return self._read_plain(node)
         if self._weight == "equal":
             self.criterion = "equal: a mean of the micro-batches' means"
@@ -138,7 +139,8 @@ class Weigher:
             if self.criterion is None or not self.criterion.startswith("each"):
                 names = ", ".join(term.words or "a term" for term in terms if not term.is_penalty)
                 self.criterion = f"each term by its own ({names}), counted first by one more forward, which weight=[...] saves"
-            return Contribution(None, structure=structure, of_terms={t.key: weight for t, weight in zip(terms, weights, strict=True)})
+            of_terms = {term.key: weight for term, weight in zip(terms, weights, strict=True)}
+            return Contribution(None, structure=structure, of_terms=of_terms)
         main = self._main(terms, modes)
         if main is None:
             raise UnreadableLossError(how_to_mend("nothing that depends on the batch" if not terms else terms[0].words or "a node"))
@@ -161,10 +163,11 @@ class Weigher:
         if self.criterion is None:
             self.criterion = words_of(term, mode)
         contribution = Contribution(weight, tuple(others), factors, of_mean, structure)
-        kind = kind_of(loss.grad_fn)
-        if len(terms) == 1 and mode in (COUNT, MEAN) and kind in CRITERIA and of_mean is None and not isinstance(loss.grad_fn, type(None)):
-            if loss.grad_fn._saved_reduction == MEAN_REDUCTION:  # type: ignore[union-attr]
-                self._plain = (type(loss.grad_fn), CRITERIA[kind][1], contribution)
+        root: Node = loss.grad_fn
+        kind = kind_of(root)
+        is_criterion = len(terms) == 1 and mode in (COUNT, MEAN) and kind in CRITERIA and of_mean is None
+        if is_criterion and root._saved_reduction == MEAN_REDUCTION:
+            self._plain = (type(root), CRITERIA[kind][1], contribution)
         return contribution
 
     def _in_units(self, term: Term, weight: Denominator | None) -> Denominator | None:
