@@ -192,8 +192,8 @@ def _below(node: Node, index: int, way: _Way, found: dict[Any, _Leaves]) -> list
         return _note(found, node, kind, way)
     of_batch = [one for one in inputs if not is_of_parameters_only(one[1])] if len(inputs) > 1 else inputs
     is_scalar = _numel(node, index) == 1
-    sizes = [_numel(child, at) for _, child, at in inputs]
-    is_addition = kind in _ADDITIONS or (kind in ("Stack", "Cat") and all(size == 1 for size in sizes))
+    sizes = [_numel(child, at) for _, child, at in inputs] if kind in (*_ADDITIONS, "Stack", "Cat") else []
+    is_addition = kind in _ADDITIONS or (kind in ("Stack", "Cat") and max(sizes) == min(sizes) == 1)
     if is_addition and way.full is None and _numel(node, index) <= max(sizes) * len(inputs):
         return _summands(node, kind, inputs, way, is_scalar or kind in ("Stack", "Cat"))
     if not of_batch:
