@@ -581,7 +581,7 @@ class _Check:
         return None if mode is None else first._replace(mode=mode)
 
     def _combine(self, looks: Sequence[Look], weigher: Weigher, terms: dict[int, Term]) -> tuple[str, str] | None:
-        """One weight for all terms, if they are in proportion; else they are counted first. Returns what to do if that cannot be."""
+        """One weight for all terms, if they are in proportion; else they are counted first. Returns what to do if neither works."""
         checked = self._checked
         modes = {key: mode for key, mode in weigher.modes.items() if mode != ONCE}
         if len(modes) < 2 and (len(weigher.modes) < 2 or SUM not in modes.values()):

@@ -129,13 +129,13 @@ class WindowOptimization(_AutomaticOptimization):
         accumulation = self.strategy.accumulation
         assert accumulation is not None
         assert accumulation.splitting is not None
-        kwargs = self.epoch_loop._build_kwargs(OrderedDict(), batch, self.epoch_loop.batch_idx)
+        kwargs = _arguments_of_step(self.trainer, batch)
         accumulation.splitting.begin(batch, partial(self._difference_by_padding, kwargs))
 
     def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
         """The loss of a micro-batch of a loader batch that is so many after the one under way. Nothing is logged."""
         trainer = self.trainer
-        kwargs = self.epoch_loop._build_kwargs(OrderedDict(), batch, self.epoch_loop.batch_idx + ahead)
+        kwargs = _arguments_of_step(trainer, batch, ahead)
         step = partial(call._call_lightning_module_hook, trainer, "training_step")
         with torch.enable_grad(), trainer.precision_plugin.train_step_context(), collecting_logs(trainer):
             return _result_of(self.strategy.run_as_engine(step, *kwargs.values())).closure_loss
@@ -321,10 +321,15 @@ class WindowClosure(Closure):
         show_logs(self._optimization.trainer, log, is_left_out)
 
 
+def _arguments_of_step(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> OrderedDict[str, Any]:
+    """What ``training_step`` gets of a loader batch that is so many after the one under way."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return epoch_loop._build_kwargs(OrderedDict(), batch, epoch_loop.batch_idx + ahead)
+
+
 def loss_unlogged(trainer: pl.Trainer, batch: Any) -> Tensor | None:
     """The loss of a batch that is not trained on: nothing is logged."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, epoch_loop.batch_idx)
+    kwargs = _arguments_of_step(trainer, batch)
     with torch.enable_grad(), collecting_logs(trainer):
         return _result_of(call._call_lightning_module_hook(trainer, "training_step", *kwargs.values())).closure_loss
 

@@ -113,9 +113,7 @@ class GradientSync:
 
         A sharded module gives out this rank's parts of their mean over the ranks, and is called on all of them.
         """
-        found = torch.autograd.grad(
-            loss, parameters, torch.full_like(loss, share), retain_graph=keeps_graph, allow_unused=True
-        )
+        found = torch.autograd.grad(loss, parameters, torch.full_like(loss, share), retain_graph=keeps_graph, allow_unused=True)
         return found if share else [None] * len(found)  # NaN * 0 is NaN
 
     def reshard(self) -> None:

@@ -1,8 +1,8 @@
 """The terms of a loss, each with its own weight: what they weigh in a window is counted before it runs.
 
 A loss is often a sum of means over different counts: a cross entropy over tokens and an error over samples. Of the full batch, term
-``t`` has the gradient ``sum_i d_ti g_ti / sum_i d_ti``, where ``d_ti`` is what it was divided by in micro-batch ``i``. So the gradient
-of each term is multiplied by ``d_ti / sum_i d_ti`` in the backward of its micro-batch, and the sums are known before the first of
+``t`` has the gradient ``sum_i d_ti g_ti / sum_i d_ti``, where ``d_ti`` is what it was divided by in micro-batch ``i``. So the
+gradient of each term is multiplied by ``d_ti / sum_i d_ti`` in the backward of its micro-batch, and the sums are known before the first of
 them: each micro-batch has run forward once without a backward, or explicit weights have counted its batch. Where a window is one
 micro-batch on each rank, the ranks tell each other what they have.
 """
@@ -141,7 +141,8 @@ class Counted:
         """How far what has run on this rank is from what was counted there, relative; 0 where that is not known."""
         missed: Denominator = 0.0
         for key in {*self._own, *self._run} if self._own else ():
-            own, run = self._own.get(key, 0.0), self._run.get(key, 0.0)
+            own: Any = self._own.get(key, 0.0)
+            run: Any = self._run.get(key, 0.0)
             missed = missed + abs(own - run) / (abs(own) + abs(run) + 1e-300)
         return missed
 

@@ -27,6 +27,8 @@ SELECTIONS = {
     "MaskedScatter", "MaskedSelect", "Repeat", "Roll", "Scatter", "Select", "Slice", "Split", "SplitWithSizes", "Take", "Tril",
     "Triu", "Unbind",
 }  # fmt: skip
+
+
 def kind_of(node: Node) -> str:
     """The operation of a node: 'NllLossBackward0' -> 'NllLoss', 'torch::autograd::CopyBackwards' -> 'Copy'."""
     kind = _KINDS.get(type(node))

@@ -398,8 +398,8 @@ def _term(leaves: _Leaves, key: int) -> Term:
     return Term(
         key,
         leaves.words,
-        abs(losses),
-        abs(total),
+        _size(losses),
+        _size(total),
         number=abs(_same([one.number for one in leaves.ways])),
         is_mean=all(one.is_mean for one in leaves.ways),
         is_divided=any(one.is_divided for one in leaves.ways),
@@ -408,6 +408,10 @@ def _term(leaves: _Leaves, key: int) -> Term:
         above=(way.above,),
         divisions=tuple(dict.fromkeys(division for one in leaves.ways for division in one.divisions)),
     )
+
+
+def _size(share: Denominator) -> Denominator:
+    return share.abs() if isinstance(share, Tensor) else abs(share)
 
 
 def _same(numbers: Sequence[float]) -> float:
@@ -453,7 +457,7 @@ def _joined(key: int, terms: Sequence[Term]) -> Term:
 def _one_of(shares: Sequence[Denominator]) -> Denominator:
     """The one size that all have which are not 0; 0 if all are 0, nan if there are several."""
     if all(not isinstance(share, Tensor) for share in shares):
-        sizes = {float(abs(share)) for share in shares if share}
+        sizes = {abs(float(share)) for share in shares if share}
         return 0.0 if not sizes else max(sizes) if max(sizes) - min(sizes) <= 1e-12 * max(sizes) else float("nan")
     device = next(share.device for share in shares if isinstance(share, Tensor))
     dtype = exact_dtype(device)
