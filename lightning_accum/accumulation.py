@@ -96,7 +96,7 @@ class Accumulation(Windows):
         """What the check found in this fit."""
         self.checked_rows: Any = None
         """A few rows of the last loader batch that was checked."""
-        self.fitting: dict[int, dict[Any, float]] = {}
+        self.fitting: Mapping[int, Mapping[Any, float]] = {}
         """What each term weighed by each mode, in the whole of the rows that were checked last."""
         self.doubted: Any = None
         """A micro-batch of the window whose loss has terms that were not checked; None if there is none."""

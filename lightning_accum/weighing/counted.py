@@ -2,9 +2,9 @@
 
 A loss is often a sum of means over different counts: a cross entropy over tokens and an error over samples. Of the full batch, term
 ``t`` has the gradient ``sum_i d_ti g_ti / sum_i d_ti``, where ``d_ti`` is what it was divided by in micro-batch ``i``. So the
-gradient of each term is multiplied by ``d_ti / sum_i d_ti`` in the backward of its micro-batch, and the sums are known before the first of
-them: each micro-batch has run forward once without a backward, or explicit weights have counted its batch. Where a window is one
-micro-batch on each rank, the ranks tell each other what they have.
+gradient of each term is multiplied by ``d_ti / sum_i d_ti`` in the backward of its micro-batch, and the sums are known before the
+first of them: each micro-batch has run forward once without a backward, or explicit weights have counted its batch. Where a window
+is one micro-batch on each rank, the ranks tell each other what they have.
 """
 
 from __future__ import annotations
