@@ -18,9 +18,9 @@ TORCH = table(
 torch
     _foreach_add_ _foreach_mul_ _foreach_norm | - | many tensors in few kernels | -
 torch._C._functions.NllLossBackward0
-    _saved_reduction _saved_self _saved_target _saved_total_weight | - | what a cross entropy was divided by | -
+    _saved_ignore_index _saved_reduction _saved_self _saved_target _saved_total_weight | - | what a cross entropy was divided by | -
 torch._C._functions.NllLoss2DBackward0
-    _saved_reduction _saved_self _saved_target _saved_total_weight | - | what a cross entropy was divided by | -
+    _saved_ignore_index _saved_reduction _saved_target _saved_total_weight | - | what a cross entropy was divided by | -
 torch._C._functions.MseLossBackward0
     _saved_reduction _saved_self | - | the elements of a mean | -
 torch._C._functions.SmoothL1LossBackward0
@@ -42,41 +42,19 @@ torch._C._functions.MeanBackward0
 torch._C._functions.MeanBackward1
     _saved_dim _saved_self_sym_numel _saved_self_sym_sizes | - | the elements of a mean | -
 torch._C._functions.SumBackward0
-    _saved_self_sym_sizes | - | the elements of a sum | -
+    _saved_self_sym_sizes | - | a sum of one number | -
 torch._C._functions.SumBackward1
-    _saved_dim _saved_self_sym_sizes | - | the elements of a sum | -
-torch._C._functions.NansumBackward0
-    _saved_dim _saved_self | - | the elements of a sum | -
+    _saved_self_sym_sizes | - | a sum of one number | -
 torch._C._functions.DivBackward0
     _saved_other _saved_self | - | what a sum was divided by | -
 torch._C._functions.MulBackward0
     _saved_other _saved_self | - | what a term is multiplied by | -
-torch._C._functions.DotBackward0
-    _saved_self _saved_tensor | - | a mask that is multiplied and summed | -
-torch._C._functions.MvBackward0
-    _saved_self _saved_vec | - | a mask that is multiplied and summed | -
-torch._C._functions.MmBackward0
-    _saved_mat2 _saved_self | - | a mask that is multiplied and summed | -
-torch._C._functions.BmmBackward0
-    _saved_mat2 _saved_self | - | a mask that is multiplied and summed | -
-torch._C._functions.NormBackward0
-    _saved_p | - | whether a norm is a sum | -
-torch._C._functions.LinalgVectorNormBackward0
-    _saved_ord | - | whether a norm is a sum | -
-torch._C._functions.MaskedFillBackward0
-    _saved_mask | - | which elements count | -
 torch._C._functions.WhereBackward0
-    _saved_condition | - | which elements count | -
+    _saved_condition | - | whether one of two losses is chosen | -
 torch._C._functions.AddBackward0
     _saved_alpha | - | a factor of a term | -
 torch._C._functions.SubBackward0
     _saved_alpha | - | a factor of a term | -
-torch._C._functions.AddcmulBackward0
-    _saved_tensor1 _saved_tensor2 _saved_value | - | what a term is multiplied by | -
-torch._C._functions.LerpBackward0
-    _saved_weight | - | what a term is multiplied by | -
-torch._C._functions.StackBackward0
-    _saved_dim | - | losses that are stacked | -
 torch._C._functions.SqrtBackward0
     _saved_result | - | a function of a mean | -
 torch._C._functions.LogBackward0
@@ -86,7 +64,7 @@ torch._C._functions.PowBackward0
 torch._C._functions.ClampBackward1
     _saved_max _saved_min _saved_self | - | a function of a mean | -
 torch.autograd.graph.Node
-    _input_metadata | - | the types that a node computes in | -
+    _input_metadata | - | the types and shapes that a node computes in | -
 torch.autograd
     _engine_run_backward | - | what torch.autograd.backward ends with | 222a2c57 e21e4ead
     _is_checkpoint_valid | - | whether a backward is one of all leaves | b6cbe8c7

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_accum.exact import exact_dtype
 from lightning_accum.weighing.shares import Denominator, Term
 
 Mode: TypeAlias = "str | Callable[[Any], Any]"
@@ -41,7 +42,7 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
         share = term.losses if isinstance(term.total, float) and math.isnan(term.total) else term.total
         if isinstance(term.losses, Tensor) or isinstance(share, Tensor):
             empty = torch.as_tensor(term.losses, device=share.device if isinstance(share, Tensor) else None) == 0
-            return torch.where(empty, torch.zeros((), dtype=torch.float64, device=empty.device), _over(number, share))
+            return torch.where(empty, torch.zeros((), dtype=exact_dtype(empty.device), device=empty.device), _over(number, share))
         return 0.0 if term.losses == 0 else _over(number, share)
     if mode == TOTAL:
         return _over(1.0, term.total)

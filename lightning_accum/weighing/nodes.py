@@ -101,7 +101,7 @@ def is_number(tensor: Tensor) -> bool:
 
 _NARROW_FLOAT, _NARROW_INTEGER = torch.zeros((), dtype=torch.float16), torch.zeros((), dtype=torch.int8)
 
-MEAN_REDUCTION, SUM_REDUCTION = 1, 2  # at::Reduction
+MEAN_REDUCTION = 1  # at::Reduction
 
 
 def _numel(node: Node) -> float:

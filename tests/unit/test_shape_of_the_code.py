@@ -225,10 +225,8 @@ ON_THE_HOST = {
     "splitting/memory.py": "sizes that ranks agree on",
     "splitting/outputs.py": "losses that are numbers",
     "testing.py": "a comparison",
-    "weighing/constant.py": "a precision",
-    "weighing/denominator.py": "a count that is a number",
+    "trial.py": "gradients that were copied there",
     "weighing/functions.py": "a number",
-    "weighing/trial.py": "gradients that were copied there",
     "whole/gradient_proof.py": "sums that were copied there",
     "window.py": "a comparison",
 }
