@@ -107,7 +107,12 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         accumulation.verdict = before if known else Verdict.unknown(reason)
         if not known and not (accumulation.checks_left and Verdict.unknown(reason).may_try_again):
             accumulation.checks_left = 0
-            _warn_that_it_is_unchecked(accumulation)
+            if not isinstance(reason, GathersError):  # a loss of all rows of its window, which it sees
+                _warn_that_it_is_unchecked(accumulation)
+
+
+class GathersError(CannotCheckError):
+    """A step of a window of one micro-batch on each rank takes the rows of all."""
 
 
 def check_doubted(checked: Checked) -> None:
@@ -125,8 +130,11 @@ def check_doubted(checked: Checked) -> None:
     trial, counts_first = checked.trial(), accumulation.weigher.counts_first
     try:
         own = trial.together(lambda: FewRows(rows, checked.samples))
+        others = trial.together(lambda: FewRows(accumulation.checked_rows, checked.samples))
         with suppress(CannotCheckError):
-            own = trial.together(lambda: own.by_turns(FewRows(accumulation.checked_rows, checked.samples)))
+            joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))
+            if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):
+                own = joined
         modes = dict(accumulation.weigher.modes)
         numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
         _Check(checked, _Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
@@ -145,6 +153,13 @@ def check_doubted(checked: Checked) -> None:
             " which they were seen first is left out: there is no optimizer step for it. From the next on each term is weighted by"
             " its own count."
         )
+
+
+def _goes_by_order(checked: Checked, trial: Trial, joined: FewRows, turned: FewRows) -> bool:
+    """Whether the loss of rows of two batches is another one if those of the other come first: they are of different kinds."""
+    rows = range(min(joined.number, turned.number))
+    one, other = trial.losses_of([partial(joined.take, rows), partial(turned.take, rows)])
+    return checked.on_any(abs(one - other) > trial.tolerance * max(abs(one), abs(other)))
 
 
 def _warn_that_it_is_unchecked(accumulation: Accumulation) -> None:
@@ -406,7 +421,7 @@ class _Check:
             if (again := self._decide(looks, begun, trial)).adds_up:
                 return again
             if not self._accumulation.splitting and not self._checked.is_window_long and self._checked.on_any(trial.has_waited):
-                raise CannotCheckError("training_step gathers from other ranks")
+                raise GathersError("training_step gathers from other ranks")
             if self._checked.on_any(trial.has_drawn):
                 raise CannotCheckError("training_step draws random numbers that are others for each batch")
             first = looks[0].whole
@@ -446,6 +461,9 @@ class _Check:
             return trial.measure(make or partial(found.take, rows), weigher, rows if by_row else None, number, scale)
 
         whole = measure(base, scale=1.0)
+        if checked.sync.is_waited_for_in_forward:  # each way to weigh runs the parts again
+            halves = [[0], base[1:]]
+            return [Look(whole, [measure(half) for half in halves], [1, number - 1])]
         alone = [measure([row]) for row in base]
         looks = [Look(whole, alone, [1] * number)]
         if number > 2:  # a loss that goes by a statistic of its batch is another one for small losses
@@ -519,7 +537,8 @@ class _Check:
             mend = self._weight_that_adds_up(looks, terms, weigher, trial)
         elif weight == "auto":
             weigher.modes = {key: fit.mode for key, fit in chosen.items() if fit.mode is not None}
-            if len(terms) == 1 and next(iter(chosen.values())).mode != SUM:
+            is_sharded = checked.sync.is_waited_for_in_forward
+            if len(terms) == 1 and next(iter(chosen.values())).mode != SUM and not is_sharded:
                 adopted_fit = self._adopted(looks, next(iter(terms)), eps)
                 weigher.hidden = None if adopted_fit is None else adopted_fit.mode
             refused = self._combine(looks, weigher, terms)
@@ -527,7 +546,7 @@ class _Check:
                 return _Found(replace(verdict, deviation=math.inf, seen=refused[1]), False, weigher, {}, terms, refused[0])
         constants = {key: fit.constant for key, fit in chosen.items() if fit.constant}
         fitting = {}
-        if weight == "auto" and not wrong:
+        if weight == "auto" and not wrong and not checked.sync.is_waited_for_in_forward:
             fitting = {key: self._weights(looks, key, terms[key], eps) for key in terms}
         return _Found(verdict, not wrong, weigher, constants, terms, mend, fitting)
 
@@ -544,6 +563,8 @@ class _Check:
             (own,) = fits(looks, key, (mode,), eps)
             code = 2.0 if own.mode is None else float(own.deviation.has_evidence)
             found.append((mode, own, checked.largest(code)))
+            if checked.sync.is_waited_for_in_forward and found[-1][2] == 1:
+                break  # each other way would run all rows again
         right = [(mode, own) for mode, own, code in found if code == 1]
         known = self._accumulation.weigher.modes.get(key)
         if len({mode == SUM for mode, _ in right}) > 1 and known is None:
