@@ -159,6 +159,7 @@ core.module.LightningModule
     _device_mesh | - | what it sees as its device_mesh | -
     _compiler_ctx | - | the module is compiled | -
     _current_fx_name | - | the hook that logs | -
+    _on_before_batch_transfer | - | calls the hook of a batch that is to be transferred | f863cd7b
     _trainer | - | the Trainer that a module is attached to | -
     backward | - | calls the loss's backward, with gradient= | a2e90fe7
     manual_backward | - | calls the strategy's backward | 424b5073
