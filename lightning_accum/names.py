@@ -12,6 +12,7 @@ from lightning_accum.errors import (
 )
 from lightning_accum.noise import GradientNoiseScale
 from lightning_accum.samplers import SameOrderSampler
+from lightning_accum.splitting.batch_parts import split_lists
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.strategies import (
     AccumulationStrategy,
@@ -42,5 +43,6 @@ __all__ = [
     "Tokens",
     "UnreadableLossError",
     "UnsplittableBatchError",
+    "split_lists",
     "verify",
 ]

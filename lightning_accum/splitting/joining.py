@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -86,7 +85,7 @@ class _Joined(RowSelector):
     def __init__(self) -> None:
         super().__init__(slice(None), None)
         self._values: dict[int, tuple[str, Any]] = {}
-        self.entries = self.tensor = self.array = lambda value: self._values[id(value)][1]
+        self.entries = self.tensor = lambda value: self._values[id(value)][1]
 
     def put(self, part: BatchNode, value: Any) -> None:
         """Give the rows of all batches for a part of the first."""
@@ -103,7 +102,7 @@ def _check_shared(path: str, values: Sequence[Any]) -> None:
 class _Columns:
     """Tensors by path, one a batch, whose columns may differ in number."""
 
-    def __init__(self, tensors: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
         self._tensors = tensors
         uneven = {path: [v.shape[1] for v in values] for path, values in tensors.items() if _is_uneven(values)}
         self._longest = {path: max(lengths) for path, lengths in uneven.items()}
@@ -118,16 +117,9 @@ class _Columns:
             most = max(self._longest.values())
             self.description = f"batches of unequal length were padded on the {self._side} to {most} columns ({', '.join(uneven)})"
 
-    def join(self, path: str) -> Any:
+    def join(self, path: str) -> Tensor:
         """The rows of all batches."""
         values = self._tensors[path]
-        if "numpy" in sys.modules and isinstance(values[0], sys.modules["numpy"].ndarray):
-            numpy = sys.modules["numpy"]
-            if path in self._longest:
-                raise JoiningError(f"the array {path} differs in its number of columns")
-            return numpy.concatenate(values)
-        if not isinstance(values[0], Tensor):
-            raise JoiningError(f"{path} is a {type(values[0]).__name__}")
         if path in self._longest:
             values = [self._padded(path, value) for value in values]
         elif len({value.shape[1:] for value in values}) > 1:
@@ -160,7 +152,7 @@ class _Columns:
         return any(bool((mask[:, 0] == 0).any()) for mask in masks) and all(bool((mask[:, -1] != 0).all()) for mask in masks)
 
 
-def _is_uneven(values: Sequence[Any]) -> bool:
+def _is_uneven(values: Sequence[Tensor]) -> bool:
     """Whether dimension 1 is all that differs beside the rows."""
     shapes = {tuple(value.shape) for value in values}
     if any(len(shape) < 2 for shape in shapes):

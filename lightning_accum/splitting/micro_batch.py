@@ -6,7 +6,6 @@ What a micro-batch takes of each part of the batch is put into functions, once, 
 from __future__ import annotations
 
 import copy
-from collections import UserDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, UnsplittableBatchError
-from lightning_accum.splitting.batch_parts import BatchNode, is_array_like, read_parts
+from lightning_accum.splitting.batch_parts import BatchNode, read_parts
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Layout:
         tensors: the tensors whose dimension 0 is the rows, by path: ``input_ids``, ``[0]``, ``inputs.mask``; ``batch`` if the
             batch itself is a tensor.
         shared_tensors: the tensors with a dimension 0 that is not the rows, by path.
-        kinds: what each part is, by path: a ``tensor`` (or array) with rows; a list that is ``rows``, one entry a sample; a
+        kinds: what each part is, by path: a ``tensor`` with rows; a list that is ``rows``, one entry a sample; a
             ``container`` of other parts; or ``shared`` by all rows.
         pattern: what of it other batches can have too.
 
@@ -99,7 +98,7 @@ class Layout:
         """Find out how ``batch`` is made of rows.
 
         Args:
-            batch: tensors and arrays in mappings, lists, tuples and dataclasses, nested in any way.
+            batch: tensors in mappings, lists, tuples and dataclasses, nested in any way.
             known: the ``kinds`` of an earlier batch of the same loader. They hold where this batch could be read in two ways: a
                 table of 5 entries stays shared in a last batch of 5 rows.
             samples: how many of them the loader puts into a batch, where it says so.
@@ -177,14 +176,11 @@ class RowSelector:
         self._indices: dict[torch.device, Tensor] = {}
         self.entries: Callable[[Any], Any]
         self.tensor: Callable[[Any], Any]
-        self.array: Callable[[Any], Any]
         if isinstance(rows, slice):
             self.entries = itemgetter(rows)
-            self.array = lambda value: getattr(value, "iloc", value)[rows]
             self.tensor = (lambda value: value[(rows, *self._kept(value))]) if columns else self.entries
         else:
             self.entries = lambda value: [value[number] for number in self._numbers()]
-            self.array = lambda value: getattr(value, "iloc", value)[self._numbers()]
             self.tensor = self._select
 
     def shared(self, value: Tensor) -> Tensor:
@@ -201,19 +197,16 @@ class RowSelector:
         else:
             self.tensor(into).copy_(part)
 
-    def _kept(self, value: Any) -> list[slice]:
+    def _kept(self, value: Tensor) -> list[slice]:
         """What stays of the dimensions after 0."""
         sizes = value.shape[1:]
-        is_floating = value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind == "f"
-        if is_floating and sizes and sizes[0] in self._columns:
+        if value.is_floating_point() and sizes and sizes[0] in self._columns:
             sizes = sizes[:1]
         return [self._columns.get(size, slice(None)) for size in sizes]
 
-    def _select(self, value: Any) -> Any:
+    def _select(self, value: Tensor) -> Tensor:
         if self._columns:  # first, so that there is less to copy
             value = value[(slice(None), *self._kept(value))]
-        if not isinstance(value, Tensor):
-            return value[self._numbers()]
         return value.index_select(0, self._index(value.device))
 
     def _index(self, device: torch.device) -> Tensor:
@@ -236,48 +229,20 @@ class RowSelector:
 def _compile(part: BatchNode) -> TakeRows | None:
     """What a micro-batch takes of one part; None if it takes the part as it is."""
     value = part.value
-    if part.problem and (part.size is None or part.kind != "shared"):
-        raise UnsplittableBatchError.because(f"{part}, {part.problem}")
-    if part.kind != "shared" and not isinstance(value, (list, tuple)) and (part.is_list or is_array_like(value)):
-        return _of_unknown_class(part)
     if part.kind == "rows":
         return lambda value, selector: _maker_of(value)(selector.entries(value))
     if part.kind == "tensor":
         return lambda value, selector: selector.tensor(value)
     if isinstance(value, Tensor):  # shared
         return (lambda value, selector: selector.shared(value)) if value.dim() else None
-    can_be_taken_apart = type(value) in (dict, list)
-    if part.kind == "shared" and not can_be_taken_apart:
-        return None
     takes = [(inner, take) for inner in part.parts if (take := _compile(inner))]
-    if can_be_taken_apart and not takes:
-        return lambda value, selector: copy.copy(value)  # so that a micro-batch does it to its own
-    if part.kind == "shared":
-        return None
+    if not takes:
+        # a copy, so that a micro-batch does to its own what it does to it
+        return (lambda value, selector: copy.copy(value)) if type(value) in (dict, list) else None
     try:
-        return _rebuild(value, takes) if takes else None
+        return _rebuild(value, takes)
     except Exception as error:
         raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
-
-
-def _of_unknown_class(part: BatchNode) -> TakeRows:
-    """What takes the rows of a sequence or an array that is no list, tensor or NumPy array, found out by trying."""
-
-    def of_array(value: Any, selector: RowSelector) -> Any:
-        return selector.array(value)
-
-    def of_sequence(value: Any, selector: RowSelector) -> Any:
-        return _maker_of(value)(selector.entries(value))
-
-    take: TakeRows = of_sequence if part.is_list else of_array
-    try:
-        tried = [take(part.value, RowSelector(rows, None)) for rows in (slice(0, 0), [0] if part.size else [])]
-        if [len(taken) for taken in tried] == [0, min(1, part.size or 0)] and all(type(t) is type(part.value) for t in tried):
-            return take
-        found = f"its rows are of the class {type(tried[1]).__name__}"
-    except Exception as error:
-        found = f"its rows cannot be taken ({error})"
-    raise UnsplittableBatchError.because(f"{part}, and {found}")
 
 
 def _rebuild(value: Any, takes: list[tuple[BatchNode, TakeRows]]) -> TakeRows:
@@ -296,10 +261,6 @@ def _rebuild(value: Any, takes: list[tuple[BatchNode, TakeRows]]) -> TakeRows:
 
         _maker_of(value)(value)  # now, rather than in the middle of a window
         return rebuilt
-    if isinstance(value, Mapping) and not isinstance(value, (dict, UserDict)):
-        new = type(value)
-        new(dict(value))  # type: ignore[call-arg]
-        return lambda value, selector: new({**value, **{key: take(value[key], selector) for key, take in items}})  # type: ignore[call-arg]
     second_names = [name for name in getattr(value, "__dict__", {}) if items and name in value]
 
     def copied(value: Any, selector: RowSelector) -> Any:

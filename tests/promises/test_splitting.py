@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_accum import AccumulationError, GradientAccumulation, Tokens, UnsplittableBatchError
+from lightning_accum import AccumulationError, GradientAccumulation, Tokens, UnsplittableBatchError, split_lists
 from lightning_accum.testing import assert_window_equals_batch
 
 
@@ -103,7 +103,6 @@ CONTAINERS: dict[str, Callable[[slice], Any]] = {
     "a collections.namedtuple": lambda s: Triple(X[s], Y[s], NAMES[s]),
     "a dataclass": lambda s: Record(X[s], NAMES[s]),
     "a dataclass with slots": lambda s: Slotted(X[s], NAMES[s]),
-    "NumPy arrays": lambda s: {"x": X[s], "a": np.arange(16).reshape(8, 2)[s]},
     "texts": lambda s: {"x": X[s], "t": NAMES[s], "u": tuple(NAMES)[s]},
     "rows of lists": lambda s: (X[s], [[1] * n for n in range(8)][s]),
     "rows with gaps": lambda s: (X[s], ([None, {"a": 1}] * 4)[s]),
@@ -168,6 +167,8 @@ UNSPLITTABLE: dict[str, tuple[Any, str]] = {
     "packed": ({"x": X, "p": pack_sequence([rows(3), rows(2)])}, "p is a PackedSequence"),
     "nested": ((X, [ragged()]), r"\[1\]\[0\]"),
     "sparse": ({"x": X, "s": torch.eye(8).to_sparse()}, "s is a Tensor"),
+    "no size that most have": ({"x": rows(8), "y": rows(8), "u": rows(5), "v": rows(5)}, "5 or 8.*u is a Tensor of shape"),
+    "samples or batches of two loaders": ([{"x": rows(3, 2)}, {"x": rows(3, 2)}], "2 entries"),
     "a class of its own": ({"x": X, "o": Opaque({"deep": [X]})}, "o is a Opaque"),
     "graphs packed end to end": (graphs(5, 9, 4, 7), "batch"),
     "texts packed end to end": (
@@ -185,6 +186,11 @@ def test_a_batch_that_cannot_be_split_is_named_with_the_way_out_before_anything_
         fit(module, [batch], GradientAccumulation(micro_batch=2))
     assert "split=" in str(raised.value)
     assert not module.batches
+
+
+def test_arrays_of_other_libraries_are_refused() -> None:
+    with pytest.raises(UnsplittableBatchError, match="a is a ndarray.*split="):
+        pieces({"x": X, "a": np.arange(8)})
 
 
 def test_more_rows_than_the_loader_puts_samples_into_a_batch_are_refused() -> None:
@@ -226,6 +232,34 @@ def test_a_function_splits_packed_graphs_exactly() -> None:
         GradientAccumulation(micro_batch=2, split=by_graph),
         collate=lambda nodes: graphs(*nodes),
     )
+
+
+def detected(net: nn.Module, batch: Any) -> Tensor:
+    """The loss of a detector: a mean over the boxes of all images, whose sizes differ; an image may have none."""
+    images, targets = (batch["images"], batch["targets"]) if isinstance(batch, dict) else batch
+    found = [net(image.mean((1, 2))).expand(len(t["boxes"]), 4) for image, t in zip(images, targets, strict=True)]
+    return F.smooth_l1_loss(torch.cat(found), torch.cat([t["boxes"] for t in targets]))
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_lists_of_images_and_targets_are_split_exactly(as_dict: bool) -> None:
+    def collate(boxes: list[int]) -> Any:
+        images = [torch.arange(3.0 * 4 * (4 + n)).double().reshape(3, 4, 4 + n).sin() for n in boxes]
+        targets = [{"boxes": torch.arange(4.0 * n).double().reshape(n, 4).cos(), "id": n} for n in boxes]
+        more = {"ids": torch.arange(len(boxes)), "classes": ["cat", "dog"]}
+        return {"images": images, "targets": targets, **more} if as_dict else (images, targets)
+
+    batches = [[3, 0, 1, 5], [2, 4]]
+    assert [len(part["ids"] if as_dict else part[1]) for part in split_lists(collate(batches[0]), 3)] == [3, 1]
+    policy = GradientAccumulation(micro_batch=3, split=split_lists)
+    assert_window_equals_batch(lambda: Toy(detected, net=lambda: nn.Linear(3, 4)), batches, policy, collate=collate)
+
+
+def test_lists_are_split_of_samples_too_and_other_batches_are_refused() -> None:
+    samples = [{"x": n} for n in range(3)]
+    assert split_lists(samples, 2) == [samples[:2], samples[2:]]
+    with pytest.raises(UnsplittableBatchError, match="split_lists"):
+        split_lists({"x": X}, 2)
 
 
 def by_value(batch: Opaque, size: int) -> list[Opaque]:

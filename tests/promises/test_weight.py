@@ -75,7 +75,6 @@ def test_counts(count: Any, batch: Any, expected: int) -> None:
         (TokenCount(), {"labels": "words"}, TypeError, "str"),
         (TokenCount(), {"labels": LABELS[0]}, ValueError, "shift=False"),
         (SampleCount(), {"x": "words"}, ValueError, "tensor"),
-        (SampleCount(), IMAGES[:2], ValueError, "key"),
     ],
 )
 def test_wrong_batches_are_named(count: Any, batch: Any, error: type[Exception], match: str) -> None:
