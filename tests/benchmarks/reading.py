@@ -10,6 +10,7 @@ from side_by_side import command_line, show
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
+from lightning_accum.weighing.shares import terms_of
 from lightning_accum.weighing.weight import Weigher
 
 
@@ -28,10 +29,10 @@ def main(seconds: float = 1.0) -> None:
     }
     rows = []
     for name, loss in losses.items():
-        names = {"weigher": Weigher("auto", warn=lambda message: None), "loss": loss}
-        found = Timer("weigher(loss, None)", setup="weigher(loss, None)", globals=names).blocked_autorange(min_run_time=seconds)
-        rows.append([name, f"{found.median * 1e6:.1f}"])
-    show(["", "us, median"], rows)
+        names = {"weigher": Weigher("auto"), "terms_of": terms_of, "loss": loss}
+        timers = [Timer(call, setup=call, globals=names) for call in ("weigher(loss, None)", "terms_of(loss)")]
+        rows.append([name, *(f"{timer.blocked_autorange(min_run_time=seconds).median * 1e6:.1f}" for timer in timers)])
+    show(["us, median", "its weight", "its terms"], rows)
 
 
 if __name__ == "__main__":
