@@ -122,7 +122,7 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None) -> list[Term]:
         >>> (term,) = terms_of((x.square() * mask).sum() * (1 / mask.sum()))
         >>> float(term.losses), float(term.total)
         (0.5, 0.5)
-        >>> [term.words for term in terms_of(torch.nn.functional.mse_loss(x, x + 1) + 0.1 * x.exp().sum())]
+        >>> [term.words for term in terms_of(torch.nn.functional.mse_loss(x, x + 1) + 0.1 * (x * mask).exp().sum())]
         ['mean squared error', 'sum']
     """
     root, place = (loss.grad_fn, loss.output_nr) if below is None else below
