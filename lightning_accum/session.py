@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.counting import count_batch, count_loader_batch
+from lightning_accum.counting import count_window
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.nonfinite import Guard
@@ -79,7 +77,7 @@ class Session:
         """
         accumulation = self._accumulation
         if accumulation.window.counted is not None:
-            self._count(step, batch, seen)
+            count_window(accumulation, step, batch, self.sync, self._snapshotter)
         with _NOTHING_AROUND if self._row_wise is None else self._row_wise.step(count_samples(batch)):
             splitting = accumulation.splitting
             run = self._run_whole if splitting is None or splitting.plan is None else self._run_in_micro_batches
@@ -92,59 +90,6 @@ class Session:
         if self._has_doubts:
             self.look_at_doubted()
         return outcome
-
-    def _count(self, step: CountsAhead, batch: Any, seen: int) -> None:
-        """Count what the terms of a window weigh, if it begins with this loader batch and is more than one micro-batch a rank."""
-        accumulation = self._accumulation
-        counted, splitting, boundary = accumulation.window.counted, accumulation.splitting, accumulation.boundary
-        assert counted is not None
-        if counted.is_agreed or accumulation.is_passthrough() or (splitting is None and boundary.size == 1):
-            return
-        plan, is_listed = accumulation.plan, accumulation.weigher.counts_first is False
-        snapshot = None if is_listed else self._snapshotter.take(watches_parameters=False)
-        counted.loader_batches_left = 0
-        rest = iter(()) if accumulation.rest_of_window is None or boundary.size == 1 else accumulation.rest_of_window()
-        try:
-            for number, (own, is_shadow_batch) in enumerate(chain([(batch, accumulation.is_shadow_batch)], rest)):
-                counted.loader_batches_left += 1
-                if is_listed:
-                    if own is not None and not is_shadow_batch:
-                        count_batch(accumulation, own)
-                else:
-                    self._count_by_running(step, own, is_shadow_batch, number)
-                if boundary.size == math.inf and accumulation.comes_to_tokens(counted.first()):
-                    break
-        finally:
-            if snapshot is not None:
-                snapshot.restore()
-                self.sync.forget_forward()
-                self.sync.reshard()
-            if splitting is not None:
-                splitting.plan = plan
-        counted.agree()
-
-    def _count_by_running(self, step: CountsAhead, batch: Any, is_shadow_batch: bool, ahead: int) -> None:
-        accumulation, splitting = self._accumulation, self._accumulation.splitting
-        if batch is None:
-            if self.sync.is_waited_for_in_forward:
-                raise UsageError(
-                    "The loader yields None on this rank, where the others run forward to count the terms of the loss. Pass a"
-                    " weight for each term, weight=[...], which are counted in the batch."
-                )
-            return
-        if ahead:
-            batch = step.transferred(batch)
-            if splitting is not None:
-                splitting.plan = None
-                step.plan_ahead(batch)
-        plan = accumulation.plan
-        micro_batches = [batch] if plan is None else plan
-        with self.sync.blocked(MicroBatch(batch)) if self._has_sync else _NOTHING_AROUND:
-            if not is_shadow_batch:
-                count_loader_batch(accumulation, micro_batches, ahead, step.run_ahead)
-            elif self.sync.is_waited_for_in_forward:
-                for micro_batch in micro_batches:
-                    step.run_ahead(micro_batch, ahead)
 
     def _run_whole(self, step: Step, batch: Any, seen: int, ends_window: bool) -> Outcome:
         accumulation = self._accumulation
@@ -329,7 +274,7 @@ class Session:
         """
         has_boundary = ends_window and not self.finishes_after_backward
         if self._accumulation.window.counted is not None:
-            self._count(inside, None, seen)
+            count_window(self._accumulation, inside, None, self.sync, self._snapshotter)
         window_loss = self._run_shadow_batches(inside, 0, max(1, self.rounds(0)), seen, has_boundary)
         if ends_window and self.finishes_after_backward:
             window_loss = self.finish_window(seen)
