@@ -115,6 +115,7 @@ class Accumulation(Windows):
         self.weigher.counts_first, self._again = not isinstance(weights, tuple), None
         keys = range(len(weights)) if isinstance(weights, tuple) else keys
         window.counted = Counted(keys, window.device, window.dtype, self.world_size, self.ranks.group)
+        window.counted.is_listed = isinstance(weights, tuple)
 
     @property
     @override
@@ -195,6 +196,8 @@ class Accumulation(Windows):
             return again[2]
         if contribution.structure and self._is_new(contribution.structure):
             self.window.has_doubts, self.doubted = True, micro_batch.batch
+        if self.window.counted is not None and contribution.of_terms is None:
+            contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:
             return self._add_terms(loss, contribution, micro_batch)
         weight = contribution.weight

@@ -324,6 +324,7 @@ class _Check:
                 weigher.others[key] = (other, fitting[mode] / fitting[other] * weigher.units.get(key, 1.0))
         weigher.ratios = {**weigher.ratios, **own.ratios}
         weigher.looped, weigher.aliases, weigher.hidden = own.looped, own.aliases, own.hidden
+        weigher.takes_functions = own.takes_functions
         constant = next(iter(found.constants.values()), 0.0)
         accumulation.window.constant = None if own.counts_first or len(found.terms) > 1 else constant or None
         if own.counts_first and not weigher.counts_first:
@@ -409,13 +410,19 @@ class _Check:
     def _find_in(self, trial: Trial, rows: _Rows) -> _Found:
         weigher = Weigher(self._weight)
         weigher.looped, weigher.aliases = self._accumulation.weigher.looped, dict(self._accumulation.weigher.aliases)
+        weigher.takes_functions = self._accumulation.weigher.takes_functions
         with trial.held():
             looks = self._looks(trial, rows, weigher)
+            functions = {measured.function for look in looks for measured in (look.whole, *look.parts)}
+            if self._checked.on_any(len(functions) > 1):  # a single row may look as if it was one
+                weigher.takes_functions = False
+                looks = self._looks(trial, rows, weigher)
             found = self._decide(looks, weigher, trial)
             if found.adds_up:
                 return found
             trial.keep_state(looks[0].whole.batch)  # as a first forward may initialise it, from its rows
             begun = Weigher(self._weight)
+            begun.takes_functions = weigher.takes_functions
             begun.looped, begun.aliases = weigher.looped, dict(self._accumulation.weigher.aliases)
             looks = self._looks(trial, rows, begun)
             if (again := self._decide(looks, begun, trial)).adds_up:
@@ -528,7 +535,8 @@ class _Check:
             chosen = {ALL: self._fit(looks, ALL, (weight,), eps)}
         wrong = [fit for fit in chosen.values() if fit.mode is None and not fit.is_open]
         worst = max(wrong or [*chosen.values()], key=lambda fit: fit.deviation.size, default=None)
-        if worst is None or not (wrong or any(fit.deviation.has_evidence and not fit.is_open for fit in chosen.values())):
+        is_shown = bool(wrong) or any(fit.deviation.has_evidence and not fit.is_open for fit in chosen.values())
+        if not checked.on_any(is_shown) or worst is None:
             raise UnsuitableRowsError("the first rows have no gradient, or do not show whether the loss is a mean or a sum")
         size, tolerance = worst.deviation.size, rounding_of_gradients(eps)
         verdict = Verdict(max(size, 2 * tolerance) if wrong else size, tolerance, worst.deviation.seen, tuple(worst.deviation.rows))
@@ -608,6 +616,7 @@ class _Check:
         if len(modes) < 2 and (len(weigher.modes) < 2 or SUM not in modes.values()):
             return None
         main = next((key for key in modes if terms[key].words == "cross entropy"), next(iter(modes), None))
+        is_function = checked.on_any(looks[0].whole.function is not None)
         has_sum = any(mode == SUM for mode in modes.values())
         is_one = main is not None and not (has_sum and (len(set(modes.values())) > 1 or len(weigher.modes) > len(modes)))
         for key, mode in modes.items() if is_one and not has_sum else ():
@@ -617,9 +626,12 @@ class _Check:
             if math.isfinite(most) and least < math.inf:
                 weigher.ratios[key] = most
             is_one &= least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most
-            is_one &= self._rows.number >= MOST_ROWS or isinstance(self._rows.found, SplitRows)  # few may be so by chance
+            is_few = self._rows.number < MOST_ROWS and not isinstance(self._rows.found, SplitRows)
+            is_one &= is_function or not is_few  # few may be so by chance
         if is_one:
             return None
+        if is_function:
+            return 'weight="equal"', "it is a function of means with weights of their own"
         weigher.counts_first = True
         if checked.may_count_first or not (checked.is_window_long or self._accumulation.splitting is not None):
             return None

@@ -408,7 +408,7 @@ class Trial:
 def _on_host(term: Term) -> Term:
     """With shares that are numbers, and without its graph."""
     losses, total = float(term.losses), float(term.total)
-    return term._replace(losses=losses, total=total, edges=(), above=(), divisions=())
+    return term._replace(losses=losses, total=total, leaf=None, edges=(), above=(), divisions=())
 
 
 @contextmanager

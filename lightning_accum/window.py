@@ -271,7 +271,8 @@ class Window:
         self.discard()
         is_function = function is not None if self._world_size == 1 else totals.has_flag(HAS_FUNCTION)
         totals.check()
-        if missed > 1e-6:
+        is_listed = self.counted is not None and self.counted.is_listed
+        if missed > 1e-6 and not is_listed:
             raise UsageError(
                 "The terms of the loss have other weights in training_step than when they were counted before the window: it draws"
                 " random numbers that cannot be repeated, or goes by something that changes. Pass a weight for each term,"
@@ -287,7 +288,8 @@ class Window:
         if is_sum:
             _scale(gradients, self._world_size * slope)
             shown = next((total for total in of_terms or () if total), 1.0)
-            return totals.window(loss, shown, left_out, slope, has_doubts=has_doubts)
+            is_miscounted = is_listed and missed > 1e-6
+            return totals.window(loss, shown, left_out, slope, has_doubts=has_doubts, is_miscounted=is_miscounted)
         assert self._weight_scale is not None
         _scale(gradients, self._world_size * self._weight_scale / weight * slope)
         of_a_rank = weight / self._world_size

@@ -40,3 +40,9 @@ class WindowLoss:
                 " Anneal a factor by global_step, which is the same in all of a window, and not by batch_idx; for one that goes"
                 " with the batch, pass an explicit weight."
             )
+        if closed.is_miscounted:
+            warn(
+                "What the weights of the terms count in micro-batches does not add up to what they counted in the whole batch: a"
+                " micro-batch had no loss, or a weight is no count that adds up. The terms of such a window have other shares than"
+                " in the full batch."
+            )

@@ -32,6 +32,7 @@ class ClosedWindow(NamedTuple):
         is_empty: nothing had any weight, so there is no gradient to step on.
         do_terms_disagree: the terms of the loss have denominators that are not proportional.
         do_factors_differ: a constant that the loss is multiplied or divided by is not the same in all micro-batches.
+        is_miscounted: what listed weights counted in loader batches is not what their micro-batches had.
         has_doubts: a micro-batch was read in a way that the check has not seen.
     """
 
@@ -46,11 +47,12 @@ class ClosedWindow(NamedTuple):
     do_terms_disagree: bool = False
     do_factors_differ: bool = False
     has_doubts: bool = False
+    is_miscounted: bool = False
 
     @property
     def is_doubtful(self) -> bool:
         """What was weighed says that its gradient may not be the full batch's."""
-        return self.do_terms_disagree or self.do_factors_differ
+        return self.do_terms_disagree or self.do_factors_differ or self.is_miscounted
 
 
 class Totals(NamedTuple):

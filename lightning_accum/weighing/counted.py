@@ -16,8 +16,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import nll_loss
 from torch.overrides import TorchFunctionMode
 
+from lightning_accum.weighing.nodes import ignored_of
 from lightning_accum.weighing.shares import Denominator, Term
 
 
@@ -41,6 +43,8 @@ class Counted:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.keys = [*keys]
+        self.is_listed = False
+        """Weights that are listed count batches, which may have no loss in training."""
         self.constants: dict[int, float] = {}
         """What each weight of a term has in it beside what adds up, as in ``sum / (count + 1e-8)``."""
         self._device, self._dtype = device, dtype
@@ -182,11 +186,22 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
                 elif value is not None:
                     found.append(({term.key}, above * value))
                 elif node in self._results:  # added up inside of a criterion
-                    keys, _ = inside.setdefault(node, (set(), above * self._results[node]))
-                    keys.add(term.key)
+                    keys, left = inside.get(node, (set(), above * self._results[node]))
+                    if term.leaf is not None:
+                        own = term.losses * _sum_of(term.leaf)
+                        found.append(({term.key}, own))
+                        inside[node] = (keys, left - own)
+                    else:
+                        inside[node] = ({*keys, term.key}, left)
                 else:
                     return None
-        return [*found, *inside.values()]
+        return [*found, *((keys, value) for keys, value in inside.values() if keys)]
+
+
+def _sum_of(cross_entropy: Any) -> Tensor:
+    """The losses that a node has reduced, added up."""
+    logits, target, weight = cross_entropy._saved_self, cross_entropy._saved_target, cross_entropy._saved_weight
+    return nll_loss(logits.detach(), target, weight, ignore_index=ignored_of(cross_entropy), reduction="sum")
 
 
 _MOST_ADDED = 64

@@ -104,6 +104,12 @@ _NARROW_FLOAT, _NARROW_INTEGER = torch.zeros((), dtype=torch.float16), torch.zer
 MEAN_REDUCTION = 1  # at::Reduction
 
 
+def ignored_of(node: Node) -> int:
+    """The label that a cross entropy ignores, which is saved as an unsigned 64-bit number."""
+    label = int(node._saved_ignore_index)
+    return label - 2**64 if label >= 2**63 else label
+
+
 def _numel(node: Node) -> float:
     return int(node._saved_self.numel())
 
@@ -146,6 +152,12 @@ _OF_PARAMETERS = {
     "Rsqrt", "Rsub", "Select", "Sigmoid", "Slice", "Softmax", "Softplus", "Sqrt", "Square", "Squeeze", "Stack", "Sub", "Sum", "T",
     "Tanh", "ToCopy", "Transpose", "Unbind", "Unsqueeze", "View", *CONTRACTIONS,
 }  # fmt: skip
+
+
+def is_first_layer(node: Node) -> bool:
+    """Whether ``node`` takes in the batch, as a product of parameters with it: below it there is no loss."""
+    inputs = inputs_of(node)
+    return len(inputs) == 1 and is_of_parameters_only(inputs[0][0]) and not is_of_parameters_only(node)
 
 
 def is_of_parameters_only(root: Node) -> bool:

@@ -27,9 +27,11 @@ from lightning_accum.weighing.nodes import (
     THROUGH,
     Node,
     constant_operand,
+    is_first_layer,
     is_number,
     is_of_parameters_only,
     kind_of,
+    ignored_of,
     kinds_below,
     reduced_numel,
 )
@@ -51,6 +53,7 @@ class Term(NamedTuple):
         is_mean: a node has divided its sum by what it counted.
         is_divided: something else has divided it.
         is_penalty: it depends on parameters only.
+        leaf: the cross entropy that it is, if it is one.
         edges: where its gradient can be scaled: the last addition above it, and its place there; None for all of the node's.
         above: what each of them is multiplied by on the way to the loss.
         divisions: by tensors, on the way to it.
@@ -64,6 +67,7 @@ class Term(NamedTuple):
     is_mean: bool = False
     is_divided: bool = False
     is_penalty: bool = False
+    leaf: Node = None
     edges: tuple[tuple[Node, int | None], ...] = ()
     above: tuple[Denominator, ...] = ()
     divisions: tuple[Node, ...] = ()
@@ -102,6 +106,7 @@ class _Leaves:
     words: str
     place: tuple[int, ...]
     """In the sum."""
+    leaf: Node = None
     ways: list[_Way] = field(default_factory=list)
     shares: list[Denominator] = field(default_factory=list)
 
@@ -196,7 +201,7 @@ def _below(node: Node, index: int, way: _Way, found: dict[Any, _Leaves]) -> list
     is_addition = kind in _ADDITIONS or (kind in ("Stack", "Cat") and max(sizes) == min(sizes) == 1)
     if is_addition and way.full is None and _numel(node, index) <= max(sizes) * len(inputs):
         return _summands(node, kind, inputs, way, is_scalar or kind in ("Stack", "Cat"))
-    if not of_batch:
+    if not of_batch or (way.total is not None and kind in ("Mul", *_LAYERS) and is_first_layer(node)):
         return _note(found, node, kind, way)
     is_product = kind in (*_PRODUCTS, "Lerp") or (kind in PRODUCTS_ADDED and all(place for place, _, _ in of_batch))
     if len(of_batch) > 1 and is_product:
@@ -209,6 +214,8 @@ def _below(node: Node, index: int, way: _Way, found: dict[Any, _Leaves]) -> list
         return _note(found, node, kind, way)
     if way.full is None and (uniform := _uniform(node, kind, index, of_batch, way)) is not None:
         return uniform
+    if not all(isinstance(size, int) for size in node._input_metadata[index].shape):  # of a nested tensor
+        return _note(found, node, kind, way)
     return _run(node, kind, index, of_batch, way, is_scalar)
 
 
@@ -218,10 +225,12 @@ _NOT_LINEAR_IN = {"Addcdiv": 2, "Div": 1, "Lerp": 2}
 
 
 def _numel(node: Node, index: int) -> int:
-    shape = node._input_metadata[index].shape
     numel = 1
-    for size in shape:
-        numel *= int(size)
+    try:
+        for size in node._input_metadata[index].shape:
+            numel *= int(size)
+    except AttributeError:  # of a nested tensor, whose sizes are no numbers
+        return 2
     return numel
 
 
@@ -289,11 +298,12 @@ def _uniform(
             else:
                 changes = {"value": value / number if number else 0.0, "number": way.number / number if number else 0.0}
             return [(child, at, way.on(kind, **changes, is_divided=way.is_divided or kind == "Div"))]
+        total = way.value if way.total is None and operand.dim() > 0 else way.total  # of a single row, as of several
         operand = _wide(operand)
         if kind == "Mul":
-            return [(child, at, way.on(kind, value=value * operand))]
+            return [(child, at, way.on(kind, value=value * operand, total=total))]
         share = torch.where(operand == 0, torch.zeros_like(operand), value / operand)
-        return [(child, at, way.on(kind, value=share, divisions=(*way.divisions, node), is_divided=True))]
+        return [(child, at, way.on(kind, value=share, total=total, divisions=(*way.divisions, node), is_divided=True))]
     return None
 
 
@@ -381,10 +391,11 @@ def _note(found: dict[Any, _Leaves], node: Node, kind: str, way: _Way) -> list[A
         found[edge] = _Leaves(zlib.crc32("/".join(path).encode()) << 8, words, way.place)
     leaves = found[edge]
     leaves.ways.append(way)
+    leaves.leaf = node if kind in ("NllLoss", "NllLoss2D") and way.full is None else None
     if way.full is None:
         leaves.shares.append(way.value)
     elif kind in ("NllLoss", "NllLoss2D"):
-        leaves.shares.append(torch.where(node._saved_target == node._saved_ignore_index, torch.zeros_like(way.full), way.full))
+        leaves.shares.append(torch.where(node._saved_target == ignored_of(node), torch.zeros_like(way.full), way.full))
     else:
         leaves.shares.append(way.full)
     return []
@@ -404,6 +415,7 @@ def _term(leaves: _Leaves, key: int) -> Term:
         is_mean=all(one.is_mean for one in leaves.ways),
         is_divided=any(one.is_divided for one in leaves.ways),
         is_penalty=leaves.words == PENALTY,
+        leaf=leaves.leaf if len(leaves.ways) == 1 else None,
         edges=(way.edge,),
         above=(way.above,),
         divisions=tuple(dict.fromkeys(division for one in leaves.ways for division in one.divisions)),
@@ -411,7 +423,7 @@ def _term(leaves: _Leaves, key: int) -> Term:
 
 
 def _size(share: Denominator) -> Denominator:
-    return share.abs() if isinstance(share, Tensor) else abs(share)
+    return _on_host(share.abs()) if isinstance(share, Tensor) else abs(share)
 
 
 def _same(numbers: Sequence[float]) -> float:
@@ -448,6 +460,7 @@ def _joined(key: int, terms: Sequence[Term]) -> Term:
         losses=_one_of([term.losses for term in terms]),
         total=_one_of([term.total for term in terms]),
         number=_same([term.number for term in terms]),
+        leaf=None,
         edges=tuple(edge for term in terms for edge in term.edges),
         above=tuple(above for term in terms for above in term.above),
         divisions=tuple(division for term in terms for division in term.divisions),

@@ -50,6 +50,7 @@ class Weigher:
         units: what weights are multiplied by, of a term whose mode was another before.
         others: another mode that adds up, and its unit, where a term has several.
         counts_first: terms have weights of their own: those of a window are counted before it runs.
+        takes_functions: a loss may be a function of a mean.
         hidden: a count by which the loss adds up, if its graph is hidden in training, as where it is compiled.
         criterion: what the weight was found to be, in words; None before the first micro-batch.
     """
@@ -64,6 +65,7 @@ class Weigher:
         self.others: dict[int, tuple[Mode, float]] = {}
         self.counts_first = False
         self.hidden: Mode | None = None
+        self.takes_functions = True
         self.criterion: str | None = None
         self._terms: list[Term] = []
         self._found: FoundFunction | None = None
@@ -114,7 +116,7 @@ class Weigher:
     def read(self, loss: Tensor) -> Reading:
         """The terms of a loss."""
         assert loss.grad_fn is not None
-        found = function_of_mean(loss.grad_fn, loss.output_nr) if self._weight != "equal" else None
+        found = function_of_mean(loss.grad_fn, loss.output_nr) if self._weight != "equal" and self.takes_functions else None
         terms = alike(terms_of(loss, None if found is None else found.mean), self.looped)
         if self.aliases:
             terms = [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms]
@@ -135,6 +137,8 @@ class Weigher:
         of_mean = None if reading.function is None else reading.function.of_mean(loss)
         structure = frozenset(term.key for term in terms)
         if self.counts_first:
+            if of_mean is not None:
+                raise UnreadableLossError(how_to_mend("a function of means with weights of their own"))
             self._terms = terms
             if self.criterion is None or not self.criterion.startswith("each"):
                 names = ", ".join(term.words or "a term" for term in terms if not term.is_penalty)
@@ -236,7 +240,7 @@ def _factor(term: Term, mode: Mode) -> Denominator:
     if mode == SUM:
         is_unknown = isinstance(term.total, float) and math.isnan(term.total)
         return 0.0 if is_unknown else term.total
-    return term.number if term.is_mean and not math.isnan(term.number) else 0.0
+    return term.number if mode in (COUNT, MEAN) and term.is_mean and not math.isnan(term.number) else 0.0
 
 
 def weight_alone(loss: Tensor) -> tuple[Denominator | None, FoundFunction | None]:
@@ -332,7 +336,7 @@ def scale_terms(terms: Sequence[Term], factors: Sequence[Denominator]) -> Callab
     return set_factors
 
 
-def _times(gradient: Tensor, factor: Denominator) -> Tensor:
+def _times(gradient: Tensor, factor: Denominator) -> Tensor | None:
     if isinstance(factor, Tensor):
         return gradient * factor.to(gradient.dtype)
-    return gradient * factor if factor else torch.zeros_like(gradient)  # the mean of nothing is NaN, and 0 times that too
+    return gradient * factor if factor else None  # the mean of nothing is NaN, and 0 times that too
