@@ -297,7 +297,7 @@ class Accumulation(Windows):
 
     @override
     def end_loader_batch(self, seen: int) -> None:
-        if self.window.counted is not None:
+        if self.window.counted is not None and seen != self._done[0]:  # it may be said again
             self.window.counted.loader_batches_left -= 1
         self._done = (seen, self.window.micro_batches)
 

@@ -30,12 +30,14 @@ class PartialLoss:
         weighed: by rank, what :meth:`Window.weighed` says of its micro-batches, in their order.
         gradients: by rank, on the host, by the name of the parameter; one entry where they were averaged or added up.
         term_totals: what each term of the loss is divided by in all of the window, where that was counted ahead.
+        loader_batches_left: of that window.
     """
 
     weight_scale: float | None
     weighed: list[list[list[Any]]]
     gradients: list[dict[str, Tensor]]
     term_totals: list[float] | None = None
+    loader_batches_left: int = 0
 
 
 @dataclass
@@ -95,7 +97,9 @@ def gather_loss(loss: WindowLoss, named: Mapping[str, nn.Parameter], ranks: Rank
         weighed = of_all
     gradients = _gather_gradients(named, ranks, is_reduced, is_kept, loss.sums)
     terms = loss.window.counted
-    return PartialLoss(loss.window.weight_scale, weighed, gradients, terms.totals if terms is not None else None)
+    if terms is None:
+        return PartialLoss(loss.window.weight_scale, weighed, gradients)
+    return PartialLoss(loss.window.weight_scale, weighed, gradients, terms.totals, terms.loader_batches_left)
 
 
 def _gather_gradients(
@@ -156,6 +160,7 @@ def restore_loss(
     window.restore(kept.weight_scale, weighed)
     if kept.term_totals is not None and window.counted is not None:
         window.counted.restore(kept.term_totals)
+        window.counted.loader_batches_left = kept.loader_batches_left
     left = set()
     for own in kept.gradients:
         left |= own.keys() - named.keys()

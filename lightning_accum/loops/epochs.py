@@ -21,7 +21,7 @@ from lightning_accum.hook_table import already_on_cpu
 from lightning_accum.loops.first_batch import check_first_batch
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.step_hooks import call_checkpoints, call_step_counters
-from lightning_accum.loops.uneven import UnevenDataFetcher, is_agreeing
+from lightning_accum.loops.uneven import is_agreeing
 from lightning_accum.loops.validation import ValidatingEpochLoop
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import rank_zero_warn
@@ -118,7 +118,7 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
             connector.update_train_step_metrics()
 
     def _is_restarting_or_unknown(self, data_fetcher: _DataFetcher) -> bool:
-        return self.restarting or self.val_loop.restarting or type(data_fetcher) not in (_PrefetchDataFetcher, UnevenDataFetcher)
+        return self.restarting or self.val_loop.restarting or not isinstance(data_fetcher, _PrefetchDataFetcher)
 
     @property
     @override

@@ -47,7 +47,8 @@ class AccumulatingFitLoop(_FitLoop):
         self.seams.close()  # what holds the fetcher of loaders that were reloaded
         self._end_together(fetcher, strategy)
         may_count = strategy.accumulation is not None and strategy.policy.may_count_terms
-        if may_count and strategy.policy.may_be_longer_than_one(self.trainer.accumulate_grad_batches):
+        draws = isinstance(fetcher, _PrefetchDataFetcher)  # and no training_step that does by itself
+        if may_count and draws and strategy.policy.may_be_longer_than_one(self.trainer.accumulate_grad_batches):
             assert strategy.accumulation is not None
             epoch_loop = cast("AccumulatingEpochLoop", self.epoch_loop)
             progress, size = epoch_loop.batch_progress, epoch_loop.window_size

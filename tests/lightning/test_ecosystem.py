@@ -290,12 +290,15 @@ class FailsInBackward(torch.autograd.Function):
 
 
 class TwoOfThem(Scalar):
-    """Two parameters with the same gradients; fails in or after the seventh loader batch, or in its backward."""
+    """Two parameters with the same gradients; fails in or after the seventh loader batch, or in its backward.
 
-    def __init__(self, where: str | None = None, micro_batch: int = 1) -> None:
+    Its loss is one mean, or ``has_terms``: one of each parameter.
+    """
+
+    def __init__(self, where: str | None = None, micro_batch: int = 1, has_terms: bool = False) -> None:
         super().__init__()
         self.v = nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.where, self.micro_batch, self.calls = where, micro_batch, 0
+        self.where, self.micro_batch, self.calls, self.has_terms = where, micro_batch, 0, has_terms
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.calls = self.calls + 1 if batch_idx == 6 else 0
@@ -303,7 +306,9 @@ class TwoOfThem(Scalar):
         if fails and self.where == "training_step":
             raise Failure
         w = FailsInBackward.apply(self.w.clone()) if fails and self.where == "backward" else self.w
-        return (w * batch).mean() + (self.v * batch).mean()  # v comes last in forward, so first in backward
+        if self.has_terms:
+            return (w * batch).mean() + (self.v * batch).mean()
+        return ((w + self.v) * batch).mean()  # the gradient of v is there before that of w has gone through its operations
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.where == "between batches" and batch_idx == 5:
@@ -325,6 +330,7 @@ def of_model_checkpoint() -> Callback:
 
 
 WITHOUT_THE_BATCH = [(5 + 6 + 8) / 3]
+COUNTED_FIRST = "terms, "
 ON_EXCEPTION: dict[str, tuple[dict[str, Any], str, list[list[float]]]] = {
     "between batches": ({"window": 4}, "between batches", [[6.5]]),
     "between batches, by epoch": ({"window": {0: 4}}, "between batches", [[6.5]]),
@@ -335,6 +341,12 @@ ON_EXCEPTION: dict[str, tuple[dict[str, Any], str, list[list[float]]]] = {
     # v had its gradient of the batch already, w not: both must step on the same batches
     "in backward": ({"window": Tokens(4)}, "backward", [WITHOUT_THE_BATCH, [8.0]]),
     "in a split batch": ({"window": 4, "micro_batch": 1}, "training_step", [WITHOUT_THE_BATCH, [8.0]]),
+    "terms, between batches": ({"window": 4}, "between batches", [[6.5]]),
+    "terms, between batches, tokens": ({"window": Tokens(4)}, "between batches", [[6.5]]),
+    # it runs first where the window is counted, at its first batch: that is the one under way
+    "terms, in training_step": ({"window": 4}, "training_step", [[(6 + 7 + 8) / 3]]),
+    "terms, in a split batch": ({"window": 4, "micro_batch": 1}, "training_step", [[(6 + 7 + 8) / 3]]),
+    "terms, in backward": ({"window": Tokens(4)}, "backward", [WITHOUT_THE_BATCH, [8.0]]),
 }
 
 
@@ -342,11 +354,11 @@ ON_EXCEPTION: dict[str, tuple[dict[str, Any], str, list[list[float]]]] = {
 @pytest.mark.parametrize("name", ON_EXCEPTION)
 def test_after_an_exception_the_window_goes_on_without_anything_of_the_batch_that_failed(name: str, saver: Any) -> None:
     policy, where, expected = ON_EXCEPTION[name]
-    rows = 3 if "micro_batch" in policy else 1
+    rows, has_terms = 3 if "micro_batch" in policy else 1, name.startswith(COUNTED_FIRST)
     with pytest.raises(Failure):
-        fit(TwoOfThem(where, rows), eight(rows), GradientAccumulation(**policy), saver(), enable_checkpointing=True)
+        fit(TwoOfThem(where, rows, has_terms), eight(rows), GradientAccumulation(**policy), saver(), enable_checkpointing=True)
     (path,) = Path().rglob("*failed*.ckpt") if saver is on_exception else Path().rglob("*.ckpt")
-    module = TwoOfThem()
+    module = TwoOfThem(has_terms=has_terms)
     fit(module, eight(rows), GradientAccumulation(**policy), ckpt_path=str(path))
     assert any(module.gradients == pytest.approx(gradients, rel=1e-15) for gradients in expected)
     assert module.v.item() == module.w.item()
