@@ -74,7 +74,7 @@ def episode(generator: Generator) -> dict[str, Tensor]:
     }
 
 
-@real_module("recurrent PPO, padded episodes", dealt(episode), collate=padded(), **warned(0.07, 0.6))
+@real_module("recurrent PPO, padded episodes", dealt(episode), collate=padded())
 class PaddedEpisodes(Policy):
     """The policy over steps in which it acts, values over all steps, and success over episodes."""
 
@@ -168,7 +168,7 @@ class SoftActorCritic(LightningModule):
         self.untoggle_optimizer(optimizer)
 
 
-@real_module("world model", dealt(episode), collate=padded(), **warned(0.02, 0.08))
+@real_module("world model", dealt(episode), collate=padded())
 class WorldModel(LightningModule):
     """States over elements, divergences of at least 0.1 over steps, rewards where the policy acted, success over episodes."""
 

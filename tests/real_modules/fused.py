@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import AccumulationError, TokenCount
 from real_modules.language import WORDS, answered
-from real_modules.table import REFUSED_TODAY, Refused, dealt, padded, real_module, warned_today
+from real_modules.table import Refused, dealt, padded, real_module
 
 BATCHES, COLLATE = dealt(answered), padded({"labels": -100})
 
@@ -48,7 +48,7 @@ class LanguageModel(LightningModule):
         return hidden.flatten(0, 1), batch["labels"][:, 1:].flatten()
 
 
-@real_module("fused linear cross entropy, saves gradients only", BATCHES, collate=COLLATE, **REFUSED_TODAY)
+@real_module("fused linear cross entropy, saves gradients only", BATCHES, collate=COLLATE)
 class FusedLoss(LanguageModel):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden, labels = self.hidden_and_labels(batch)
@@ -60,7 +60,7 @@ def shifted(rows: Sequence[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
     return batch["input_ids"][:, :-1], batch["labels"][:, 1:]
 
 
-@real_module("fused linear cross entropy, labels shifted by the dataset", BATCHES, collate=shifted, **REFUSED_TODAY)
+@real_module("fused linear cross entropy, labels shifted by the dataset", BATCHES, collate=shifted)
 class FusedLossOfTuples(LanguageModel):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = torch.tanh(self.body(self.embedding(batch[0])))
@@ -79,7 +79,6 @@ BY_TERM = {"weight": [TokenCount(), words_but_the_first]}
     collate=COLLATE,
     windows=Refused(AccumulationError, BY_TERM),
     split=Refused(AccumulationError, BY_TERM),
-    **warned_today(0.05, 0.19),
 )
 class FusedLossBesideZLoss(LanguageModel):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -90,7 +89,7 @@ class FusedLossBesideZLoss(LanguageModel):
 
 if hasattr(F, "linear_cross_entropy"):  # torch 2.13
 
-    @real_module("torch's own fused loss, in chunks", BATCHES, collate=COLLATE, **REFUSED_TODAY)
+    @real_module("torch's own fused loss, in chunks", BATCHES, collate=COLLATE)
     class FusedLossOfTorch(LanguageModel):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             hidden, labels = self.hidden_and_labels(batch)
@@ -102,7 +101,7 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, ignore_index=-100)
 
 
-@real_module("compiled loss", BATCHES, collate=COLLATE, **REFUSED_TODAY)
+@real_module("compiled loss", BATCHES, collate=COLLATE)
 class CompiledLoss(LanguageModel):
     def __init__(self) -> None:
         super().__init__()

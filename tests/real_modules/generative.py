@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import OFFLOAD, ONE, by, warned
-from real_modules.table import Warned, dealt, real_module
+from real_modules.table import REFUSED_TODAY, Refused, Warned, dealt, real_module
 
 
 def image(generator: Generator) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ class BetaAutoencoder(Autoencoder):
         return {"loss": losses["reconstruction"] + 4 * losses["kl"], **losses}
 
 
-@real_module("imputation of missing values", dealt(image), **warned(0.1, 0.1))
+@real_module("imputation of missing values", dealt(image))
 class MissingValues(Autoencoder):
     """Reconstruction over what was seen, divergence over samples, with a learned scale of the noise and an annealed factor."""
 
@@ -88,7 +88,7 @@ class CountsItsSteps(Autoencoder):
         return F.mse_loss(self.decoder(z), batch["x"]) + min(1.0, self.seen_batches / 8) * self.divergence(*posterior).mean()
 
 
-@real_module("VAE with free bits", dealt(image), windows=ONE, split=by("encoder"), **warned(0.3, 0.4))
+@real_module("VAE with free bits", dealt(image), windows=ONE, split=by("encoder"))
 class FreeBits(Autoencoder):
     """Each dimension has a divergence that costs nothing: of its mean over the batch."""
 
@@ -98,7 +98,7 @@ class FreeBits(Autoencoder):
         return F.mse_loss(self.decoder(z), batch["x"]) + of_dimensions.clamp(min=0.1).sum()
 
 
-@real_module("beta-TC-VAE", dealt(image), windows=ONE, split=by("encoder"), **warned(0.4, 0.9))
+@real_module("beta-TC-VAE", dealt(image), windows=ONE, split=by("encoder"))
 class TotalCorrelation(Autoencoder):
     """The density of a code is estimated from all posteriors of the batch."""
 
@@ -111,7 +111,7 @@ class TotalCorrelation(Autoencoder):
         return F.mse_loss(self.decoder(z), batch["x"]) + divergence.mean()
 
 
-@real_module("DIP-VAE", dealt(image), windows=ONE, split=by("encoder"), **warned(0.3, 0.4))
+@real_module("DIP-VAE", dealt(image), windows=ONE, split=by("encoder"))
 class DisentangledPrior(Autoencoder):
     """The covariance of means over the batch is drawn to the identity."""
 
@@ -122,7 +122,7 @@ class DisentangledPrior(Autoencoder):
         return F.mse_loss(self.decoder(z), batch["x"]) + self.divergence(mean, log_variance).mean() + off
 
 
-@real_module("Wasserstein autoencoder, MMD", dealt(image), windows=ONE, split=by("encoder"), **warned(0.7, 5))
+@real_module("Wasserstein autoencoder, MMD", dealt(image), windows=ONE, split=by("encoder"))
 class MeanDiscrepancy(Autoencoder):
     """Kernels between all codes of the batch and samples of the prior."""
 
@@ -146,7 +146,13 @@ class ImportanceWeighted(Autoencoder):
         return -(log_weight.logsumexp(1) - math.log(5)).mean()
 
 
-@real_module("VQ-VAE, k-means", dealt(image), windows=Warned("codebook"), split=Warned("codebook"), **warned(0.5, 0.2))
+@real_module(
+    *("VQ-VAE, k-means", dealt(image)),
+    windows=Warned("codebook"),
+    split=Warned("codebook"),
+    windows_today=Refused(),
+    split_today=Warned(deviation=0.2),
+)
 class VectorQuantized(Autoencoder):
     """The first forward places the codebook at means of what it sees."""
 
@@ -315,7 +321,7 @@ def ray(generator: Generator) -> dict[str, Tensor]:
     }
 
 
-@real_module("NeRF, coarse and fine, with depths of some rays", dealt(ray), **warned(0.07, 0.1))
+@real_module("NeRF, coarse and fine, with depths of some rays", dealt(ray), **REFUSED_TODAY)
 class RadianceField(LightningModule):
     """Colors of two renderings are means over rays, and the depth one over the rays that have it."""
 

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from real_modules.table import dealt, padded, randint, real_module, warned_today
+from real_modules.table import dealt, padded, randint, real_module
 
 WORDS = 11
 
@@ -31,7 +31,7 @@ def masked_pair(generator: Generator) -> dict[str, Tensor]:
     return {"tokens": inputs, "labels": labels, "attention_mask": torch.ones_like(tokens), "follows": follows}
 
 
-@real_module("BERT pre-training", dealt(masked_pair), collate=padded({"labels": -100}), **warned_today(0.15, 0.14))
+@real_module("BERT pre-training", dealt(masked_pair), collate=padded({"labels": -100}))
 class MaskedLanguageModelWithSecondHead(LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def spoken(generator: Generator) -> dict[str, Tensor]:
     return {"text": text, "durations": torch.rand(len(text), generator=generator) + 0.5, "codes": codes}
 
 
-@real_module("text to speech over codes", dealt(spoken), collate=padded(), **warned_today(0.15, 0.33))
+@real_module("text to speech over codes", dealt(spoken), collate=padded())
 class TextToSpeechWithTwoStreams(LightningModule):
     """Text tokens, code tokens and durations are means over numbers of their own."""
 
@@ -170,7 +170,7 @@ def preferred(generator: Generator) -> dict[str, Tensor]:
     return {"chosen": words(generator), "rejected": words(generator), "reference": reference}
 
 
-@real_module("preference optimization", dealt(preferred), collate=padded(), **warned_today(0.2, 0.18))
+@real_module("preference optimization", dealt(preferred), collate=padded())
 class DirectPreferenceOptimization(LightningModule):
     """Pairs, and a likelihood of the better answers over their tokens."""
 
@@ -191,7 +191,7 @@ class DirectPreferenceOptimization(LightningModule):
         return of_pairs - 0.2 * chosen.sum() / mask.sum()
 
 
-@real_module("distillation of a tagger", dealt(answered), collate=padded({"labels": -100}), **warned_today(0.058, 0.11))
+@real_module("distillation of a tagger", dealt(answered), collate=padded({"labels": -100}))
 class Distillation(LightningModule):
     """Divergences from a frozen teacher are a mean over samples, cross entropies over tokens."""
 

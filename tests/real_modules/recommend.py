@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_accum import AccumulationError
 from real_modules.language import WORDS, words
-from real_modules.table import Refused, Silent, dealt, padded, randint, real_module, warned_today
+from real_modules.table import Refused, Silent, dealt, padded, randint, real_module
 
 
 def retrieved(generator: Generator) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def bought(generator: Generator) -> dict[str, Tensor]:
     return {"items": items, "negatives": torch.randint(1, WORDS, (len(items), 3), generator=generator)}
 
 
-@real_module("sequential recommendation", dealt(bought), collate=padded(), **warned_today(0.0011, 0.0042))
+@real_module("sequential recommendation", dealt(bought), collate=padded())
 class SampledNegatives(LightningModule):
     """Binary cross entropies, of the next item over steps, of the others over samples."""
 
@@ -86,7 +86,7 @@ def lived(generator: Generator) -> dict[str, Tensor]:
     return {"x": torch.randn(5, generator=generator), "time": time, "event": event}
 
 
-@real_module("survival in discrete time", dealt(lived), **warned_today(0.015, 0.017))
+@real_module("survival in discrete time", dealt(lived))
 class SurvivalWithCensoring(LightningModule):
     """A mean over the intervals in which somebody was at risk, and one over the samples."""
 

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from real_modules.expected import ONE, by, warned
+from real_modules.expected import ONE, by
 from real_modules.table import Warned, dealt, real_module
 
 
@@ -61,7 +61,7 @@ class RedundancyReduced(TwoViews):
         return (c.diagonal() - 1).square().sum() + 0.05 * (c - c.diagonal().diag()).square().sum()
 
 
-@real_module("VICReg with an online classifier", dealt(two_views), windows=ONE, split=by("encoder"), **warned(4, 1))
+@real_module("VICReg with an online classifier", dealt(two_views), windows=ONE, split=by("encoder"))
 class VarianceAndClassifier(TwoViews):
     """Variances and covariances of the batch, and beside them a classifier that is a mean over labelled rows."""
 

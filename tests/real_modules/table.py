@@ -105,11 +105,6 @@ class Row:
         return (self.windows_today if how == "windows" else self.split_today) or self.expected(how)
 
 
-def warned_today(windows: float, split: float) -> dict[str, Warned]:
-    """The fields of a row that is warned of today, with the deviations."""
-    return {"windows_today": Warned(deviation=windows), "split_today": Warned(deviation=split)}
-
-
 REFUSED_TODAY = {"windows_today": Refused(), "split_today": Refused()}
 _TABLE: list[Row] = []
 

@@ -77,7 +77,7 @@ class Detector(LightningModule):
         return out[..., :3], torch.cat([corner, corner + size], -1), out[..., 7]
 
 
-@real_module("torchvision's RetinaNet", dealt(partial(image_with_boxes, least=0)), collate=lists, **warned(0.2, 0.2))
+@real_module("torchvision's RetinaNet", dealt(partial(image_with_boxes, least=0)), collate=lists, **warned(0.2))
 class RetinaNet(Detector):
     """Each image is divided by its own number of positive points, and the batch by its images; some images are empty."""
 
@@ -95,7 +95,7 @@ class RetinaNet(Detector):
         return sum(losses.values())
 
 
-@real_module("FCOS", dealt(image_with_boxes), collate=stacked, **warned(0.06, 0.07))
+@real_module("FCOS", dealt(image_with_boxes), collate=stacked)
 class OneStageWithCenterness(Detector):
     """Focal over the positives of the batch, overlap over their summed centerness, and its cross entropy over positives."""
 
@@ -113,7 +113,7 @@ class OneStageWithCenterness(Detector):
         return of_classes + 2 * of_boxes + F.binary_cross_entropy_with_logits(centerness[positive], weight)
 
 
-@real_module("DETR", dealt(image_with_boxes), collate=lists, **warned(0.08, 0.2))
+@real_module("DETR", dealt(image_with_boxes), collate=lists, **warned(0.07))
 class MatchedQueries(Detector):
     """Queries are matched to boxes; cross entropy with a light class for nothing, L1 and overlap over the number of boxes."""
 
@@ -141,7 +141,7 @@ def image_with_instances(generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-@real_module("Mask2Former, instance segmentation", dealt(image_with_instances), collate=list, **warned(0.05, 0.08))
+@real_module("Mask2Former, instance segmentation", dealt(image_with_instances), collate=list, **warned(0.045))
 class InstanceMasks(LightningModule):
     """Masks: cross entropy over pixels and Dice over instances; classes over instances; whether there are many over images."""
 
@@ -185,7 +185,7 @@ class UNet(nn.Module):
         return self.out(torch.cat([features, self.deep(features)], 1))
 
 
-@real_module("MONAI, cross entropy and Dice", dealt(scene), **warned(0.007, 0.01))
+@real_module("MONAI, cross entropy and Dice", dealt(scene))
 class UNetWithDiceOfSamples(LightningModule):
     """Cross entropy over labelled pixels, and a Dice loss over samples."""
 
@@ -203,7 +203,7 @@ class UNetWithDiceOfSamples(LightningModule):
         return F.cross_entropy(logits, labels, ignore_index=255) + 1 - dice.mean()
 
 
-@real_module("segmentation_models, cross entropy and Dice", dealt(scene), windows=ONE, split=by("net"), **warned(0.02, 0.02))
+@real_module("segmentation_models, cross entropy and Dice", dealt(scene), windows=ONE, split=by("net"))
 class UNetWithDiceOfBatch(UNetWithDiceOfSamples):
     """Dice is a ratio of sums over the batch."""
 
@@ -222,7 +222,7 @@ class Jaccard(UNetWithDiceOfSamples):
         return -(both / ((p + target * is_labelled).sum((0, 2, 3)) - both)).log().mean()
 
 
-@real_module("remote sensing, deep supervision", dealt(scene), **warned(0.01, 0.05))
+@real_module("remote sensing, deep supervision", dealt(scene))
 class FocalSegmentation(LightningModule):
     """Focal over labelled pixels, and a coarser head whose labels are fewer."""
 
@@ -273,7 +273,7 @@ def flow_row(generator: torch.Generator) -> dict[str, Tensor]:
     return {"frames": torch.randn(2, 8, 8, generator=generator), "flow": torch.randn(2, 8, 8, generator=generator), "valid": valid}
 
 
-@real_module("optical flow, KITTI", dealt(flow_row), **warned(0.1, 0.2))
+@real_module("optical flow, KITTI", dealt(flow_row))
 class OpticalFlow(LightningModule):
     """Endpoint error over valid pixels at two scales, whose numbers of valid pixels differ, and smoothness over all."""
 
