@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,10 @@ from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.exact import rounding
 from lightning_accum.failures import have_all_left
 from lightning_accum.prove import ALL, Measured
-from lightning_accum.randomness import NoiseOfRows, RandomState, dropout_switched_off
+from lightning_accum.randomness import RandomState, dropout_switched_off
+from lightning_accum.sync import GradientSync
+from lightning_accum.trial_mode import TrialMode
+from lightning_accum.undo import Snapshot
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.safeguards import freeze_batch_norm, guard_against_zero
 from lightning_accum.weighing.shares import Term
@@ -34,31 +37,6 @@ _EPS, _EPS_OF_ROUNDED = torch.finfo(torch.float64).eps, 2.0**-30
 """Of double precision; and of values that were rounded to another type before, of which most may cancel in a loss."""
 _MOST_BYTES = 2**32
 """Of the parameters of a module in a wider type, which are there beside its own while it is looked at in that."""
-
-
-class Restores(Protocol):
-    """How everything was, see :class:`lightning_accum.undo.Snapshot`."""
-
-    def restore(self) -> None:
-        """Put everything back."""
-
-
-class Backward(Protocol):
-    """How an engine gives out gradients, see :class:`lightning_accum.sync.Sync`."""
-
-    is_waited_for_in_forward: bool
-    """Other ranks wait for each forward of this one."""
-
-    def gradients_of(
-        self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
-    ) -> Sequence[Tensor | None]:
-        """The gradients of ``share`` times a loss, which are left nowhere."""
-
-    def forget_forward(self) -> None:
-        """There is no backward for what ran forward."""
-
-    def reshard(self) -> None:
-        """Have the module's parameters be those of the optimizer."""
 
 
 class Trial:
@@ -81,8 +59,8 @@ class Trial:
         self,
         module: nn.Module,
         training_step: Callable[[Any], Any],
-        take_snapshot: Callable[[], Restores],
-        backward: Backward,
+        take_snapshot: Callable[[], Snapshot],
+        backward: GradientSync,
         largest: Callable[[float], float],
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -96,7 +74,7 @@ class Trial:
         self._has_gradients = True
         self.has_drawn = False
         """The step has drawn random numbers that are not those of its rows."""
-        self._snapshot: Restores | None = None
+        self._snapshot: Snapshot | None = None
         self._mode = TrialMode((), _EPS if dtype is None else _EPS_OF_ROUNDED)
 
     @property
@@ -446,63 +424,3 @@ def _sample(gradient: Tensor, most: int) -> Tensor:
     if flat.numel() > most:
         flat = flat[:: flat.numel() // most | 1]  # odd, so that it meets more than one column of a matrix
     return flat.cpu().double()
-
-
-class TrialMode(NoiseOfRows):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """Random numbers belong to rows, and parameters are copied before something is written into them.
-
-    Args:
-        parameters: of the module. A momentum encoder writes into its own, also through ``.data``, which counts no changes.
-
-    Attributes:
-        eps: of the coarsest type that anything was computed in, and of one to begin with.
-        has_waited: something was sent to other ranks.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], eps: float = torch.finfo(torch.float64).eps) -> None:
-        super().__init__()
-        self.eps = eps
-        self.has_waited = False
-        self.watch(parameters)
-
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy these from now on, and no others."""
-        self._parameters: dict[int, list[Tensor]] = {}
-        self._written: list[tuple[Tensor, Tensor]] = []
-        for parameter in parameters:
-            if parameter.device.type != "meta":
-                self._parameters.setdefault(_storage_of(parameter), []).append(parameter)
-
-    def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
-        """Put back what was written into, and draw the same random numbers again."""
-        self.restart(rows, total)
-        with torch.no_grad():
-            for parameter, value in self._written:
-                parameter.data.copy_(value)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.has_waited |= "c10d" in func.namespace
-        if func._schema.is_mutable:
-            self._keep_written(func._schema.arguments, args, kwargs or {})
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
-                device_eps = 2**-10 if tensor.is_cuda and tensor.dtype == torch.float32 else 0.0  # TF32
-                self.eps = max(self.eps, torch.finfo(tensor.dtype).eps, device_eps)
-        return result
-
-    def _keep_written(self, arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        for place, argument in enumerate(arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            for tensor in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                    for parameter in self._parameters.pop(_storage_of(tensor), ()):
-                        self._written.append((parameter, parameter.detach().clone()))
-
-
-def _storage_of(tensor: Tensor) -> int:
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    return tensor.untyped_storage().data_ptr()

@@ -226,6 +226,7 @@ ON_THE_HOST = {
     "splitting/outputs.py": "losses that are numbers",
     "testing.py": "a comparison",
     "trial.py": "gradients that were copied there",
+    "trial_mode.py": "a precision",
     "weighing/functions.py": "a number",
     "whole/gradient_proof.py": "sums that were copied there",
     "window.py": "a comparison",
