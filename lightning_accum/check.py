@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.exact import exact_dtype, rounding_of_gradients
-from lightning_accum.prove import ALL, Fit, Look, Measured, aliases, fits, keys_of, looped, modes_to_try, ratios
+from lightning_accum.looks import Checked, Rows, agree_on_rows, looks_at, warn_of_state
+from lightning_accum.prove import ALL, Fit, Look, aliases, fits, keys_of, looped, modes_to_try, ratios
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
-from lightning_accum.sync import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
@@ -32,50 +28,6 @@ if TYPE_CHECKING:
 
 MOST_BATCHES = 8
 """Loader batches that are looked at until there were enough rows."""
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What is checked.
-
-    Attributes:
-        module: that is trained.
-        step: runs it on a batch, and logs nothing.
-        accumulation: takes the verdict.
-        sync: gives out gradients.
-        snapshotter: keeps what a step changes, to restore it.
-        samples: how many of them the loader puts into a batch; empty where it does not say so.
-        is_window_long: a window may have several loader batches.
-        may_count_first: the terms of a window can be counted before it runs.
-    """
-
-    module: nn.Module
-    step: Callable[[Any], Any]
-    accumulation: Accumulation
-    sync: GradientSync
-    snapshotter: Any
-    samples: Collection[int]
-    is_window_long: bool
-    inform: Callable[[str], None]
-    may_count_first: bool = False
-
-    def trial(self) -> Trial:
-        """Runs it on some rows, and leaves everything as it was."""
-        take_snapshot = partial(self.snapshotter.take, watches_parameters=False)
-        return Trial(self.module, self.step, take_snapshot, self.sync, self.largest)
-
-    def largest(self, number: float) -> float:
-        """Of the numbers of all ranks. Called on all of them."""
-        return self.accumulation.ranks.largest(number)[0]
-
-    def on_any(self, claim: bool) -> bool:
-        """Whether it is so on any rank. Called on all of them."""
-        return self.largest(float(claim)) > 0
-
-    def of_all(self, value: Any) -> list[Any]:
-        """What each rank has. Called on all of them."""
-        ranks = self.accumulation.ranks
-        return [value] if ranks.world_size == 1 else [ranks.share(value, rank) for rank in range(ranks.world_size)]
 
 
 def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
@@ -101,7 +53,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         return  # the engine has gradients of its own, until the window ends
     accumulation.checks_left -= 1
     try:
-        _Check(checked, _agree_on_rows(checked, batches)).run()
+        Check(checked, agree_on_rows(checked, batches)).run()
     except CannotCheckError as reason:
         known = before is not None and before.deviation is not None
         accumulation.verdict = before if known else Verdict.unknown(reason)
@@ -113,53 +65,6 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
 
 class GathersError(CannotCheckError):
     """A step of a window of one micro-batch on each rank takes the rows of all."""
-
-
-def check_doubted(checked: Checked) -> None:
-    """Check micro-batches of a window whose losses have terms that were not checked, before its step. Called on all ranks.
-
-    Raises:
-        DoesNotAddUpError: they do not add up together with rows that were checked. On all ranks.
-    """
-    accumulation = checked.accumulation
-    doubted, accumulation.doubted = accumulation.doubted, None
-    rows = accumulation.checked_rows if doubted is None else doubted
-    if checked.on_any(rows is None):
-        return
-    checked.sync.reshard()
-    trial, counts_first = checked.trial(), accumulation.weigher.counts_first
-    try:
-        own = trial.together(lambda: FewRows(rows, checked.samples))
-        others = trial.together(lambda: FewRows(accumulation.checked_rows, checked.samples))
-        with suppress(CannotCheckError):
-            joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))
-            if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):
-                own = joined
-        modes = dict(accumulation.weigher.modes)
-        numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
-        _Check(checked, _Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
-    except CannotCheckError as reason:
-        accumulation.warn_once(
-            "The loss of a micro-batch has terms that the batches which were checked had not, and they could not be checked:"
-            f" {reason}."
-        )
-        return
-    weigher = accumulation.weigher
-    is_other = any(weigher.modes[key] != mode for key, mode in modes.items())
-    if not counts_first and (weigher.counts_first or is_other):
-        accumulation.leave_out_window()
-        accumulation.warn_once(
-            "The loss has got terms that the batches which were checked had not, and they have weights of their own. The window in"
-            " which they were seen first is left out: there is no optimizer step for it. From the next on each term is weighted by"
-            " its own count."
-        )
-
-
-def _goes_by_order(checked: Checked, trial: Trial, joined: FewRows, turned: FewRows) -> bool:
-    """Whether the loss of rows of two batches is another one if those of the other come first: they are of different kinds."""
-    rows = range(min(joined.number, turned.number))
-    one, other = trial.losses_of([partial(joined.take, rows), partial(turned.take, rows)])
-    return checked.on_any(abs(one - other) > trial.tolerance * max(abs(one), abs(other)))
 
 
 def _warn_that_it_is_unchecked(accumulation: Accumulation) -> None:
@@ -177,79 +82,6 @@ def _end(checked: Checked) -> None:
     if accumulation.checks_left < MOST_BATCHES - 1 and accumulation.verdict is not None:
         checked.inform(f"GradientAccumulation: {accumulation.verdict}.")
     accumulation.checks_left = 0
-
-
-# --- which rows ---------------------------------------------------------------------------------------------------------
-
-
-class _Rows(NamedTuple):
-    """The rows of this rank, of which all ranks look at as many: they may wait for each other in each step.
-
-    Attributes:
-        found: those of this rank, with those of the loader batch before.
-        fewest: of the loader batch, on the rank that has the fewest.
-        number: of all that are looked at, on the rank that has the most.
-        size: of a micro-batch; of the larger loader batch where each is one.
-        are_single: each loader batch is one row.
-    """
-
-    found: FewRows | SplitRows
-    fewest: int
-    number: int
-    size: int
-    are_single: bool
-
-
-def _agree_on_rows(checked: Checked, batches: Sequence[Any]) -> _Rows:
-    """The rows that are looked at. Called on all ranks.
-
-    Raises:
-        CannotCheckError: a rank has none. On all ranks.
-    """
-    accumulation, sync = checked.accumulation, checked.sync
-    policy = accumulation.policy
-    size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
-    if size is None and (plan := accumulation.plan) is not None and plan.is_read:
-        size = plan.pieces[0].count  # of the longest rows
-    found: FewRows | SplitRows | None = None
-    reason: CannotCheckError = UnsuitableRowsError("a rank has no batch of enough rows")
-    try:
-        found = _rows_of(checked, batches, size)
-    except CannotCheckError as error:
-        reason = error
-    of_batch, number, at_once = (0, 0, 0) if found is None else (found.of_batch, found.number, found.at_once)
-    numbers = accumulation.ranks.largest(-of_batch, number, -(size or math.inf), at_once)
-    fewest, number, at_once = -int(numbers[0]), int(numbers[1]), int(numbers[3])
-    # where a step that was written for single rows can be taken back
-    if found is None or fewest < (1 if sync.can_forget_forward else 2):
-        raise reason
-    sync.reshard()
-    is_whole = policy.micro_batch is None
-    size = at_once if is_whole or numbers[2] == -math.inf else -int(numbers[2])
-    return _Rows(found, fewest, number, size, is_whole and at_once == 1)
-
-
-def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewRows | SplitRows | None:
-    """The rows of a loader batch; None where there is no batch.
-
-    Raises:
-        CannotCheckError: there are none that can be looked at.
-    """
-    accumulation, module = checked.accumulation, checked.module
-    if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
-        raise UnsuitableRowsError("lazy layers are made by the first batch")
-    if not batches or accumulation.is_shadow_batch:
-        return None
-    if accumulation.policy.split is not None:
-        return SplitRows(batches[0], accumulation.policy.split, size)
-    before = [] if accumulation.checked_rows is None else [accumulation.checked_rows]
-    found = FewRows(batches[0], checked.samples, before)
-    if accumulation.row_wise is not None and found.of_batch < 2:
-        raise UnsuitableRowsError("the first batch has 1 row")
-    return found
-
-
-# --- what is looked at --------------------------------------------------------------------------------------------------
 
 
 class _Found(NamedTuple):
@@ -274,10 +106,10 @@ class _Found(NamedTuple):
     fitting: Mapping[int, Mapping[Mode, float]] = {}
 
 
-class _Check:
+class Check:
     """Looks at one loader batch, by all ranks together. It leaves the module as it was (``Trial.held``)."""
 
-    def __init__(self, checked: Checked, rows: _Rows, is_later: bool = False) -> None:
+    def __init__(self, checked: Checked, rows: Rows, is_later: bool = False) -> None:
         self._checked, self._accumulation, self._rows = checked, checked.accumulation, rows
         self._is_later = is_later
         self._trial = checked.trial()
@@ -349,7 +181,7 @@ class _Check:
             accumulation.checked_rows = rows.found.kept
         is_cut = accumulation.splitting is not None or checked.is_window_long
         if is_cut and before is None and not is_open:
-            self._warn_of_state()
+            warn_of_state(checked, self._trial, rows.found)
         if not accumulation.checks_left or not checked.on_any(verdict.may_try_again):
             if verdict.deviation is None:
                 _warn_that_it_is_unchecked(accumulation)
@@ -386,19 +218,9 @@ class _Check:
             if accumulation.boundary.size != 1:
                 raise JointLossError(advice.OF_SEVERAL_BATCHES)
 
-    def _warn_of_state(self) -> None:
-        """Buffers and attributes that change with each micro-batch, such as running statistics, change the loss of the next."""
-        rows = self._rows.found
-        whole = rows.whole if isinstance(rows, SplitRows) else partial(rows.take, range(min(rows.number, MOST_ROWS)))
-        with suppress(CannotCheckError):
-            if changed := self._trial.changed_buffers(whole):
-                self._accumulation.warn_once(advice.of_buffers(changed))
-            if difference := self._trial.change_by_attributes(whole):
-                self._accumulation.warn_once(advice.of_attributes(difference))
-
     # --- measuring ------------------------------------------------------------------------------------------------------
 
-    def _find(self, rows: _Rows) -> _Found:
+    def _find(self, rows: Rows) -> _Found:
         """In double precision if the module runs in it, else in single precision, else in its own type: rounding hides breaks."""
         for dtype in dict.fromkeys((exact_dtype(self._trial.device), torch.float32)):
             with suppress(CannotCheckError):
@@ -407,16 +229,16 @@ class _Check:
                     return found
         return self._find_in(self._trial, rows)
 
-    def _find_in(self, trial: Trial, rows: _Rows) -> _Found:
+    def _find_in(self, trial: Trial, rows: Rows) -> _Found:
         weigher = Weigher(self._weight)
         weigher.looped, weigher.aliases = self._accumulation.weigher.looped, dict(self._accumulation.weigher.aliases)
         weigher.takes_functions = self._accumulation.weigher.takes_functions
         with trial.held():
-            looks = self._looks(trial, rows, weigher)
+            looks = looks_at(self._checked, trial, rows, weigher)
             functions = {measured.function for look in looks for measured in (look.whole, *look.parts)}
             if self._checked.on_any(len(functions) > 1):  # a single row may look as if it was one
                 weigher.takes_functions = False
-                looks = self._looks(trial, rows, weigher)
+                looks = looks_at(self._checked, trial, rows, weigher)
             found = self._decide(looks, weigher, trial)
             if found.adds_up:
                 return found
@@ -424,7 +246,7 @@ class _Check:
             begun = Weigher(self._weight)
             begun.takes_functions = weigher.takes_functions
             begun.looped, begun.aliases = weigher.looped, dict(self._accumulation.weigher.aliases)
-            looks = self._looks(trial, rows, begun)
+            looks = looks_at(self._checked, trial, rows, begun)
             if (again := self._decide(looks, begun, trial)).adds_up:
                 return again
             if not self._accumulation.splitting and not self._checked.is_window_long and self._checked.on_any(trial.has_waited):
@@ -436,61 +258,6 @@ class _Check:
             if self._checked.on_any(abs(same.loss - first.loss) > trial.tolerance * abs(first.loss)):
                 raise CannotCheckError("training_step gives the same rows another loss each time")
             return found
-
-    def _looks(self, trial: Trial, rows: _Rows, weigher: Weigher) -> list[Look]:
-        found = rows.found
-        if isinstance(found, SplitRows):
-            whole = trial.measure(found.whole, weigher, None, 0)
-            return [Look(whole, [trial.measure(part, weigher, None, 0, MOST_ROWS) for part in found.parts], [1] * found.number)]
-        number = max(2, min(rows.number, MOST_ROWS, 2 if rows.size == 1 else max(4, rows.size)))
-        base = [*range(number)]
-        looks = self._looks_at(trial, found, weigher, base, by_row=True)
-        if self._checked.on_any(trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
-            looks = self._looks_at(trial, found, weigher, base, by_row=False)
-        for row in range(number, min(rows.number, MOST_ROWS)):  # one by one: whether terms are in proportion
-            one = trial.measure(partial(found.take, [row]), weigher, None, 0)
-            looks.append(Look(one, [one], [1]))
-        of_training = int(-self._checked.largest(-min(found.of_batch, rows.size)))
-        if of_training > number:  # what few rows cannot show
-            halves = [[*range(of_training // 2)], [*range(of_training // 2, of_training)]]
-            whole, *parts = (
-                trial.measure(partial(found.take, part), weigher, part, of_training, scale)
-                for part, scale in (([*range(of_training)], 1.0), *((half, float(MOST_ROWS)) for half in halves))
-            )
-            if not self._checked.on_any(trial.draws_unlike_numbers):
-                looks.append(Look(whole, parts, [len(half) for half in halves]))
-        return looks
-
-    def _looks_at(self, trial: Trial, found: FewRows, weigher: Weigher, base: list[int], by_row: bool) -> list[Look]:
-        number, checked = len(base), self._checked
-
-        def measure(rows: list[int], make: Callable[[], Any] | None = None, scale: float = MOST_ROWS) -> Measured:
-            return trial.measure(make or partial(found.take, rows), weigher, rows if by_row else None, number, scale)
-
-        whole = measure(base, scale=1.0)
-        if checked.sync.is_waited_for_in_forward:  # each way to weigh runs the parts again
-            halves = [[0], base[1:]]
-            return [Look(whole, [measure(half) for half in halves], [1, number - 1])]
-        alone = [measure([row]) for row in base]
-        looks = [Look(whole, alone, [1] * number)]
-        if number > 2:  # a loss that goes by a statistic of its batch is another one for small losses
-            few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, number // 2 - 1)])
-            others = [row for row in base if row not in few]
-            looks.append(Look(whole, [measure(few), measure(others)], [len(few), len(others)]))
-        times = min(number, 4)  # one that goes by how often something is in its batch
-        looks.append(Look(measure([0] * times, scale=1.0), [alone[0]] * times, [1] * times))
-        if found.of_others:
-            kinds = [[row for row in base if (row in found.of_others) == is_other] for is_other in (False, True)]
-            looks.append(Look(whole, [measure(kind) for kind in kinds if kind], [len(kind) for kind in kinds]))
-        if number > 2 and checked.on_any(found.emptied(base, (0, 1)) is not None):
-            emptied, rest = (partial(self._emptied, found, rows) for rows in (base, [0, 1]))
-            looks.append(Look(measure(base, emptied, 1.0), [measure([0, 1], rest), *alone[2:]], [2, *[1] * (number - 2)]))
-        return looks
-
-    @staticmethod
-    def _emptied(found: FewRows, rows: Sequence[int]) -> Any:
-        emptied = found.emptied(rows, (0, 1))
-        return found.take(rows) if emptied is None else emptied
 
     # --- deciding -------------------------------------------------------------------------------------------------------
 

@@ -10,12 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.check import Checked, check_doubted, check_first_batch
+from lightning_accum.check import check_first_batch
 from lightning_accum.errors import UsageError
 from lightning_accum.fabric import setup
 from lightning_accum.fabric.data import length_of, loader_batches
 from lightning_accum.fabric.training import Training
 from lightning_accum.fabric.words import Words
+from lightning_accum.later_terms import check_doubted
+from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.splitting.packed import samples_of
 from lightning_accum.start_line import start_line, warn_of_windows_never_full

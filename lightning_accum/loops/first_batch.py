@@ -18,6 +18,8 @@ from lightning_accum import check
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
+from lightning_accum.later_terms import check_doubted
+from lightning_accum.looks import Checked
 from lightning_accum.loops.results import collecting_logs
 from lightning_accum.wider import is_narrow
 
@@ -61,7 +63,7 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     """
     accumulation = strategy.accumulation
     assert accumulation is not None
-    checked = check.Checked(
+    checked = Checked(
         trainer.lightning_module,
         unlogged_step(trainer, kwargs),
         accumulation,
@@ -76,4 +78,4 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
         check.check_first_batch(checked, list(kwargs.values())[:1])
     except JointLossError as error:
         raise MisconfiguredLossError(str(error)) from None
-    accumulation.look_at_doubted = partial(check.check_doubted, checked)
+    accumulation.look_at_doubted = partial(check_doubted, checked)

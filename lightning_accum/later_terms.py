@@ -1,0 +1,59 @@
+"""The check of terms that the loader batches which were checked had not."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+
+from lightning_accum.check import Check
+from lightning_accum.looks import Checked, Rows
+from lightning_accum.splitting.few_rows import FewRows
+from lightning_accum.trial import Trial
+from lightning_accum.verdict import CannotCheckError
+
+
+def check_doubted(checked: Checked) -> None:
+    """Check micro-batches of a window whose losses have terms that were not checked, before its step. Called on all ranks.
+
+    Raises:
+        DoesNotAddUpError: they do not add up together with rows that were checked. On all ranks.
+    """
+    accumulation = checked.accumulation
+    doubted, accumulation.doubted = accumulation.doubted, None
+    rows = accumulation.checked_rows if doubted is None else doubted
+    if checked.on_any(rows is None):
+        return
+    checked.sync.reshard()
+    trial, counts_first = checked.trial(), accumulation.weigher.counts_first
+    try:
+        own = trial.together(lambda: FewRows(rows, checked.samples))
+        others = trial.together(lambda: FewRows(accumulation.checked_rows, checked.samples))
+        with suppress(CannotCheckError):
+            joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))
+            if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):
+                own = joined
+        modes = dict(accumulation.weigher.modes)
+        numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
+        Check(checked, Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
+    except CannotCheckError as reason:
+        accumulation.warn_once(
+            "The loss of a micro-batch has terms that the batches which were checked had not, and they could not be checked:"
+            f" {reason}."
+        )
+        return
+    weigher = accumulation.weigher
+    is_other = any(weigher.modes[key] != mode for key, mode in modes.items())
+    if not counts_first and (weigher.counts_first or is_other):
+        accumulation.leave_out_window()
+        accumulation.warn_once(
+            "The loss has got terms that the batches which were checked had not, and they have weights of their own. The window in"
+            " which they were seen first is left out: there is no optimizer step for it. From the next on each term is weighted by"
+            " its own count."
+        )
+
+
+def _goes_by_order(checked: Checked, trial: Trial, joined: FewRows, turned: FewRows) -> bool:
+    """Whether the loss of rows of two batches is another one if those of the other come first: they are of different kinds."""
+    rows = range(min(joined.number, turned.number))
+    one, other = trial.losses_of([partial(joined.take, rows), partial(turned.take, rows)])
+    return checked.on_any(abs(one - other) > trial.tolerance * max(abs(one), abs(other)))

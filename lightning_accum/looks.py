@@ -1,0 +1,204 @@
+"""What the check looks at: some rows of the first loader batches, together and in parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_accum.prove import Look, Measured
+from lightning_accum.splitting.few_rows import FewRows, SplitRows
+from lightning_accum.sync import GradientSync
+from lightning_accum.trial import Trial
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
+from lightning_accum.weighing import advice
+from lightning_accum.weighing.weight import Weigher
+
+if TYPE_CHECKING:
+    from lightning_accum.accumulation import Accumulation
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is checked.
+
+    Attributes:
+        module: that is trained.
+        step: runs it on a batch, and logs nothing.
+        accumulation: takes the verdict.
+        sync: gives out gradients.
+        snapshotter: keeps what a step changes, to restore it.
+        samples: how many of them the loader puts into a batch; empty where it does not say so.
+        is_window_long: a window may have several loader batches.
+        may_count_first: the terms of a window can be counted before it runs.
+    """
+
+    module: nn.Module
+    step: Callable[[Any], Any]
+    accumulation: Accumulation
+    sync: GradientSync
+    snapshotter: Any
+    samples: Collection[int]
+    is_window_long: bool
+    inform: Callable[[str], None]
+    may_count_first: bool = False
+
+    def trial(self) -> Trial:
+        """Runs it on some rows, and leaves everything as it was."""
+        take_snapshot = partial(self.snapshotter.take, watches_parameters=False)
+        return Trial(self.module, self.step, take_snapshot, self.sync, self.largest)
+
+    def largest(self, number: float) -> float:
+        """Of the numbers of all ranks. Called on all of them."""
+        return self.accumulation.ranks.largest(number)[0]
+
+    def on_any(self, claim: bool) -> bool:
+        """Whether it is so on any rank. Called on all of them."""
+        return self.largest(float(claim)) > 0
+
+    def of_all(self, value: Any) -> list[Any]:
+        """What each rank has. Called on all of them."""
+        ranks = self.accumulation.ranks
+        return [value] if ranks.world_size == 1 else [ranks.share(value, rank) for rank in range(ranks.world_size)]
+
+
+class Rows(NamedTuple):
+    """The rows of this rank, of which all ranks look at as many: they may wait for each other in each step.
+
+    Attributes:
+        found: those of this rank, with those of the loader batch before.
+        fewest: of the loader batch, on the rank that has the fewest.
+        number: of all that are looked at, on the rank that has the most.
+        size: of a micro-batch; of the larger loader batch where each is one.
+        are_single: each loader batch is one row.
+    """
+
+    found: FewRows | SplitRows
+    fewest: int
+    number: int
+    size: int
+    are_single: bool
+
+
+def agree_on_rows(checked: Checked, batches: Sequence[Any]) -> Rows:
+    """The rows that are looked at. Called on all ranks.
+
+    Raises:
+        CannotCheckError: a rank has none. On all ranks.
+    """
+    accumulation, sync = checked.accumulation, checked.sync
+    policy = accumulation.policy
+    size = policy.micro_batch if isinstance(policy.micro_batch, int) else None
+    if size is None and (plan := accumulation.plan) is not None and plan.is_read:
+        size = plan.pieces[0].count  # of the longest rows
+    found: FewRows | SplitRows | None = None
+    reason: CannotCheckError = UnsuitableRowsError("a rank has no batch of enough rows")
+    try:
+        found = _rows_of(checked, batches, size)
+    except CannotCheckError as error:
+        reason = error
+    of_batch, number, at_once = (0, 0, 0) if found is None else (found.of_batch, found.number, found.at_once)
+    numbers = accumulation.ranks.largest(-of_batch, number, -(size or math.inf), at_once)
+    fewest, number, at_once = -int(numbers[0]), int(numbers[1]), int(numbers[3])
+    # where a step that was written for single rows can be taken back
+    if found is None or fewest < (1 if sync.can_forget_forward else 2):
+        raise reason
+    sync.reshard()
+    is_whole = policy.micro_batch is None
+    size = at_once if is_whole or numbers[2] == -math.inf else -int(numbers[2])
+    return Rows(found, fewest, number, size, is_whole and at_once == 1)
+
+
+def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewRows | SplitRows | None:
+    """The rows of a loader batch; None where there is no batch.
+
+    Raises:
+        CannotCheckError: there are none that can be looked at.
+    """
+    accumulation, module = checked.accumulation, checked.module
+    if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
+        raise UnsuitableRowsError("lazy layers are made by the first batch")
+    if not batches or accumulation.is_shadow_batch:
+        return None
+    if accumulation.policy.split is not None:
+        return SplitRows(batches[0], accumulation.policy.split, size)
+    before = [] if accumulation.checked_rows is None else [accumulation.checked_rows]
+    found = FewRows(batches[0], checked.samples, before)
+    if accumulation.row_wise is not None and found.of_batch < 2:
+        raise UnsuitableRowsError("the first batch has 1 row")
+    return found
+
+
+def looks_at(checked: Checked, trial: Trial, rows: Rows, weigher: Weigher) -> list[Look]:
+    """Run the rows together and in parts. Called on all ranks."""
+    found = rows.found
+    if isinstance(found, SplitRows):
+        whole = trial.measure(found.whole, weigher, None, 0)
+        return [Look(whole, [trial.measure(part, weigher, None, 0, MOST_ROWS) for part in found.parts], [1] * found.number)]
+    number = max(2, min(rows.number, MOST_ROWS, 2 if rows.size == 1 else max(4, rows.size)))
+    base = [*range(number)]
+    looks = _looks_at(checked, trial, found, weigher, base, by_row=True)
+    if checked.on_any(trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
+        looks = _looks_at(checked, trial, found, weigher, base, by_row=False)
+    for row in range(number, min(rows.number, MOST_ROWS)):  # one by one: whether terms are in proportion
+        one = trial.measure(partial(found.take, [row]), weigher, None, 0)
+        looks.append(Look(one, [one], [1]))
+    of_training = int(-checked.largest(-min(found.of_batch, rows.size)))
+    if of_training > number:  # what few rows cannot show
+        halves = [[*range(of_training // 2)], [*range(of_training // 2, of_training)]]
+        whole, *parts = (
+            trial.measure(partial(found.take, part), weigher, part, of_training, scale)
+            for part, scale in (([*range(of_training)], 1.0), *((half, float(MOST_ROWS)) for half in halves))
+        )
+        if not checked.on_any(trial.draws_unlike_numbers):
+            looks.append(Look(whole, parts, [len(half) for half in halves]))
+    return looks
+
+
+def _looks_at(checked: Checked, trial: Trial, found: FewRows, weigher: Weigher, base: list[int], by_row: bool) -> list[Look]:
+    number = len(base)
+
+    def measure(rows: list[int], make: Callable[[], Any] | None = None, scale: float = MOST_ROWS) -> Measured:
+        return trial.measure(make or partial(found.take, rows), weigher, rows if by_row else None, number, scale)
+
+    whole = measure(base, scale=1.0)
+    if checked.sync.is_waited_for_in_forward:  # each way to weigh runs the parts again
+        halves = [[0], base[1:]]
+        return [Look(whole, [measure(half) for half in halves], [1, number - 1])]
+    alone = [measure([row]) for row in base]
+    looks = [Look(whole, alone, [1] * number)]
+    if number > 2:  # a loss that goes by a statistic of its batch is another one for small losses
+        few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, number // 2 - 1)])
+        others = [row for row in base if row not in few]
+        looks.append(Look(whole, [measure(few), measure(others)], [len(few), len(others)]))
+    times = min(number, 4)  # one that goes by how often something is in its batch
+    looks.append(Look(measure([0] * times, scale=1.0), [alone[0]] * times, [1] * times))
+    if found.of_others:
+        kinds = [[row for row in base if (row in found.of_others) == is_other] for is_other in (False, True)]
+        looks.append(Look(whole, [measure(kind) for kind in kinds if kind], [len(kind) for kind in kinds]))
+    if number > 2 and checked.on_any(found.emptied(base, (0, 1)) is not None):
+        emptied, rest = (partial(_emptied, found, rows) for rows in (base, [0, 1]))
+        looks.append(Look(measure(base, emptied, 1.0), [measure([0, 1], rest), *alone[2:]], [2, *[1] * (number - 2)]))
+    return looks
+
+
+def _emptied(found: FewRows, rows: Sequence[int]) -> Any:
+    emptied = found.emptied(rows, (0, 1))
+    return found.take(rows) if emptied is None else emptied
+
+
+def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) -> None:
+    """Buffers and attributes that change with each micro-batch, such as running statistics, change the loss of the next."""
+    whole = found.whole if isinstance(found, SplitRows) else partial(found.take, range(min(found.number, MOST_ROWS)))
+    with suppress(CannotCheckError):
+        if changed := trial.changed_buffers(whole):
+            checked.accumulation.warn_once(advice.of_buffers(changed))
+        if difference := trial.change_by_attributes(whole):
+            checked.accumulation.warn_once(advice.of_attributes(difference))
