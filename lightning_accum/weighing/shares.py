@@ -27,11 +27,11 @@ from lightning_accum.weighing.nodes import (
     THROUGH,
     Node,
     constant_operand,
+    ignored_of,
     is_first_layer,
     is_number,
     is_of_parameters_only,
     kind_of,
-    ignored_of,
     kinds_below,
     reduced_numel,
 )
