@@ -137,7 +137,6 @@ def test_a_fit_over_ranks_leaves_the_launcher_as_it_was() -> None:
     assert "launch" not in vars(run.strategy._launcher)
 
 
-@open_until(22, "the first batch after a resume is held until the fit ends")
 def test_after_a_resume_no_batch_is_held() -> None:
     class Fresh(IterableDataset):  # makes each batch when it is drawn, and keeps none
         def __iter__(self) -> Iterator[Any]:
