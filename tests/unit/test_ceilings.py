@@ -23,13 +23,13 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 19_150,
-    "lines of the package": 29_100,
-    "files of the package": 187,
+    "lines of code": 18_500,
+    "lines of the package": 28_000,
+    "files of the package": 179,
     "width of the package": 152,
     "lines of its largest file": 430,
-    "files outside trainer/ that import Lightning": 44,
-    "assignments to an attribute of another object": 309,
+    "files outside trainer/ that import Lightning": 43,
+    "assignments to an attribute of another object": 305,
     "lines of tests": 30_000,
     "lines of tests in files that import private modules": 1_000,
 }
