@@ -18,9 +18,11 @@ TORCH = table(
 torch
     _foreach_add_ _foreach_mul_ _foreach_norm | - | many tensors in few kernels | -
 torch._C._functions.NllLossBackward0
-    _saved_ignore_index _saved_reduction _saved_self _saved_target _saved_total_weight _saved_weight | - | what a cross entropy was divided by | -
+    _saved_reduction _saved_total_weight _saved_weight | - | what a cross entropy was divided by | -
+    _saved_ignore_index _saved_self _saved_target | - | what a cross entropy was computed from | -
 torch._C._functions.NllLoss2DBackward0
-    _saved_ignore_index _saved_reduction _saved_self _saved_target _saved_total_weight _saved_weight | - | what a cross entropy was divided by | -
+    _saved_reduction _saved_total_weight _saved_weight | - | what a cross entropy was divided by | -
+    _saved_ignore_index _saved_self _saved_target | - | what a cross entropy was computed from | -
 torch._C._functions.MseLossBackward0
     _saved_reduction _saved_self | - | the elements of a mean | -
 torch._C._functions.SmoothL1LossBackward0
