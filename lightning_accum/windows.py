@@ -172,6 +172,13 @@ class Windows(ABC):
                 f" {self.in_words(size)}: the gradients in the checkpoint are dropped, and a new window begins."
             )
             return None
+        if partial.ranks != self.ranks.size and any(loss.term_totals is not None for loss in partial.losses):
+            self._warn(
+                f"The checkpoint was taken after {partial.position} loader batches of a window whose terms were counted over"
+                f" {partial.ranks} ranks. Now there are {self.ranks.size}, with other batches: the gradients in the checkpoint are"
+                " dropped, and a new window begins."
+            )
+            return None
         self.boundary.go_on(seen, partial.position, math.inf if partial.size is None else partial.size, partial.tokens)
         self._done = (seen, 0)
         return partial
