@@ -22,6 +22,7 @@ from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.counted import Counted
+from lightning_accum.weighing.modes import ONCE
 from lightning_accum.weighing.shares import Denominator
 from lightning_accum.weighing.weight import Weigher, scale_terms
 from lightning_accum.whole.row_wise import RowWise
@@ -244,14 +245,18 @@ class Accumulation(Windows):
         shown = self._shown(loss, factors, counted)
         window.add(shown if self.sums is None else shown.to(window.dtype), contribution)
         is_weightless = not any(isinstance(factor, Tensor) or factor for factor in own)
+        is_whole = len(terms) == 1 and all(place is None for _, place in terms[0].edges)
+        grad_output = torch.ones_like(loss).detach() * own[0] if is_whole and own[0] != 1.0 else None
         if self.observer is not None:
             self.observer.begin_backward(micro_batch, 0.0 if is_weightless else 1.0)
         if micro_batch.is_boundary:
             self.reduce()
-        scale_terms(terms, own)
+        if not is_whole:
+            scale_terms(terms, own)
         if self.sums is not None:
-            self.sums.weigh(None)
-        return Weighed(None, None, None, is_weightless)
+            self.sums.weigh(grad_output)
+            grad_output = None
+        return Weighed(None, None, grad_output, is_weightless)
 
     @staticmethod
     def _shown(loss: Tensor, factors: Mapping[int, Denominator], counted: Counted) -> Tensor:
@@ -351,7 +356,8 @@ class Accumulation(Windows):
         self.closed = self.window.close(lambda: [p.grad for p in parameters() if p.grad is not None] if sums is None else sums)
         if self.closed.is_doubtful:
             self._loss.warn_of(self.closed, self.warn_once)
-            if self.closed.do_terms_disagree and self.may_count_first:
+            has_terms = sum(mode != ONCE for mode in self.weigher.modes.values()) > 1  # on all ranks
+            if has_terms and self.may_count_first and self.window.counted is None:
                 self.count_first()
         if self.sums is not None:
             self.sums.write_to_grad()

@@ -56,6 +56,9 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         Check(checked, agree_on_rows(checked, batches)).run()
     except CannotCheckError as reason:
         known = before is not None and before.deviation is not None
+        is_one = not checked.is_window_long and accumulation.splitting is None
+        if accumulation.policy.weight == "auto" and accumulation.world_size > 1 and is_one and accumulation.window.counted is None:
+            accumulation.count_first()  # which costs nothing where a window is one micro-batch of each rank
         accumulation.verdict = before if known else Verdict.unknown(reason)
         if not known and not (accumulation.checks_left and Verdict.unknown(reason).may_try_again):
             accumulation.checks_left = 0

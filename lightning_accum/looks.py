@@ -172,7 +172,13 @@ def _looks_at(checked: Checked, trial: Trial, found: FewRows, weigher: Weigher, 
     if checked.sync.is_waited_for_in_forward:  # each way to weigh runs the parts again
         halves = [[0], base[1:]]
         return [Look(whole, [measure(half) for half in halves], [1, number - 1])]
-    alone = [measure([row]) for row in base]
+    try:
+        alone = [measure([row]) for row in base]
+    except CannotCheckError:
+        if number < 4:
+            raise
+        halves = [base[: number // 2], base[number // 2 :]]  # a step may not take a single row
+        return [Look(whole, [measure(half) for half in halves], [len(half) for half in halves])]
     looks = [Look(whole, alone, [1] * number)]
     if number > 2:  # a loss that goes by a statistic of its batch is another one for small losses
         few = sorted(sorted(base, key=lambda row: alone[row].loss)[: max(2, number // 2 - 1)])

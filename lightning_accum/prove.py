@@ -266,6 +266,7 @@ def looped(measured: Sequence[Measured]) -> frozenset[int]:
 def aliases(measured: Sequence[Measured]) -> dict[int, int]:
     """Keys of terms that are the same, if all losses have as many, of the same words in the same order: one row may take others."""
     runs = [[*one.terms.items()] for one in measured]
-    if not runs or len({tuple(term.words for _, term in run) for run in runs}) > 1:
+    numbers = {len(run) for run in runs}
+    if len(numbers) > 1 or not runs or (numbers != {1} and len({tuple(term.words for _, term in run) for run in runs}) > 1):
         return {}
     return {key: first for run in runs for (key, _), (first, _) in zip(run, runs[0], strict=True)}

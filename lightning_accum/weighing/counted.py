@@ -168,7 +168,8 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         numbers = [o.detach().clone() if isinstance(o, Tensor) and o.numel() == 1 else None for o in operands[:_MOST_ADDED]]
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.grad_fn is not None and result.numel() <= _MOST_ADDED:
-            self._operands[result.grad_fn] = numbers
+            if func.__name__.strip("_") in _ADDITIONS:
+                self._operands[result.grad_fn] = numbers
             if result.numel() == 1:
                 self._results[result.grad_fn] = result.detach().clone()
         return result
@@ -205,3 +206,4 @@ def _sum_of(cross_entropy: Any) -> Tensor:
 
 
 _MOST_ADDED = 64
+_ADDITIONS = {"add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "stack", "cat", "concat", "concatenate"}
