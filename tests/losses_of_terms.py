@@ -185,8 +185,6 @@ LOSSES: dict[str, Row] = {
     "learned uncertainty of three": Row("", lambda o, b, m: uncertain(m, ce(o, b), value(o, b), boxes(o, b))),
     "learned scales under the terms": Row("", lambda o, b, m: ce(o, b) / (2 * (s := m.net.log_vars)[0] ** 2) + s[0].abs().log()
         + edges(o, b) / (2 * s[1] ** 2) + s[1].abs().log()),
-    "softmax of learned factors": Row("", lambda o, b, m:
-        (m.net.log_vars.softmax(0) * torch.stack([ce(o, b), value(o, b), edges(o, b)])).sum()),
     "annealed KL": Row("tokens, samples", lambda o, b, m: ce(o, b) + min(1.0, 0.2 + 0.3 * m.global_step) * kl(o)),
     "from one term to the other": Row("tokens, samples", lambda o, b, m:
         (a := math.exp(-0.5 * m.global_step - 0.1)) * ce(o, b) + (1 - a) * value(o, b)),
@@ -203,8 +201,6 @@ LOSSES: dict[str, Row] = {
         by_loop(ce(o, b), [masked(each(o, b)[:, 0], b.some), boxes(o, b), edges(o, b)])),
     "a stack, summed": Row("tokens, samples, edges", lambda o, b, m: torch.stack([ce(o, b), value(o, b), edges(o, b)]).sum()),
     "a stack, its mean": Row("tokens, samples", lambda o, b, m: torch.stack([ce(o, b), each(o, b).mean()]).mean()),
-    "a stack times factors": Row("tokens, samples, boxes", lambda o, b, m:
-        torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ WEIGHTS[:3]),
     "a dictionary, summed": Row("tokens, samples", lambda o, b, m: sum({"ce": ce(o, b), "value": value(o, b)}.values())),
     "in place": Row("tokens, samples", lambda o, b, m: in_place(ce(o, b), value(o, b))),
     "a buffer for a factor": Row("tokens, samples", lambda o, b, m: ce(o, b) + m.net.factor * value(o, b)),
@@ -221,10 +217,18 @@ LOSSES: dict[str, Row] = {
     "actor and critic": Row("tokens, samples, samples", lambda o, b, m:
         masked(-o.tokens.log_softmax(-1)[..., 0] * b.y[:, :1], b.labels >= 0) + 0.5 * value(o, b) - 0.01 * entropy(o)),
     "a checkpointed term": Row("", lambda o, b, m: checkpoint(ce, o, b, use_reentrant=False) + value(o, b)),
-    "a term that only shows": Row("", lambda o, b, m: ce(o, b) + value(o, b) + edges(o, b).detach()),
 }
 OF_NOTHING: dict[str, Function] = {  # means of nothing are NaN, as losses; the full batch has something to count
     "a selected mean and samples": lambda o, b, m: value(o, b) + each(o, b)[b.some][:, 1].mean(),
     "rare classes and samples": lambda o, b, m: F.cross_entropy(o.classes, b.rare) + value(o, b),
     "a masked mean and tokens": lambda o, b, m: (each(o, b)[:, 0] * b.some).sum() / b.some.sum() + ce(o, b),
 }
+MULTIPLIED: dict[str, Function] = {  # a vector of terms, which a graph shows as one
+    "softmax of learned factors": lambda o, b, m:
+        (m.net.log_vars.softmax(0) * torch.stack([ce(o, b), value(o, b), edges(o, b)])).sum(),
+    "a stack times factors": lambda o, b, m: torch.stack([ce(o, b), classes(o, b), boxes(o, b)]) @ WEIGHTS[:3],
+}
+
+
+def that_only_shows(o: Any, b: Any, m: Any) -> Tensor:
+    return ce(o, b) + value(o, b) + edges(o, b).detach()

@@ -6,13 +6,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from harness import assert_one_window_one_batch, on, windows_of
-from losses_of_terms import COUNTS, LOSSES, OF_NOTHING, Function, OfTerms, rows
+from losses_of_terms import COUNTS, LOSSES, MULTIPLIED, OF_NOTHING, Function, OfTerms, rows, that_only_shows
 from support import Interrupted, SaveAfter, StatefulLoader, error_of_updates, fit, warned
 from torch.utils.data import default_collate
 
-from lightning_accum import GradientAccumulation, Tokens
-from lightning_accum.testing import adamw, sgd
+from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, Tokens
+from lightning_accum.testing import EXACT, adamw, compare_window_with_batch, sgd
 
 SIZES = (3, 1, 5, 2, 2, 4, 1, 3, 1, 2, 6, 3)
 BATCHES = [rows(size, seed, has_some=seed not in (1, 4, 5, 6, 7, 10)) for seed, size in enumerate(SIZES)]
@@ -47,6 +48,28 @@ def test_one_weight_for_each_term_in_their_order_takes_the_same_steps(name: str,
     assert_exact(LOSSES[name].of, {**POLICIES[policy], "weight": weight, "log": False}, ALL_SOME, [adamw])
 
 
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_terms_in_a_vector_that_factors_multiply_are_an_error_before_the_first_step(name: str, policy: str) -> None:
+    batches = windows_of([BATCHES], 4) if "micro_batch" in POLICIES[policy] else BATCHES
+    module = OfTerms(MULTIPLIED[name])
+    with pytest.raises(AccumulationError, match="do not add up"):
+        fit(module, [default_collate(batch) for batch in batches], GradientAccumulation(**POLICIES[policy]))
+    assert all(map(torch.equal, module.parameters(), OfTerms(MULTIPLIED[name]).parameters()))
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_term_without_a_gradient_is_shown_with_the_weight_of_another_and_changes_no_step(policy: str) -> None:
+    windows = windows_of([BATCHES], 4)
+    own = windows if "micro_batch" in POLICIES[policy] else BATCHES
+    make, policy_of = partial(OfTerms, that_only_shows, "adamw"), GradientAccumulation(**POLICIES[policy])
+    found = compare_window_with_batch(make, own, policy_of, optimizer=None, windows=windows)
+    assert found.steps == (3, 3)
+    assert found.parameters <= EXACT
+
+
 @pytest.mark.parametrize("name", ["tokens and samples", "samples and tokens"])
 def test_the_start_line_names_the_terms_in_the_order_of_their_weights(name: str, caplog: pytest.LogCaptureFixture) -> None:
     words = {"tokens": "cross entropy", "samples": "mean squared error"}
@@ -69,8 +92,21 @@ FIRST_WINDOW_HAS_NONE = [rows(size, seed, has_some=seed not in (0, 1, 2, 3, 6, 8
 @pytest.mark.some_cases(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ABSENT)
-def test_a_term_that_begins_in_a_later_window_is_exact_from_there_on(name: str, policy: str) -> None:
-    assert_exact(LOSSES[name].of, POLICIES[policy], FIRST_WINDOW_HAS_NONE)
+def test_a_term_that_begins_in_a_later_window_leaves_that_window_out_and_is_exact_from_the_next_on(name: str, policy: str) -> None:
+    """Its weight is its own, and a window is counted before it runs: one that has begun cannot be."""
+    without, begins, after = windows_of([FIRST_WINDOW_HAS_NONE], 4)
+    own = [without, begins, after] if "micro_batch" in POLICIES[policy] else FIRST_WINDOW_HAS_NONE
+    for optimizer in (sgd, adamw):
+        with pytest.warns(AccumulationWarning, match="is left out: there is no optimizer step"):
+            found = compare_window_with_batch(
+                partial(OfTerms, LOSSES[name].of),
+                own,
+                GradientAccumulation(**POLICIES[policy]),
+                optimizer=optimizer,
+                windows=[without, after],
+            )
+        assert found.steps == (2, 2)
+        assert max(found.parameters, found.losses) <= EXACT
 
 
 @pytest.mark.some_cases(3)
