@@ -23,7 +23,7 @@ from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.modes import ONCE
-from lightning_accum.weighing.shares import Denominator
+from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Weigher, scale_terms
 from lightning_accum.whole.row_wise import RowWise
 from lightning_accum.window import Window

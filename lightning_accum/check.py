@@ -20,7 +20,7 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsE
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.adoption import Adopted, adopted, counts_of
 from lightning_accum.weighing.modes import COUNT, MEAN, MODES, ONCE, SUM, TOTAL, Mode
-from lightning_accum.weighing.shares import Term
+from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher, name_of, words_of
 
 if TYPE_CHECKING:

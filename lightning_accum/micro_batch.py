@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_accum.weighing.functions import OfMean
-from lightning_accum.weighing.shares import Denominator
+from lightning_accum.weighing.terms import Denominator
 
 
 class MicroBatch(NamedTuple):

@@ -22,7 +22,7 @@ from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.sync.base import GradientSlot
 from lightning_accum.undo import Snapshot, Undo
 from lightning_accum.user_warnings import warn
-from lightning_accum.weighing.shares import Denominator
+from lightning_accum.weighing.terms import Denominator
 
 
 class Guard:

@@ -13,7 +13,7 @@ from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import rounding_of_gradients
 from lightning_accum.weighing.functions import FunctionOfMean
 from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode, default_mode, weight_of
-from lightning_accum.weighing.shares import Term, alike
+from lightning_accum.weighing.terms import Term, alike
 
 _OF_A_PARAMETER = 1e-2
 """A gradient smaller than this part of the whole one is compared with this part: what it is beside is rounding."""

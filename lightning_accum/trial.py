@@ -23,7 +23,7 @@ from lightning_accum.trial_mode import TrialMode
 from lightning_accum.undo import Snapshot
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing.safeguards import freeze_batch_norm, guard_against_zero
-from lightning_accum.weighing.shares import Term
+from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Reading, Weigher, scale_terms
 from lightning_accum.wider import is_narrow, widened, widened_batch
 

@@ -18,7 +18,7 @@ from lightning_accum.splitting.means import loss_of_parts
 from lightning_accum.splitting.metric_of_batch import MetricOfBatch, ValueOfMetric, can_merge, metric_behind
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.functions import OfMean
-from lightning_accum.weighing.shares import Denominator
+from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import weight_alone
 
 Arguments: TypeAlias = Mapping[str, Any]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_accum.exact import exact_dtype, moved
 from lightning_accum.weighing.functions import OfMean
-from lightning_accum.weighing.shares import Denominator
+from lightning_accum.weighing.terms import Denominator
 
 
 def loss_of_parts(values: Tensor, weights: Sequence[Denominator | None], of_means: Sequence[OfMean | None]) -> Tensor:

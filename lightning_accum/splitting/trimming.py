@@ -17,7 +17,7 @@ from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
 from lightning_accum.trial_mode import TrialMode
 from lightning_accum.undo import Undo
-from lightning_accum.weighing.shares import Denominator
+from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import weight_alone
 from lightning_accum.wider import is_narrow, widened, widened_batch
 

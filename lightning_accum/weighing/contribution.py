@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from lightning_accum.weighing.functions import OfMean
-from lightning_accum.weighing.shares import Denominator
+from lightning_accum.weighing.terms import Denominator
 
 
 class Contribution(NamedTuple):

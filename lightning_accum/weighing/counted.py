@@ -20,7 +20,7 @@ from torch.nn.functional import nll_loss
 from torch.overrides import TorchFunctionMode
 
 from lightning_accum.weighing.nodes import ignored_of
-from lightning_accum.weighing.shares import Denominator, Term
+from lightning_accum.weighing.terms import Denominator, Term
 
 
 class Counted:

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact
 from lightning_accum.weighing.nodes import CRITERIA, SUMS, Node, constant_operand, inputs_of, is_number, kind_of
-from lightning_accum.weighing.shares import Denominator
+from lightning_accum.weighing.terms import Denominator
 
 _Number: TypeAlias = "float | None"
 

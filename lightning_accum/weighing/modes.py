@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.exact import exact_dtype
-from lightning_accum.weighing.shares import Denominator, Term
+from lightning_accum.weighing.terms import Denominator, Term
 
 Mode: TypeAlias = "str | Callable[[Any], Any]"
 """One of :data:`MODES`, or a count of the batch."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.nodes import kind_of, nodes_below
-from lightning_accum.weighing.shares import Term
+from lightning_accum.weighing.terms import Term
 
 
 def guard_against_zero(terms: Iterable[Term]) -> None:

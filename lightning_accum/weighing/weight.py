@@ -21,7 +21,8 @@ from lightning_accum.weighing.functions import FoundFunction, function_of_mean
 from lightning_accum.weighing.modes import COUNT, MEAN, ONCE, SUM, Mode, default_mode, weight_of
 from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
-from lightning_accum.weighing.shares import Denominator, Term, alike, terms_of
+from lightning_accum.weighing.shares import terms_of
+from lightning_accum.weighing.terms import Denominator, Term, alike
 
 
 class Reading(NamedTuple):
@@ -45,7 +46,7 @@ class Weigher:
     Attributes:
         modes: how each term is weighed, by its key, as the check has found; others as they look.
         ratios: the weight of each term over that of the first, where they are in proportion.
-        looped: see :func:`lightning_accum.weighing.shares.alike`.
+        looped: see :func:`lightning_accum.weighing.terms.alike`.
         aliases: keys that are taken for others.
         units: what weights are multiplied by, of a term whose mode was another before.
         others: another mode that adds up, and its unit, where a term has several.

@@ -1,0 +1,130 @@
+"""The terms of a loss: what it adds up, and what each of them weighs in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_accum.exact import exact_dtype
+from lightning_accum.weighing.nodes import Node
+
+Denominator: TypeAlias = "Tensor | float"
+PENALTY = "penalty on parameters"
+
+
+class Term(NamedTuple):
+    """One summand of a loss, or several that are alike.
+
+    Attributes:
+        key: tells it from others, the same in all micro-batches: the kinds of nodes on the way to its losses.
+        words: what it is; empty if it is nothing that is added up.
+        losses: the share of each of the losses in it; 0 if all are left out, nan if they have several.
+        total: the share of their sum, above masks and weights; nan if there is none.
+        number: the product of the Python numbers that a mean is multiplied by.
+        is_mean: a node has divided its sum by what it counted.
+        is_divided: something else has divided it.
+        is_penalty: it depends on parameters only.
+        leaf: the cross entropy that it is, if it is one.
+        edges: where its gradient can be scaled: the last addition above it, and its place there; None for all of the node's.
+        above: what each of them is multiplied by on the way to the loss.
+        divisions: by tensors, on the way to it.
+    """
+
+    key: int
+    words: str
+    losses: Denominator
+    total: Denominator
+    number: float = 1.0
+    is_mean: bool = False
+    is_divided: bool = False
+    is_penalty: bool = False
+    leaf: Node = None
+    edges: tuple[tuple[Node, int | None], ...] = ()
+    above: tuple[Denominator, ...] = ()
+    divisions: tuple[Node, ...] = ()
+
+
+def on_host(value: Denominator) -> Denominator:
+    """A number for what is on the host already."""
+    return value.item() if isinstance(value, Tensor) and value.is_cpu else value
+
+
+def size_of(share: Denominator) -> Denominator:
+    """Without its sign."""
+    return on_host(share.abs()) if isinstance(share, Tensor) else abs(share)
+
+
+def same(numbers: Sequence[float]) -> float:
+    """The one number that all are, else nan."""
+    return numbers[0] if len(set(numbers)) == 1 else float("nan")
+
+
+def alike(terms: Sequence[Term], looped: Collection[int]) -> list[Term]:
+    """Penalties as one term, and as one each those of a kind of which some losses have more than others, as in a loop over rows.
+
+    Args:
+        terms: of a loss.
+        looped: the kinds, which are keys without their last 8 bits.
+    """
+    if all(term.is_penalty for term in terms):
+        terms = [term._replace(is_penalty=False) for term in terms]
+    groups: dict[int, list[Term]] = {}
+    many = {term.key >> 8 for term in terms if term.key & 255 >= _MANY}
+    for term in terms:
+        key = 0 if term.is_penalty else term.key >> 8 << 8 if term.key >> 8 in looped or term.key >> 8 in many else term.key
+        groups.setdefault(key, []).append(term)
+    return [_joined(key, group) for key, group in groups.items()]
+
+
+_MANY = 16
+"""Terms of a kind that are one, whatever other losses have."""
+
+
+def _joined(key: int, terms: Sequence[Term]) -> Term:
+    first = terms[0]
+    if len(terms) == 1:
+        return first._replace(key=key)
+    return first._replace(
+        key=key,
+        losses=one_of([term.losses for term in terms]),
+        total=one_of([term.total for term in terms]),
+        number=same([term.number for term in terms]),
+        leaf=None,
+        edges=tuple(edge for term in terms for edge in term.edges),
+        above=tuple(above for term in terms for above in term.above),
+        divisions=tuple(division for term in terms for division in term.divisions),
+    )
+
+
+def one_of(shares: Sequence[Denominator]) -> Denominator:
+    """The one size that all have which are not 0; 0 if all are 0, nan if there are several."""
+    if all(not isinstance(share, Tensor) for share in shares):
+        sizes = {abs(float(share)) for share in shares if share}
+        return 0.0 if not sizes else max(sizes) if max(sizes) - min(sizes) <= 1e-12 * max(sizes) else float("nan")
+    device = next(share.device for share in shares if isinstance(share, Tensor))
+    dtype = exact_dtype(device)
+    eps = max(torch.finfo(share.dtype).eps for share in shares if isinstance(share, Tensor) and share.is_floating_point())
+    ends = []
+    for share in shares:
+        own = _without_copies(torch.as_tensor(share, device=device).detach()).abs()
+        if own.numel() == 0:
+            continue
+        most = own.amax()
+        ends += [most, torch.where(own == 0, most, own).amin()]
+    if not ends:
+        return 0.0
+    ends_of_all = torch.stack([end.to(dtype) for end in ends])
+    high = ends_of_all.amax()
+    low = torch.where(ends_of_all == 0, high, ends_of_all).amin()
+    return on_host(torch.where(high - low <= 64 * eps * high, high, torch.full_like(high, torch.nan)))
+
+
+def _without_copies(gradient: Tensor) -> Tensor:
+    """One of the numbers of an expanded tensor that are the same in memory."""
+    for dim, (stride, size) in enumerate(zip(gradient.stride(), gradient.shape, strict=True)):
+        if stride == 0 and size > 1:
+            gradient = gradient.narrow(dim, 0, 1)
+    return gradient
