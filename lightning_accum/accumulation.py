@@ -242,7 +242,7 @@ class Accumulation(Windows):
         factors = counted.factors(contribution.of_terms)
         terms = self.weigher.take_terms()
         own = [factors[term.key] for term in terms]
-        shown = self._shown(loss, factors, counted)
+        shown = counted.shown(loss, factors)
         window.add(shown if self.sums is None else shown.to(window.dtype), contribution)
         is_weightless = not any(isinstance(factor, Tensor) or factor for factor in own)
         is_whole = len(terms) == 1 and all(place is None for _, place in terms[0].edges)
@@ -257,17 +257,6 @@ class Accumulation(Windows):
             self.sums.weigh(grad_output)
             grad_output = None
         return Weighed(None, None, grad_output, is_weightless)
-
-    @staticmethod
-    def _shown(loss: Tensor, factors: Mapping[int, Denominator], counted: Counted) -> Tensor:
-        """What a micro-batch adds to the loss of its window: that of the first term's weight if the values are not known."""
-        values = counted.values.popleft() if counted.values else None
-        total = torch.zeros_like(loss)
-        for keys, value in values or [({next(iter(factors), 0)}, loss.detach())]:
-            factor = factors.get(min(keys), 0.0)
-            if isinstance(factor, Tensor) or factor:
-                total = total + factor * value
-        return total.detach()
 
     @property
     def _may_be_the_same(self) -> bool:

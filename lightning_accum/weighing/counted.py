@@ -141,6 +141,16 @@ class Counted:
                 found[key] = weight / total if total > 0 else 0.0
         return found
 
+    def shown(self, loss: Tensor, factors: Mapping[int, Denominator]) -> Tensor:
+        """What a micro-batch adds to the loss of its window: that of the first term's weight if the values are not known."""
+        values = self.values.popleft() if self.values else None
+        total = torch.zeros_like(loss)
+        for keys, value in values or [({next(iter(factors), 0)}, loss.detach())]:
+            factor = factors.get(min(keys), 0.0)
+            if isinstance(factor, Tensor) or factor:
+                total = total + factor * value
+        return total.detach()
+
     def missed(self) -> Denominator:
         """How far what has run on this rank is from what was counted there, relative; 0 where that is not known."""
         missed: Denominator = 0.0
