@@ -413,9 +413,8 @@ class Check:
         if self._weight == "auto" or isinstance(self._weight, tuple):
             return None
         chosen = {key: self._fit(looks, key, modes_to_try(term), trial.eps) for key, term in terms.items()}
-        if all(fit.mode is not None and not fit.is_open for fit in chosen.values()):
-            return 'weight="auto"'
-        return None
+        adds_up = all(fit.mode is not None and not fit.is_open for fit in chosen.values())
+        return 'weight="auto"' if adds_up else None
 
     def _refuse(self, found: _Found) -> None:
         """Raise what does not add up."""
