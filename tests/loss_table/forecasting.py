@@ -190,7 +190,7 @@ add("ELBO, sums each over rows", "x y", lambda o, b, m: F.mse_loss(o, b.y, reduc
 add("ELBO, mean and sum over rows", "x y", lambda o, b, m: F.mse_loss(o, b.y) + 0.1 * _kl(o).sum() / len(o))
 add("ELBO, mean and mean of sums", "x y", lambda o, b, m: F.mse_loss(o, b.y) + 0.1 * _kl(o).sum(-1).mean() if _kl(o).dim() > 1
     else F.mse_loss(o, b.y) + 0.1 * _kl(o).mean())
-of_batch("ELBO, sum beside a mean", "x y", lambda o, b, m: F.mse_loss(o, b.y, reduction="sum") + F.l1_loss(o, b.y))
+terms("ELBO, sum beside a mean", "x y", lambda o, b, m: F.mse_loss(o, b.y, reduction="sum") + F.l1_loss(o, b.y))
 terms("ELBO, mean beside a sum", "x y", lambda o, b, m: F.mse_loss(o, b.y) + 0.1 * _kl(o).sum())
 add("beta-VAE by binary cross entropy", "x q", lambda o, b, m:
     F.binary_cross_entropy_with_logits(o, b.q, reduction="none").sum(1).mean() + 4 * _kl(o).mean())

@@ -325,16 +325,15 @@ def _squares(o: Tensor, b: Any) -> Tensor:
     return (o - b.y).square().sum(1)
 
 # --- means and sums on other ways ---
-UNREAD = "a node that is not looked through"
 add("relative distance of rows", "x y", lambda o, b, m: ((o - b.y).norm(dim=1) / b.y.norm(dim=1)).mean())
 add("adaptive pooling to one", "x t", lambda o, b, m: F.adaptive_avg_pool1d(_nll(o, b)[None, None], 1).squeeze())
-add("pooling of all", "x t", lambda o, b, m: F.avg_pool1d(_nll(o, b)[None, None], len(o)).squeeze(), refused=UNREAD)
+add("pooling of all", "x t", lambda o, b, m: F.avg_pool1d(_nll(o, b)[None, None], len(o)).squeeze())
 add("a linear layer of equal weights", "x t", lambda o, b, m: F.linear(_nll(o, b), torch.ones(len(o)).to(o) / len(o)))
 add("the first frequency", "x t", lambda o, b, m: torch.fft.rfft(_nll(o, b)).real[0] / len(o))
 add("the last of cumulative sums", "x t", lambda o, b, m: _nll(o, b).cumsum(0)[-1] / len(o))
 add("tensordot", "x w y", lambda o, b, m: torch.tensordot(_squares(o, b), b.w, 1) / b.w.sum())
 add("inner", "x w y", lambda o, b, m: torch.inner(_squares(o, b), b.w) / b.w.sum())
-add("vecdot", "x w y", lambda o, b, m: torch.linalg.vecdot(_squares(o, b), b.w) / b.w.sum(), refused=UNREAD)
+add("vecdot", "x w y", lambda o, b, m: torch.linalg.vecdot(_squares(o, b), b.w) / b.w.sum())
 add("the trace of products", "x y", lambda o, b, m: torch.trace((o - b.y) @ (o - b.y).T) / len(o))
 add("the diagonal of distances", "x y", lambda o, b, m: torch.cdist(o, b.y).diagonal().mean())
 add("nats to bits by the rows", "x t", lambda o, b, m: _nll(o, b).sum() / math.log(2) / len(o))
@@ -344,7 +343,7 @@ add("hard negatives of each row", "x q", lambda o, b, m: _hard_negatives(o, b))
 add("images that have boxes", "s y5 chosen", lambda o, b, m: _images(o, b))
 add("adversarial by normalised gradients", "x t", lambda o, b, m: _adversarial(o, b, m, is_normalised=True))
 add("addcdiv of losses", "x t y", lambda o, b, m: torch.addcdiv(F.cross_entropy(o, b.t), F.mse_loss(o, b.y),
-    torch.tensor(3.0).to(o)), refused=UNREAD)
+    torch.tensor(3.0).to(o)))
 # --- the rows of the batch, by accident or not ---
 of_batch("adversarial by gradients", "x t", lambda o, b, m: _adversarial(o, b, m, is_normalised=False))
 of_batch("broadcast to pairs", "x y", lambda o, b, m: ((o[:, 0] - b.y[:, :1]) ** 2).mean())

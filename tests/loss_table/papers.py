@@ -134,7 +134,7 @@ of_batch("metric: R squared", "x y", lambda o, b, m: 1 - metrics.r2_score(o.flat
 add("gradients of rows by vmap", "x t", lambda o, b, m: _by_vmap(b, m))
 add("a scripted loss", "x t", lambda o, b, m: _scripted(o, b.t))
 add("a compiled loss", "x t", lambda o, b, m: _compiled(o, b.t))
-add("a function of its own, mean", "x y", lambda o, b, m: _OwnMean.apply(o, b.y), refused="a node of the user's own")
+add("a function of its own, mean", "x y", lambda o, b, m: _OwnMean.apply(o, b.y))
 add("a function of its own for each row", "x y", lambda o, b, m: _OwnSquares.apply(o, b.y).mean())
 add("jacobian-vector products", "x v y", lambda o, b, m: torch.func.jvp(m, (b.x,), (b.v,))[1].square().mean())
 

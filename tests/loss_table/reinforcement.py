@@ -98,7 +98,7 @@ add("soft actor-critic, temperature by its logarithm", "x", lambda o, b, m:
 add("TD3", "x v reward", lambda o, b, m: F.mse_loss(o[:, 0], b.reward + 0.9 * m.teacher(b.v)[:, :2].amin(1))
     + F.mse_loss(o[:, 1], b.reward + 0.9 * m.teacher(b.v)[:, :2].amin(1)))
 add("DDPG, policy", "x", lambda o, b, m: -m.teacher(o.tanh())[:, 0].mean())
-of_batch("TD3 with behaviour cloning", "x y", lambda o, b, m: -(q := m.teacher(o)[:, 0]).mean() * 2.5 / q.abs().mean().detach()
+terms("TD3 with behaviour cloning", "x y", lambda o, b, m: -(q := m.teacher(o)[:, 0]).mean() * 2.5 / q.abs().mean().detach()
     + F.mse_loss(o, b.y))
 add("conservative Q-learning", "x t reward", lambda o, b, m: (o.logsumexp(1) - o.gather(1, b.t[:, None])[:, 0]).mean()
     + 0.5 * F.mse_loss(o.gather(1, b.t[:, None])[:, 0], b.reward))
