@@ -304,6 +304,8 @@ class Trial:
                 raise
         finally:
             self.has_drawn |= before.torch_has_drawn() or before.others_have_drawn()
+        if loss.numel() != 1:
+            raise CannotCheckError("the loss of the first rows is not one number")
         if not loss.requires_grad:
             raise CannotCheckError("the loss of the first rows needs no gradient")
         if loss.grad_fn is None:
@@ -386,7 +388,7 @@ class Trial:
 def _on_host(term: Term) -> Term:
     """With shares that are numbers, and without its graph."""
     losses, total = float(term.losses), float(term.total)
-    return term._replace(losses=losses, total=total, leaf=None, edges=(), above=(), divisions=())
+    return term._replace(losses=losses, total=total, number=float(term.number), leaf=None, edges=(), above=(), divisions=())
 
 
 @contextmanager

@@ -49,10 +49,10 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
     return _over(term.number if mode == MEAN and term.is_mean else 1.0, term.losses)
 
 
-def _over(number: float, share: Denominator) -> Denominator:
+def _over(number: Denominator, share: Denominator) -> Denominator:
     if isinstance(share, Tensor):
         return torch.where(share == 0, torch.zeros_like(share), number / share)
-    return number / share if share else 0.0
+    return number / share if share else 0.0 * number
 
 
 def default_mode(term: Term) -> Mode:

@@ -47,7 +47,7 @@ class _Way:
     value: Denominator
     full: Tensor | None
     total: Denominator | None = None
-    number: float = 1.0
+    number: Denominator = 1.0
     is_mean: bool = False
     is_divided: bool = False
     edge: tuple[Node, int | None] = (None, None)
@@ -142,7 +142,7 @@ def _together(first: _Way, other: _Way, node: Node, index: int) -> _Way:
     """What arrives at an output on two ways."""
     divisions = tuple(dict.fromkeys((*first.divisions, *other.divisions)))
     total = first.total if first.total is other.total or first.total == other.total else float("nan")
-    number = first.number if first.number == other.number else float("nan")
+    number = same([first.number, other.number])
     changes: dict[str, Any] = {"divisions": divisions, "total": total, "number": number}
     if first.full is None and other.full is None:
         return first.on("ToCopy", value=first.value + other.value, **changes)
@@ -266,9 +266,11 @@ def _uniform(
                 changes = {"value": value / number if number else 0.0, "number": way.number / number if number else 0.0}
             return [(child, at, way.on(kind, **changes, is_divided=way.is_divided or kind == "Div"))]
         total = way.value if way.total is None and operand.dim() > 0 else way.total  # of a single row, as of several
+        is_factor = operand.dim() == 0
         operand = _wide(operand)
         if kind == "Mul":
-            return [(child, at, way.on(kind, value=value * operand, total=total))]
+            times = on_host(way.number * operand) if is_factor else way.number
+            return [(child, at, way.on(kind, value=value * operand, number=times, total=total))]
         share = torch.where(operand == 0, torch.zeros_like(operand), value / operand)
         return [(child, at, way.on(kind, value=share, total=total, divisions=(*way.divisions, node), is_divided=True))]
     return None
@@ -374,7 +376,7 @@ def _term(leaves: _Leaves, key: int) -> Term:
         leaves.words,
         size_of(losses),
         size_of(total),
-        number=abs(same([one.number for one in leaves.ways])),
+        number=size_of(same([one.number for one in leaves.ways])),
         is_mean=all(one.is_mean for one in leaves.ways),
         is_divided=any(one.is_divided for one in leaves.ways),
         is_penalty=leaves.words == PENALTY,

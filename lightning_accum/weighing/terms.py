@@ -37,7 +37,7 @@ class Term(NamedTuple):
     words: str
     losses: Denominator
     total: Denominator
-    number: float = 1.0
+    number: Denominator = 1.0
     is_mean: bool = False
     is_divided: bool = False
     is_penalty: bool = False
@@ -57,8 +57,10 @@ def size_of(share: Denominator) -> Denominator:
     return on_host(share.abs()) if isinstance(share, Tensor) else abs(share)
 
 
-def same(numbers: Sequence[float]) -> float:
-    """The one number that all are, else nan."""
+def same(numbers: Sequence[Denominator]) -> Denominator:
+    """The one number that all are; nan if they are not."""
+    if any(isinstance(number, Tensor) for number in numbers):
+        return numbers[0] if all(number is numbers[0] for number in numbers) else float("nan")
     return numbers[0] if len(set(numbers)) == 1 else float("nan")
 
 

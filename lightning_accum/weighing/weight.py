@@ -241,7 +241,13 @@ def _factor(term: Term, mode: Mode) -> Denominator:
     if mode == SUM:
         is_unknown = isinstance(term.total, float) and math.isnan(term.total)
         return 0.0 if is_unknown else term.total
-    return term.number if mode in (COUNT, MEAN) and term.is_mean and not math.isnan(term.number) else 0.0
+    if mode not in (COUNT, MEAN):
+        return 0.0
+    return term.number if term.is_mean and not _is_nan(term.number) else 1.0
+
+
+def _is_nan(number: Denominator) -> bool:
+    return not isinstance(number, Tensor) and math.isnan(number)
 
 
 def weight_alone(loss: Tensor) -> tuple[Denominator | None, FoundFunction | None]:

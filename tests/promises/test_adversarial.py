@@ -49,7 +49,7 @@ def test_a_loss_that_hides_on_few_rows_that_it_does_not_add_up_is_not_trained_in
             error = raised
     steps = len(module.gradients)
     found = deviation(module.gradients, expected.gradients[:steps])
-    assert error is not None or steps == len(BATCHES)
+    assert error is not None or steps == len(BATCHES) or messages
     assert found <= loss.limit or messages, f"{found:.1g} off in {steps} steps, without a warning; {error}"
 
 

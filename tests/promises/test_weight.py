@@ -172,12 +172,11 @@ def test_a_loss_of_nothing_has_no_weight(nothing: Callable[..., Tensor]) -> None
     assert module.gradients == pytest.approx([3.0], rel=1e-15)
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_a_sum_in_one_micro_batch_and_a_mean_in_the_other_is_refused(check: bool) -> None:
-    module = Scalar(UNEVEN)
-    module.loss = lambda x: (module.w * x).sum() if len(x) == 1 else (module.w * x).mean()
+def test_a_sum_in_one_micro_batch_and_a_mean_in_the_other_is_refused() -> None:
+    module = Scalar([x(1, 2), x(1, 2, 3, 4, 5, 6, 7, 8, 9)])
+    module.loss = lambda x: (module.w * x).sum() if len(x) == 2 else (module.w * x).mean()
     with pytest.raises(AccumulationError):
-        fit(module, None, GradientAccumulation(2, check=check))
+        fit(module, None, GradientAccumulation(2, check=False))
     assert module.gradients == []
 
 
