@@ -13,7 +13,4 @@ OPEN_ON_RANKS: Known = {
     ("false alarm", "a rank begins with an ignored label: the check has shown after the first micro-batch that a count is fixed"): (
         "libraries: ignored labels and a distance to a buffer",
     ),
-    ("false alarm", "the rows of a rank are on the other side of a threshold than those of the window, and say that it is one"): (
-        "forecasting: free bits of the batch's mean",
-    ),
 }
