@@ -166,7 +166,9 @@ class Check:
             accumulation.count_first([*own.modes])
         if accumulation.window.counted is not None:
             accumulation.window.counted.constants = found.constants
-        accumulation.stops_counting = weigher.counts_first and not own.counts_first
+        counted = accumulation.window.counted
+        are_known = counted is not None and {*counted.keys} <= own.modes.keys()
+        accumulation.stops_counting = weigher.counts_first and not own.counts_first and are_known
         is_open = checked.on_any(found.verdict.deviation is None)
         looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)
         looked_at = (0 if is_open else looked_at) + (0 if before is None else before.looked_at)

@@ -380,6 +380,8 @@ def _term(leaves: _Leaves, key: int) -> Term:
         is_mean=all(one.is_mean for one in leaves.ways),
         is_divided=any(one.is_divided for one in leaves.ways),
         is_penalty=leaves.words == PENALTY,
+        is_learned=kind_of(way.top) in ("Mul", "Div")
+        and any(child is not None and is_of_parameters_only(child) for child, _ in way.top.next_functions),
         leaf=leaves.leaf if len(leaves.ways) == 1 else None,
         edges=(way.edge,),
         above=(way.above,),

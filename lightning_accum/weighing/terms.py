@@ -27,6 +27,7 @@ class Term(NamedTuple):
         is_mean: a node has divided its sum by what it counted.
         is_divided: something else has divided it.
         is_penalty: it depends on parameters only.
+        is_learned: a parameter multiplies it.
         leaf: the cross entropy that it is, if it is one.
         edges: where its gradient can be scaled: the last addition above it, and its place there; None for all of the node's.
         above: what each of them is multiplied by on the way to the loss.
@@ -41,6 +42,7 @@ class Term(NamedTuple):
     is_mean: bool = False
     is_divided: bool = False
     is_penalty: bool = False
+    is_learned: bool = False
     leaf: Node = None
     edges: tuple[tuple[Node, int | None], ...] = ()
     above: tuple[Denominator, ...] = ()

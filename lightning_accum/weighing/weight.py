@@ -328,8 +328,10 @@ def scale_terms(terms: Sequence[Term], factors: Sequence[Denominator]) -> Callab
         for node, place in term.edges:
 
             def hook(gradients: tuple[Tensor | None, ...], *_: Any, number: int = number, place: int | None = place) -> Any:
+                is_learned = terms[number].is_learned
+                scaled = (g if g is None else _times(g, now[number], is_learned) for g in gradients)
                 return tuple(
-                    g if g is None or place not in (None, at) else _times(g, now[number]) for at, g in enumerate(gradients)
+                    new if place in (None, at) else old for at, (old, new) in enumerate(zip(gradients, scaled, strict=True))
                 )
 
             if place is None:
@@ -343,7 +345,8 @@ def scale_terms(terms: Sequence[Term], factors: Sequence[Denominator]) -> Callab
     return set_factors
 
 
-def _times(gradient: Tensor, factor: Denominator) -> Tensor | None:
+def _times(gradient: Tensor, factor: Denominator, is_learned: bool) -> Tensor | None:
     if isinstance(factor, Tensor):
         return gradient * factor.to(gradient.dtype)
-    return gradient * factor if factor else None  # the mean of nothing is NaN, and 0 times that too
+    # the mean of nothing is NaN, and 0 times that too: it goes to no parameter that multiplies it
+    return gradient * factor if factor else None if is_learned else torch.zeros_like(gradient)
