@@ -404,7 +404,7 @@ class Accumulation(Windows):
             self.boundary.begin(math.inf)
         if self.sums is not None:
             self.sums.clear()
-        if self.stops_counting:
+        if self.stops_counting and self.weigher.counts_first:
             self.weigher.counts_first = self.stops_counting = False
             self.window.counted = None
         self.is_zero_grad_due = True

@@ -158,17 +158,15 @@ class Check:
             if other is not None:
                 weigher.others[key] = (other, fitting[mode] / fitting[other] * weigher.units.get(key, 1.0))
         weigher.ratios = {**weigher.ratios, **own.ratios}
-        weigher.looped, weigher.aliases, weigher.hidden = own.looped, own.aliases, own.hidden
-        weigher.takes_functions = own.takes_functions
-        constant = next(iter(found.constants.values()), 0.0)
-        accumulation.window.constant = None if own.counts_first or len(found.terms) > 1 else constant or None
+        weigher.looped, weigher.aliases = own.looped, own.aliases
+        weigher.hidden, weigher.takes_functions = own.hidden, own.takes_functions
+        constant = 0.0 if own.counts_first or len(found.terms) > 1 else next(iter(found.constants.values()), 0.0)
+        accumulation.window.constant = constant or None
         if own.counts_first and not weigher.counts_first:
             accumulation.count_first([*own.modes])
         if accumulation.window.counted is not None:
             accumulation.window.counted.constants = found.constants
-        counted = accumulation.window.counted
-        are_known = counted is not None and {*counted.keys} <= own.modes.keys()
-        accumulation.stops_counting = weigher.counts_first and not own.counts_first and are_known
+        accumulation.stops_counting = not own.counts_first and accumulation.window.counted_keys <= own.modes.keys()
         is_open = checked.on_any(found.verdict.deviation is None)
         looked_at = MOST_ROWS if accumulation.policy.split is not None else min(rows.fewest, MOST_ROWS)
         looked_at = (0 if is_open else looked_at) + (0 if before is None else before.looked_at)

@@ -99,6 +99,11 @@ class Window:
         return NUMBERS + self._counts_left_out + bool(self.constant) + (self.counted is not None)
 
     @property
+    def counted_keys(self) -> set[int]:
+        """The terms that are counted."""
+        return set() if self.counted is None else {*self.counted.keys}
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches with a loss so far, on this rank."""
         return len(self._contributions)
