@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_accum.exact import exact_dtype
-from lightning_accum.weighing.terms import Denominator, Term
+from lightning_accum.weighing.terms import Denominator, Term, size_of
 
 Mode: TypeAlias = "str | Callable[[Any], Any]"
 """One of :data:`MODES`, or a count of the batch."""
 
-COUNT, MEAN, LOSSES, TOTAL, SUM, ONCE = "count", "mean", "losses", "total", "sum", "once"
-MODES = (COUNT, MEAN, LOSSES, TOTAL, SUM)
+COUNT, MEAN, LOSSES, TOTAL, NUMBER, SUM, ONCE = "count", "mean", "losses", "total", "number", "sum", "once"
+MODES = (COUNT, MEAN, LOSSES, TOTAL, NUMBER, SUM)
 """One over the share of the sum, without the constant factors of a mean, and 0 if all losses are left out; the same by the share of
-each loss; one over the latter; one over the former; added as it is.
+each loss; one over the latter; one over the former; one over the constant factor, as of a mean of means; added as it is.
 """
 
 
@@ -28,7 +28,7 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
     Example:
         >>> term = Term(0, "mean", 0.125, 0.125, number=0.5, is_mean=True)
         >>> [weight_of(term, mode) for mode in MODES]
-        [4.0, 4.0, 8.0, 8.0, None]
+        [4.0, 4.0, 8.0, 8.0, 2.0, None]
     """
     if callable(mode):
         count = mode(batch)
@@ -38,15 +38,17 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
     if mode == ONCE:
         return 1.0
     if mode == COUNT:
-        number = term.number if term.is_mean else 1.0
+        number = size_of(term.number) if term.is_mean else 1.0
         share = term.losses if isinstance(term.total, float) and math.isnan(term.total) else term.total
         if isinstance(term.losses, Tensor) or isinstance(share, Tensor):
             empty = torch.as_tensor(term.losses, device=share.device if isinstance(share, Tensor) else None) == 0
             return torch.where(empty, torch.zeros((), dtype=exact_dtype(empty.device), device=empty.device), _over(number, share))
         return 0.0 if term.losses == 0 else _over(number, share)
+    if mode == NUMBER:
+        return _over(1.0, size_of(term.number) if term.is_mean else math.nan)
     if mode == TOTAL:
         return _over(1.0, term.total)
-    return _over(term.number if mode == MEAN and term.is_mean else 1.0, term.losses)
+    return _over(size_of(term.number) if mode == MEAN and term.is_mean else 1.0, term.losses)
 
 
 def _over(number: Denominator, share: Denominator) -> Denominator:

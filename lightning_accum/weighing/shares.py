@@ -376,7 +376,7 @@ def _term(leaves: _Leaves, key: int) -> Term:
         leaves.words,
         size_of(losses),
         size_of(total),
-        number=size_of(same([one.number for one in leaves.ways])),
+        number=on_host(same([one.number for one in leaves.ways])),
         is_mean=all(one.is_mean for one in leaves.ways),
         is_divided=any(one.is_divided for one in leaves.ways),
         is_penalty=leaves.words == PENALTY,
