@@ -227,8 +227,7 @@ class Accumulation(Windows):
 
     def _is_new(self, structure: frozenset[int]) -> bool:
         """The loss has terms that the check has not seen."""
-        modes = self.weigher.modes
-        return bool(modes) and not self.checks_left and not structure <= modes.keys()
+        return not self.checks_left and self.weigher.is_new(structure)
 
     def _add_terms(self, loss: Tensor, contribution: Contribution, micro_batch: MicroBatch) -> Weighed:
         """Take in a micro-batch of which each term has its own weight."""

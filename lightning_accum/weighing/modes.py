@@ -45,7 +45,8 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
             return torch.where(empty, torch.zeros((), dtype=exact_dtype(empty.device), device=empty.device), _over(number, share))
         return 0.0 if term.losses == 0 else _over(number, share)
     if mode == NUMBER:
-        return _over(1.0, size_of(term.number) if term.is_mean else math.nan)
+        is_known = term.is_mean and not isinstance(term.number, Tensor) and abs(term.number) != 1
+        return _over(1.0, size_of(term.number) if is_known else math.nan)
     if mode == TOTAL:
         return _over(1.0, term.total)
     return _over(size_of(term.number) if mode == MEAN and term.is_mean else 1.0, term.losses)

@@ -114,6 +114,12 @@ class Weigher:
         self.criterion = self.criterion or name_of(self._weight)
         return Contribution(weight, of_mean=of_mean)
 
+    def is_new(self, structure: frozenset[int]) -> bool:
+        """Terms that the check has not seen; or fewer that look alike, of which nobody knows which."""
+        known = self.modes.keys()
+        kinds = {key >> 8 for key in structure}
+        return (bool(known) and not structure <= known) or any(key >> 8 in kinds and key not in structure for key in known)
+
     def read(self, loss: Tensor) -> Reading:
         """The terms of a loss."""
         assert loss.grad_fn is not None

@@ -58,10 +58,10 @@ MANY = [[torch.arange(24.0).double().reshape(8, 3)[:rows] + batch for batch in r
     [
         ("window", {"window": 4, "check": False}, SINGLE, 3, [8]),
         ("micro_batch", {"window": 4, "check": False}, SINGLE, 12, [8]),
-        ("window", {"micro_batch": 2}, MANY, 3, [8]),
-        ("window", {"micro_batch": Tokens(6)}, MANY, 3, [8]),
+        ("window", {"micro_batch": 2, "check": False}, MANY, 3, [8]),
+        ("window", {"micro_batch": Tokens(6), "check": False}, MANY, 3, [8]),
         # if all is reduced after the last micro-batch, a byte for each of two parameters: is it used on any rank?
-        ("window", {"micro_batch": "auto"}, MANY, 3, [8, 2]),
+        ("window", {"micro_batch": "auto", "check": False}, MANY, 3, [8, 2]),
     ],
 )
 def test_one_gradient_reduction_and_one_small_all_reduce_a_window(
