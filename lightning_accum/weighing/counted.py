@@ -56,6 +56,8 @@ class Counted:
         self._own: dict[int, Denominator] = {}
         self._run: dict[int, Denominator] = {}
         self._totals: dict[int, Denominator] | None = None
+        self._alike: dict[int, int] = {}
+        self._is_ambiguous = False
         self.loader_batches_left = 0
         """Of the window, where its tokens end it."""
         self.values: deque[list[tuple[set[int], Denominator]] | None] = deque()
@@ -81,6 +83,9 @@ class Counted:
 
     def note(self, weights: OfTerms) -> None:
         """A micro-batch has run with these."""
+        kinds = [key >> 8 for key in weights]
+        for kind in set(kinds):  # of two terms that look alike nobody knows which is there
+            self._is_ambiguous |= self._alike.setdefault(kind, kinds.count(kind)) != kinds.count(kind)
         self._add(self._run, weights)
 
     def _add(self, so_far: dict[int, Denominator], weights: OfTerms) -> None:
@@ -153,7 +158,7 @@ class Counted:
 
     def missed(self) -> Denominator:
         """How far what has run on this rank is from what was counted there, relative; 0 where that is not known."""
-        missed: Denominator = 0.0
+        missed: Denominator = float(self._is_ambiguous)
         for key in {*self._own, *self._run} if self._own else ():
             own: Any = self._own.get(key, 0.0)
             run: Any = self._run.get(key, 0.0)
