@@ -280,8 +280,8 @@ class Window:
         if missed > 1e-6 and not is_listed:
             raise UsageError(
                 "The terms of the loss have other weights in training_step than when they were counted before the window: it draws"
-                " random numbers that cannot be repeated, goes by something that changes, or has two terms that look alike of which one"
-                " may be absent. Pass a weight for each term,"
+                " random numbers that cannot be repeated, goes by something that changes, or has two terms that look alike of which"
+                " one may be absent. Pass a weight for each term,"
                 " weight=[...], which are counted in the batch."
             )
         disagree = totals.do_terms_disagree(1e-10 if self.dtype == torch.float64 else 1e-6)

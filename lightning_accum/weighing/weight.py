@@ -136,7 +136,7 @@ class Weigher:
         weight = count_of(node)
         if isinstance(weight, Tensor):
             weight = weight.item() if weight.is_cpu else weight
-        return first if weight == first.weight and not isinstance(weight, Tensor) else first._replace(weight=weight)
+        return first if not isinstance(weight, Tensor) and weight == first.weight else first._replace(weight=weight)
 
     def _weigh(self, reading: Reading, loss: Tensor, batch: Any, rows: int | None) -> Contribution:
         terms, modes = reading.terms, [self.mode_of(term) for term in reading.terms]
@@ -169,6 +169,8 @@ class Weigher:
             if weight is not None and not isinstance(own, Tensor) and not isinstance(weight, Tensor) and weight == 0:
                 weight = own / ratio
         factors = _factor(term, mode)
+        if isinstance(weight, float) and math.isnan(weight) and not loss.isfinite():
+            weight = 1.0  # whatever it weighs, its gradient is not finite
         if isinstance(weight, float) and math.isnan(weight):
             raise UnreadableLossError(how_to_mend("a sum of losses with several factors"))
         if self.criterion is None:
