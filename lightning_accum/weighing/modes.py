@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.exact import exact_dtype
-from lightning_accum.weighing.terms import Denominator, Term, size_of
+from lightning_accum.weighing.terms import Denominator, Term, size_of, tensor_of
 
 Mode: TypeAlias = "str | Callable[[Any], Any]"
 """One of :data:`MODES`, or a count of the batch."""
@@ -41,7 +41,8 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
         number = size_of(term.number) if term.is_mean else 1.0
         share = term.losses if isinstance(term.total, float) and math.isnan(term.total) else term.total
         if isinstance(term.losses, Tensor) or isinstance(share, Tensor):
-            empty = torch.as_tensor(term.losses, device=share.device if isinstance(share, Tensor) else None) == 0
+            device = next(one.device for one in (share, term.losses) if isinstance(one, Tensor))
+            empty = tensor_of(term.losses, device) == 0
             return torch.where(empty, torch.zeros((), dtype=exact_dtype(empty.device), device=empty.device), _over(number, share))
         return 0.0 if term.losses == 0 else _over(number, share)
     if mode == NUMBER:

@@ -35,7 +35,7 @@ from lightning_accum.weighing.nodes import (
     kinds_below,
     reduced_numel,
 )
-from lightning_accum.weighing.terms import PENALTY, Denominator, Term, on_host, one_of, same, size_of
+from lightning_accum.weighing.terms import PENALTY, Denominator, Term, on_host, one_of, same, size_of, tensor_of
 
 _ADDITIONS = {"Add", "Sub", "Rsub"}
 
@@ -278,7 +278,7 @@ def _uniform(
 
 def _spread(value: Denominator, metadata: Any) -> Tensor:
     """One number as a gradient of what an output is."""
-    number = torch.as_tensor(value, dtype=metadata.dtype, device=metadata.device)
+    number = tensor_of(value, metadata.device, metadata.dtype)
     return number.expand(tuple(map(int, metadata.shape)))
 
 

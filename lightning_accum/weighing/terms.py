@@ -54,6 +54,11 @@ def on_host(value: Denominator) -> Denominator:
     return value.item() if isinstance(value, Tensor) and value.is_cpu else value
 
 
+def tensor_of(value: Denominator, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor there; one that is there already is not copied to the host on the way."""
+    return value.to(device, dtype) if isinstance(value, Tensor) else torch.tensor(value, device=device, dtype=dtype)
+
+
 def size_of(share: Denominator) -> Denominator:
     """Without its sign."""
     return on_host(share.abs()) if isinstance(share, Tensor) else abs(share)
@@ -113,7 +118,7 @@ def one_of(shares: Sequence[Denominator]) -> Denominator:
     eps = max(torch.finfo(share.dtype).eps for share in shares if isinstance(share, Tensor) and share.is_floating_point())
     ends = []
     for share in shares:
-        own = _without_copies(torch.as_tensor(share, device=device).detach()).abs()
+        own = _without_copies(tensor_of(share, device).detach()).abs()
         if own.numel() == 0:
             continue
         most = own.amax()

@@ -108,6 +108,11 @@ def test_dynamic_is_compiled_once_and_fixed_once_for_each_size(dynamic: bool) ->
 
 
 @pytest.mark.parametrize("micro_batch", [None, 5])
-def test_a_compiled_step_needs_an_explicit_weight_and_is_told_so(micro_batch: int | None) -> None:
+def test_a_compiled_step_is_exact_by_a_count_that_the_check_adopts_and_needs_an_explicit_one_without(
+    micro_batch: int | None,
+) -> None:
+    window, batches = None if micro_batch else 4, WHOLE if micro_batch else QUARTERS
+    fit(module := compiled_whole(), batches, GradientAccumulation(window, micro_batch=micro_batch), max_epochs=3)
+    assert error_of_updates(module._orig_mod, train_by_hand(Small(), WHOLE, 3), Small()) <= 1e-12
     with pytest.raises(UnreadableLossError, match="TokenCount"):
-        fit(compiled_whole(), WHOLE, GradientAccumulation(None if micro_batch else 4, micro_batch=micro_batch))
+        fit(compiled_whole(), batches, GradientAccumulation(window, micro_batch=micro_batch, check=False))
