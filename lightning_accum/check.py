@@ -60,7 +60,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         if accumulation.policy.weight == "auto" and accumulation.world_size > 1 and is_one and accumulation.window.counted is None:
             accumulation.count_first()  # which costs nothing where a window is one micro-batch of each rank
         accumulation.verdict = before if known else Verdict.unknown(reason)
-        if not known and not (accumulation.checks_left and Verdict.unknown(reason).may_try_again):
+        if not known and not (accumulation.checks_left and checked.on_any(isinstance(reason, UnsuitableRowsError))):
             accumulation.checks_left = 0
             if not isinstance(reason, GathersError):  # a loss of all rows of its window, which it sees
                 _warn_that_it_is_unchecked(accumulation)
