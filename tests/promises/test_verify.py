@@ -323,7 +323,7 @@ def of(loss: Callable[..., Any], *layers: nn.Module) -> Callable[[], Classifier]
 
 SPLIT, WINDOW = {"micro_batch": 4}, {"window": 3}
 OF_TERMS = {"micro_batch": 5, "weight": [chosen_rows, SampleCount()]}
-BREAKS: list[tuple[str, Callable[[], Any], dict[str, Any], str]] = [
+BREAKS: list[Any] = [
     ("BatchNorm", of(plain, nn.BatchNorm1d(8)), SPLIT, 'micro_batch="offload"'),
     ("batch_idx", of(reads_batch_idx), WINDOW, "micro_batch="),
     ("contrastive loss", of(contrastive), SPLIT, "row_wise="),
@@ -334,7 +334,13 @@ BREAKS: list[tuple[str, Callable[[], Any], dict[str, Any], str]] = [
     ("random numbers", of(mixed), SPLIT, ""),
     ("weight", of(lambda m, y, b, i: Hide.apply(plain(m, y, b, i))), SPLIT, "SampleCount()"),
     ("weight", Classifier, {"micro_batch": 5, "weight": "equal"}, 'weight="auto"'),
-    ("weight of a term", of(two_means), OF_TERMS, ""),
+    pytest.param(
+        "weight of a term",
+        of(two_means),
+        OF_TERMS,
+        "",
+        marks=pytest.mark.xfail(strict=True, reason="issue 22: verify does not see what listed weights are of terms"),
+    ),
     ("scale of the loss", of(lambda m, y, b, i: (y**2).sum() / 12), SPLIT, ""),
     ("scale of the loss", of(lambda m, y, b, i: (y**2).sum() / len(y) ** 0.5), SPLIT, ""),
     ("optimizer step", ByBatches, WINDOW, ""),
