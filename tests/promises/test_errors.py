@@ -48,6 +48,7 @@ OTHERS = {
     "ArgumentTypeError": "argparse's, of which it makes its own message",
     "AttributeError": "a module has no such name",
     "CannotCheckError": "caught: why the check has no answer, which is printed",
+    "GathersError": "caught, as CannotCheckError is",
     "ImportError": "an extra is not installed",
     "ModuleNotFoundError": "an extra is not installed",
     "NotImplementedError": "of a method that derived classes have",
@@ -97,7 +98,7 @@ def raised(file: str) -> Iterator[tuple[int, type]]:
 
 def test_every_error_about_a_program_is_of_the_base() -> None:
     seen = {f"{file}, line {line}": error for file in FILES for line, error in raised(file)}
-    assert len(seen) > 300
+    assert len(seen) > 250
     others = {place: error.__name__ for place, error in seen.items() if not issubclass(error, AccumulationError)}
     assert {place: name for place, name in others.items() if name not in OTHERS} == {}
     assert set(OTHERS) == set(others.values())  # none too many
@@ -204,7 +205,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[AccumulationError], type[Exceptio
     "no submodule": (lambda: train(Scalar(ROWS), row_wise="auto", micro_batch=2), AccumulationError, MisconfigurationException),
     "a submodule": (lambda: train(Normalises(ROWS), micro_batch=2, row_wise="net"), RowWiseError, RuntimeError),
     "a contrastive loss": (lambda: train(Compares(ROWS), 2), DoesNotAddUpError, ValueError),
-    "a loss that hides its mean": (lambda: train(Hides(ROWS), 2), UnreadableLossError, ValueError),
+    "a loss that hides its mean": (lambda: train(Hides(ROWS), 2, check=False), UnreadableLossError, ValueError),
     "a batch": (lambda: train(Scalar([{"text": "words"}]), micro_batch=2), UnsplittableBatchError, ValueError),
     "what a step returns": (lambda: train(Scalar(ROWS), 2, weight=lambda batch: -1), AccumulationError, ValueError),
     "a loss of inf": (lambda: train(Scalar([x(1, float("inf"))]), on_nonfinite="raise"), AccumulationError, FloatingPointError),
