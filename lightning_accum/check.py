@@ -13,7 +13,7 @@ import torch
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.exact import exact_dtype, rounding_of_gradients
 from lightning_accum.looks import Checked, Rows, agree_on_rows, looks_at, warn_of_state
-from lightning_accum.prove import ALL, Fit, Look, aliases, fits, keys_of, looped, modes_to_try, ratios
+from lightning_accum.prove import ALL, Fit, Look, aliases, fits, keys_of, looped, merged, modes_to_try, ratios
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
@@ -137,7 +137,8 @@ class Check:
                 accumulation.warn_once(advice.of_one_row(found.verdict, self._weight))
             accumulation.verdict = Verdict(None, seen=advice.OF_ONE_ROW)
             return
-        if not found.adds_up and isinstance(rows.found, FewRows) and rows.number > rows.found.of_batch and not self._is_later:
+        is_first = isinstance(rows.found, FewRows) and not self._is_later
+        if not found.adds_up and is_first and checked.on_any(rows.number > rows.found.of_batch):
             # of batches that go together as they are, such as those of several tasks, each alone may add up
             alone = rows._replace(found=rows.found.alone(), number=int(checked.largest(rows.found.of_batch)))
             joined, found = found, self._find(alone)
@@ -270,8 +271,7 @@ class Check:
         weigher.looped = weigher.looped.union(*self._checked.of_all(looped(measured)))
         for one in measured:
             one.join(weigher.looped)
-        for of_rank in self._checked.of_all(aliases(measured)):
-            weigher.aliases |= of_rank
+        weigher.aliases = merged(weigher.aliases, self._checked.of_all(aliases(measured)))
         for one in measured:
             one.rename(weigher.aliases)
 

@@ -263,6 +263,18 @@ def looped(measured: Sequence[Measured]) -> frozenset[int]:
     return frozenset(kind for kind, seen in numbers.items() if len(seen) > 1)
 
 
+def merged(known: Mapping[int, int], of_ranks: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """The :func:`aliases` of all ranks, and those that were known; one key for all if each loss has one term."""
+    found = dict(known)
+    names = {name for of_rank in of_ranks for name in of_rank.values()}
+    is_one = bool(of_ranks) and all(len(set(of_rank.values())) == 1 for of_rank in of_ranks)
+    first = next(iter(known.values()), None) or (min(names) if is_one else None)
+    for of_rank in of_ranks:
+        for key, name in of_rank.items():
+            found[key] = first if is_one and first is not None else found.get(name, name)
+    return found
+
+
 def aliases(measured: Sequence[Measured]) -> dict[int, int]:
     """Keys of terms that are the same, if all losses have as many, of the same words in the same order: one row may take others."""
     runs = [[*one.terms.items()] for one in measured]
