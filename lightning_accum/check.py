@@ -13,7 +13,7 @@ import torch
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.exact import exact_dtype, rounding_of_gradients
 from lightning_accum.looks import Checked, Rows, agree_on_rows, looks_at, warn_of_state
-from lightning_accum.prove import ALL, Fit, Look, aliases, fits, keys_of, looped, merged, modes_to_try, ratios
+from lightning_accum.prove import ALL, Fit, Look, aliases, fit_of, keys_of, looped, merged, modes_to_try, ratios
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
@@ -330,7 +330,7 @@ class Check:
 
     def _weights(self, looks: Sequence[Look], key: int, term: Term, eps: float) -> dict[Mode, float]:
         """What it weighs in the whole, by each mode that adds up."""
-        right = [fit.mode for mode in MODES for fit in fits(looks, key, (mode,), eps) if fit.mode is not None]
+        right = [mode for mode in MODES if fit_of(looks, key, mode, eps).mode is not None]
         weights = {mode: looks[0].whole.weight(key, mode) for mode in right}
         return {mode: weight for mode, weight in weights.items() if weight and math.isfinite(weight)}
 
@@ -338,7 +338,7 @@ class Check:
         """The first way in which a term adds up on all ranks."""
         checked, found = self._checked, list[tuple[Mode, Fit, float]]()
         for mode in modes:
-            (own,) = fits(looks, key, (mode,), eps)
+            own = fit_of(looks, key, mode, eps)
             code = 2.0 if own.mode is None else float(own.deviation.has_evidence)
             found.append((mode, own, checked.largest(code)))
             if checked.sync.is_waited_for_in_forward and found[-1][2] == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ class Measured:
     batch: Callable[[], Any]
     rows: int | None = None
     rerun: Callable[[int, float], dict[int, Tensor]] | None = None
-    _runs: dict[tuple[int, float], dict[int, Tensor]] = field(default_factory=dict)
+    _runs: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     _counts: dict[Any, float] = field(default_factory=dict)
 
     names: list[set[int]] = field(default_factory=list)
@@ -53,8 +53,6 @@ class Measured:
         gradients: dict[int, dict[int, Tensor]] = {}
         for own in self.names:
             own |= {key >> 8 << 8 for key in own if key >> 8 in looped}
-        for key in self.terms:
-            gradients.setdefault(key >> 8 << 8 if key >> 8 in looped else key, {}).update({})
         for key, gradient in self.gradients.items():
             joined = gradients.setdefault(key >> 8 << 8 if key >> 8 in looped else key, {})
             for index, of_one in gradient.items():
@@ -86,12 +84,15 @@ class Measured:
         except (KeyError, IndexError, TypeError, AttributeError, UnreadableLossError):  # of counts that are tried
             return math.nan
 
-    def gradient(self, key: int, factor: float = 1.0) -> Mapping[int, Tensor]:
-        """A multiple of that of a term, or of all together."""
+    def gradient(self, key: int, factor: float | None = None) -> Mapping[int, Tensor]:
+        """That of a term, or of all together, or a multiple of it: a multiple is run by all ranks, whose factors differ."""
         if self.rerun is not None:
-            if (key, factor) not in self._runs:
-                self._runs[key, factor] = self.rerun(key, factor)
-            return self._runs[key, factor]
+            if factor is not None:
+                return self.rerun(key, factor)
+            if key not in self._runs:
+                self._runs[key] = self.rerun(key, 1.0)
+            return self._runs[key]
+        factor = 1.0 if factor is None else factor
         if key == ALL and ALL not in self.gradients:
             total: dict[int, Tensor] = {}
             for of_term in [*self.gradients.values()]:
@@ -142,18 +143,13 @@ class Fit(NamedTuple):
     is_open: bool = False
 
 
-def fits(looks: Sequence[Look], key: int, modes: Iterable[Mode], eps: float) -> list[Fit]:
-    """Of some ways to weigh a term, all that add up; else the one that is nearest."""
-    found = [_fit(looks, key, mode, eps) for mode in modes]
-    right = [fit for fit in found if fit.deviation.size <= rounding_of_gradients(eps)]
-    return right or [min(found, key=lambda fit: fit.deviation.size)._replace(mode=None)]
-
-
-def _fit(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> Fit:
+def fit_of(looks: Sequence[Look], key: int, mode: Mode, eps: float) -> Fit:
+    """How a term adds up in one way; its mode is None if it does not."""
     constant = 0.0 if mode in (SUM, ONCE) else _constant(looks, key, mode, eps)
     found = [_deviation(look, key, mode, constant, eps) for look in looks]
     worst = max(found, key=lambda deviation: deviation.size)
-    return Fit(mode, worst._replace(has_evidence=any(one.has_evidence for one in found)), constant)
+    adds_up = worst.size <= rounding_of_gradients(eps)
+    return Fit(mode if adds_up else None, worst._replace(has_evidence=any(one.has_evidence for one in found)), constant)
 
 
 def _deviation(look: Look, key: int, mode: Mode, constant: float, eps: float) -> Deviation:

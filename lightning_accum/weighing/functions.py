@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.exact import exact
 from lightning_accum.weighing.nodes import CRITERIA, SUMS, Node, constant_operand, inputs_of, is_number, kind_of
-from lightning_accum.weighing.terms import Denominator
+from lightning_accum.weighing.terms import Denominator, on_host
 
 _Number: TypeAlias = "float | None"
 
@@ -246,13 +246,6 @@ def _number_of(operand: Any) -> float | None:
     if isinstance(operand, Tensor):
         return float(operand) if is_number(operand) else None
     return None if operand is None else float(operand)
-
-
-def on_host(number: Denominator) -> Denominator:
-    """A number for what the host holds already; what a device holds stays there."""
-    if not isinstance(number, Tensor):
-        return number
-    return number.item() if number.is_cpu else number.detach()
 
 
 def _factor_in_sum(node: Node, kind: str) -> float:

@@ -50,8 +50,10 @@ class Term(NamedTuple):
 
 
 def on_host(value: Denominator) -> Denominator:
-    """A number for what is on the host already."""
-    return value.item() if isinstance(value, Tensor) and value.is_cpu else value
+    """A number for what is on the host already; what a device holds stays there, without its graph."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if value.is_cpu else value.detach()
 
 
 def tensor_of(value: Denominator, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
