@@ -81,12 +81,9 @@ class Session:
         with _NOTHING_AROUND if self._row_wise is None else self._row_wise.step(count_samples(batch)):
             splitting = accumulation.splitting
             run = self._run_whole if splitting is None or splitting.plan is None else self._run_in_micro_batches
-            if not accumulation.is_shadow_batch:
-                outcome = run(step, batch, seen, ends_window)
-            else:
+            if accumulation.is_shadow_batch:
                 self.zero_grad(step)  # what it does to the module is to last
-                with self._snapshotter.take(watches_parameters=False):
-                    outcome = run(step, batch, seen, ends_window)
+            outcome = run(step, batch, seen, ends_window)
         if self._has_doubts:
             self.look_at_doubted()
         return outcome
@@ -186,7 +183,9 @@ class Session:
 
     def _run_micro_batch(self, step: Step, micro_batch: MicroBatch) -> tuple[Tensor | None, dict[str, Any], Weighed]:
         """Forward, weight, backward. Returns the loss, what else was returned, and what the window got."""
-        with self.begin_micro_batch(micro_batch):
+        # a shadow batch leaves the module as it was, and what a step of its window does to it is to last
+        undone = self._snapshotter.take(watches_parameters=False) if micro_batch.is_shadow_batch else _NOTHING_AROUND
+        with undone, self.begin_micro_batch(micro_batch):
             loss, extra = step.forward(micro_batch.batch)
             weighed = self.add(step, loss, micro_batch)
         return loss, extra, self.end_micro_batch(weighed)

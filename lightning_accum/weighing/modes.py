@@ -34,7 +34,7 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
         count = mode(batch)
         return count.detach().reshape(()) if isinstance(count, Tensor) and not count.is_cpu else float(count)
     if mode == SUM:
-        return None if isinstance(term.losses, Tensor) or term.losses != 0 else 0.0
+        return None
     if mode == ONCE:
         return 1.0
     if mode == COUNT:

@@ -335,7 +335,7 @@ def _of_criterion(node: Node, kind: str, way: _Way) -> _Way:
         if kind in ("NllLoss", "NllLoss2D"):  # a sum over labels that are all ignored
             total_weight = _wide(node._saved_total_weight)
             value = on_host(torch.where(total_weight == 0, torch.zeros_like(total_weight), value))
-        return way.on(kind, value=value, total=value if way.total is None else way.total)
+        return way.on(kind, value=value, total=way.value if way.total is None else way.total)
     count = CRITERIA[kind][1](node)
     if isinstance(count, Tensor):
         count = _wide(count)
