@@ -79,6 +79,7 @@ class Accumulation(Windows):
         """How many loader batches it took."""
         self.is_zero_grad_due = True
         """The gradients are those of an earlier window: they are cleared before the first backward of the next."""
+        self._unread: UnreadableLossError | None = None
         self.is_shadow_batch = False
         """The loader batch that was drawn last is one that this rank runs for the sake of the others. Set by what draws it."""
         self._has_run_without_loss = False
@@ -185,17 +186,18 @@ class Accumulation(Windows):
             return Weighed(self.closed.weight, is_weightless=self.closed.is_empty)
         try:
             contribution = self.weigher(loss, micro_batch.batch, micro_batch.rows)
-        except UnreadableLossError:
-            if not self._is_one_micro_batch():
+        except UnreadableLossError as error:
+            self._unread = error  # other ranks do not know of it: all raise at the end of the window
+            if (self.world_size == 1 or self.policy.on_nonfinite != "propagate") and not self._is_one_micro_batch():
                 raise
-            contribution = Contribution(None)  # nothing depends on its weight
+            contribution = Contribution(math.nan if self.world_size > 1 else None)  # of one alone nothing depends on its weight
         again = self._again
         if again is not None and contribution is again[0] and loss.dtype is again[1]:
             self.window.add_again(loss, contribution)
             if micro_batch.is_boundary:
                 self.reduce()
             return again[2]
-        if contribution.structure and self._is_new(contribution.structure):
+        if contribution.structure and not self.checks_left and self.weigher.is_new(contribution.structure):
             self.window.has_doubts, self.doubted = True, micro_batch.batch
         if self.window.counted is not None and contribution.of_terms is None:
             contribution = contribution._replace(weight=None, of_terms={})
@@ -221,13 +223,9 @@ class Accumulation(Windows):
             self.sums.weigh(grad_output)
             grad_output = None
         weighed = Weighed(weight, contribution.of_mean, grad_output, is_weightless)
-        if self._may_be_the_same:
+        if self.sums is None and self.observer is None and not self.checks_left:
             self._again = (contribution, loss.dtype, weighed)
         return weighed
-
-    def _is_new(self, structure: frozenset[int]) -> bool:
-        """The loss has terms that the check has not seen."""
-        return not self.checks_left and self.weigher.is_new(structure)
 
     def _add_terms(self, loss: Tensor, contribution: Contribution, micro_batch: MicroBatch) -> Weighed:
         """Take in a micro-batch of which each term has its own weight."""
@@ -256,10 +254,6 @@ class Accumulation(Windows):
             self.sums.weigh(grad_output)
             grad_output = None
         return Weighed(None, None, grad_output, is_weightless)
-
-    @property
-    def _may_be_the_same(self) -> bool:
-        return self.sums is None and self.observer is None and not self.checks_left
 
     def _passthrough_window(self, loss: Tensor, micro_batch: MicroBatch) -> ClosedWindow:
         """A window that is one micro-batch with this loss, and left to Lightning."""
@@ -341,7 +335,11 @@ class Accumulation(Windows):
         if self.changes.is_under_way:
             self.changes.end(self.window.micro_batches)
         sums = None if self.sums is None else self.sums.gradients()
-        self.closed = self.window.close(lambda: [p.grad for p in parameters() if p.grad is not None] if sums is None else sums)
+        try:
+            self.closed = self.window.close(lambda: [p.grad for p in parameters() if p.grad is not None] if sums is None else sums)
+        except ArgumentError as error:  # on all ranks
+            unread = [self.ranks.share(self._unread, rank) for rank in range(self.ranks.world_size)] if self.world_size > 1 else []
+            raise next(filter(None, unread), error) from None
         if self.closed.is_doubtful:
             self._loss.warn_of(self.closed, self.warn_once)
             has_terms = sum(mode != ONCE for mode in self.weigher.modes.values()) > 1  # on all ranks

@@ -34,7 +34,7 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
         count = mode(batch)
         return count.detach().reshape(()) if isinstance(count, Tensor) and not count.is_cpu else float(count)
     if mode == SUM:
-        return None
+        return None if isinstance(term.total, Tensor) or term.total != 0 else 0.0  # nothing at all
     if mode == ONCE:
         return 1.0
     if mode == COUNT:
@@ -46,7 +46,7 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
             return torch.where(empty, torch.zeros((), dtype=exact_dtype(empty.device), device=empty.device), _over(number, share))
         return 0.0 if term.losses == 0 else _over(number, share)
     if mode == NUMBER:
-        is_known = term.is_mean and not isinstance(term.number, Tensor) and abs(term.number) != 1
+        is_known = term.is_mean and not isinstance(term.number, Tensor)
         return _over(1.0, size_of(term.number) if is_known else math.nan)
     if mode == TOTAL:
         return _over(1.0, term.total)

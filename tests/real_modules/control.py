@@ -129,7 +129,7 @@ class RunningScale(LightningModule):
         return loss
 
 
-@real_module("soft actor-critic", dealt(transition), optimizers=(None,), windows=ONE, split=OFFLOAD, **warned(0.003))
+@real_module("soft actor-critic", dealt(transition), optimizers=(None,), windows=ONE, split=OFFLOAD)
 class SoftActorCritic(LightningModule):
     """Three optimizers in manual optimization; the actor's loss uses the critic that has just stepped."""
 

@@ -206,7 +206,7 @@ def graphs_of(batch: dict[str, Tensor], size: int) -> list[Any]:
     *("interatomic potentials, packed graphs", dealt(graph)),
     collate=packed_graphs,
     split=Refused(UnsplittableBatchError, {"split": graphs_of}),
-    windows_today=Warned(deviation=0.021),
+    windows_today=Warned(deviation=0.043),
     split_today=Refused(),
 )
 class EnergiesForcesAndBonds(LightningModule):
