@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from real_modules.expected import OFFLOAD, ONE, warned
+from real_modules.expected import OFFLOAD, ONE
 from real_modules.table import Warned, dealt, padded, randint, real_module
 
 
