@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from copy import copy
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accum.dispatch import in_eager_mode
-from lightning_accum.errors import UnreadableLossError
-from lightning_accum.exact import exact, rounding_of_gradients
+from lightning_accum.dispatch import with_tensors
+from lightning_accum.exact import exact_dtype
+from lightning_accum.prove import ALL, Look, Measured, aliases, fit_of, keys_of
 from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.proofs import Inconclusive, Verdict
-from lightning_accum.trial_mode import TrialMode
+from lightning_accum.sync import GradientSync
+from lightning_accum.trial import Trial
 from lightning_accum.undo import Undo
-from lightning_accum.weighing.terms import Denominator
-from lightning_accum.weighing.weight import weight_alone
-from lightning_accum.wider import is_narrow, widened, widened_batch
-
-TrainingStep = Callable[[Any], Any]
-
-
-class _Found(NamedTuple):
-    """What a few rows contribute to a window: a mean loss, its weight, and the gradient of their product."""
-
-    loss: float
-    weight: float
-    gradient: list[Tensor | None]
-    eps: float
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all of it is."""
-        numbers = math.isfinite(self.loss) and math.isfinite(self.weight)
-        return numbers and all(bool(g.to_dense().isfinite().all()) for g in self.gradient if g is not None)
+from lightning_accum.verdict import CannotCheckError
+from lightning_accum.weighing.modes import ONCE, Mode
+from lightning_accum.weighing.weight import Weigher
 
 
 def difference_by_padding(
@@ -44,142 +31,79 @@ def difference_by_padding(
     *trimmed: Any,
     module: nn.Module,
     snapshotter: Undo,
-    training_step: TrainingStep,
+    training_step: Callable[[Any], Any],
     weigh: Callable[[Any], Any] | None,
 ) -> Verdict:
-    """Compare the loss, its weight and its gradient for the same rows with and without padding.
+    """Compare the weight and the gradient of the same rows with and without padding, as the check compares rows and their parts.
 
-    The modules below ``module`` run in evaluation mode, where dropout draws no numbers that would differ by shape, and in single
-    precision where their own is lower, so that rounding is no difference. Nothing of it lasts, and nothing in it waits for other
-    ranks, which may have nothing to try.
+    Nothing of it lasts, and nothing in it waits for other ranks, which may have nothing to try.
 
     Returns:
         None where all is the same but for rounding, else what was seen.
     """
-    trial = _Trial(module, snapshotter, training_step, weigh)
-    if trial.is_narrow:
-        with suppress(Exception), widened(module, torch.float32):  # memory may run out
-            verdict = trial.compare(*(widened_batch(batch, torch.float32) for batch in (padded, *trimmed)))
+    if held := snapshotter.iterators():
+        return Inconclusive(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
+    alone = _Alone(training_step)
+    take_snapshot = partial(snapshotter.take, watches_parameters=False)
+    trial = Trial(module, alone.run, take_snapshot, GradientSync(), largest=float)
+    for dtype in dict.fromkeys((exact_dtype(trial.device), torch.float32)):
+        with suppress(CannotCheckError):
+            verdict = _compare(trial.widened(dtype), alone, weigh, padded, trimmed)
             if not isinstance(verdict, Inconclusive):
                 return verdict
-    return trial.compare(padded, *trimmed)  # some modules run in their own precision only
+    return _compare(trial, alone, weigh, padded, trimmed)  # some modules run in their own precision only
 
 
-class _Trial:
-    """Runs batches as if they had never been there."""
+def _compare(trial: Trial, alone: _Alone, weigh: Callable[[Any], Any] | None, padded: Any, trimmed: Sequence[Any]) -> Verdict:
+    weigher, measured = Weigher("auto"), list[Measured]()
+    try:
+        with trial.held():
+            for batch in (padded, *trimmed):
+                measured.append(trial.measure(partial(copy, batch), weigher, None, 0))
+    except CannotCheckError as error:
+        if alone.ran_out_of_memory:
+            free(trial.device)
+            return Inconclusive("memory ran out")
+        return f"without it, {error}" if measured else Inconclusive(f"with it, {error}", needs_trimming=True)
+    if not all(math.isfinite(one.loss) for one in measured):
+        return Inconclusive("its loss is not finite")
+    names = aliases(measured)
+    for one in measured:
+        one.rename(names)
+    look = Look(measured[0], measured[1:])
+    modes: dict[int, Mode] = {ALL: weigh} if weigh is not None else {}
+    if weigh is None:
+        modes = {key: weigher.mode_of(term) if term.words else ONCE for key, term in keys_of([look]).items()}
+    fits = [fit_of([look], key, mode, trial.eps) for key, mode in modes.items()]
+    if any(fit.mode is None for fit in fits):
+        worst = max(fits, key=lambda fit: fit.deviation.size).deviation
+        seen = f"{worst.seen} differs by {worst.size:.2g} of its size"
+        with_it, without = measured[0].loss, measured[-1].loss
+        if len(trimmed) == 1 and not math.isclose(with_it, without, rel_tol=trial.tolerance):
+            seen = f"its loss is {with_it:.9g} with it, {without:.9g} without"
+        return Inconclusive(f"{seen}, which may be rounding") if trial.eps >= torch.finfo(torch.float16).eps else seen
+    return None if any(fit.deviation.has_evidence for fit in fits) else Inconclusive("these rows have no gradient")
 
-    def __init__(
-        self, module: nn.Module, snapshotter: Undo, training_step: TrainingStep, weigh: Callable[[Any], Any] | None
-    ) -> None:
-        self._module, self._snapshotter, self._training_step, self._weigh = module, snapshotter, training_step, weigh
-        self._alone = _Alone(module.parameters())
-        self.is_narrow = any(is_narrow(parameter) for parameter in module.parameters())
 
-    def compare(self, padded: Any, *trimmed: Any) -> Verdict:
-        """What the rows give with their padding and without it, as one batch or as several."""
-        found: list[_Found] = []
-        inconclusive = self._run((padded, *trimmed), found)
-        if inconclusive is not None:
-            if inconclusive.reason is _OUT_OF_MEMORY:
-                free(self._snapshotter.device)  # here the error that held on to what was allocated is gone
-            if len(found) in (0, len(trimmed) + 1) or inconclusive.reason is _OUT_OF_MEMORY:
-                return inconclusive
-            return f"without it, {inconclusive.reason}"
-        with_padding, without = found[0], _added_up(found[1:])
-        if not (with_padding.is_finite or without.is_finite):
-            return Inconclusive("its loss or gradient is not finite")
-        # sums of other lengths round otherwise, by more than one unit in the last place; gradients by more than losses
-        eps = [torch.finfo(p.dtype).eps for p in self._module.parameters() if p.is_floating_point()]
-        most = max([with_padding.eps, *eps])
-        seen = _difference(with_padding, without, most)
-        if seen is None or not (most >= torch.finfo(torch.float16).eps or self._alone.has_narrow):
-            return seen
-        return Inconclusive(f"{seen}, which may be rounding in lower precision")
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
+    """Runs a step, stops what would wait for other ranks, and notes whether memory ran out."""
 
-    def _run(self, batches: Sequence[Any], found: list[_Found]) -> Inconclusive | None:
-        if held := self._snapshotter.iterators():
-            return Inconclusive(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
-        snapshot = self._snapshotter.take(watches_parameters=False)
+    def __init__(self, training_step: Callable[[Any], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._training_step = training_step
+        self.ran_out_of_memory = False
+
+    def run(self, batch: Any) -> Any:
+        """The output of the step."""
+        self.ran_out_of_memory = False
         try:
-            for batch in batches:
-                snapshot.restore()
-                self._alone.restore()
-                for child in self._module.children():
-                    child.eval()
-                with self._alone, in_eager_mode():
-                    found.append(_contribution(self._training_step(batch), batch, self._module, self._weigh))
+            with self:
+                return self._training_step(batch)
         except Exception as error:
-            if is_out_of_memory(error):
-                return Inconclusive(_OUT_OF_MEMORY)
-            reason = f"training_step raises {type(error).__name__}: {error}"
-            return Inconclusive(reason if found else f"with it, {reason}", needs_trimming=not found)
-        finally:
-            self._alone.restore()
-            snapshot.restore()
-        return None
-
-
-_OUT_OF_MEMORY = "memory ran out"
-
-
-def _added_up(parts: Sequence[_Found]) -> _Found:
-    """What several batches contribute together."""
-    if len(parts) == 1:
-        return parts[0]
-    weight = sum(part.weight for part in parts)
-    loss = sum(part.loss * part.weight for part in parts) / (weight or 1.0)
-    gradients = [[g for g in of_one if g is not None] for of_one in zip(*(part.gradient for part in parts), strict=True)]
-    total = [torch.stack([g.to_dense() for g in given]).sum(0) if given else None for given in gradients]
-    return _Found(loss, weight, total, max(part.eps for part in parts))
-
-
-def _contribution(output: Any, batch: Any, module: nn.Module, weigh: Callable[[Any], Any] | None) -> _Found:
-    loss = output["loss"] if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        return _Found(0.0, 0.0, [], 0.0)
-    weight: Any = 1.0
-    value: Denominator = loss.detach()
-    with suppress(UnreadableLossError):  # said later, with what to do about it
-        read, found = weight_alone(loss)
-        weight = 1.0 if read is None else read
-        if found is not None:
-            value = found.of_mean(loss).mean
-            found.leave_out(loss)
-    if weigh is not None:
-        weight = weigh(batch)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    gradient = torch.autograd.grad(loss * float(weight), trained, allow_unused=True) if loss.requires_grad else []
-    return _Found(float(value), float(weight), list(gradient), torch.finfo(loss.dtype).eps)
-
-
-def _difference(padded: _Found, trimmed: _Found, eps: float) -> str | None:
-    for name, with_padding, without in [("loss", padded.loss, trimmed.loss), ("weight", padded.weight, trimmed.weight)]:
-        if not abs(with_padding - without) <= eps**0.7 * max(abs(with_padding), abs(without)):
-            return f"its {name} is {with_padding:.9g} with it, {without:.9g} without"
-    pairs = [(a, b) for a, b in zip(padded.gradient, trimmed.gradient, strict=True) if a is not None or b is not None]
-    size = sum(float(exact(g).square().sum()) for pair in pairs for g in pair if g is not None) ** 0.5
-    difference = sum(float(exact(_minus(a, b)).square().sum()) for a, b in pairs) ** 0.5
-    if not difference <= rounding_of_gradients(eps) * size:
-        return f"its gradient differs by {difference / size:.2g} of its size"
-    return None
-
-
-def _minus(a: Tensor | None, b: Tensor | None) -> Tensor:
-    if a is None or b is None:
-        given = b if a is None else a
-        assert given is not None
-        return given
-    return a.to_dense() - b.to_dense()
-
-
-class _Alone(TrialMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """Stops what would wait for other ranks, and notes whether anything is computed in less than single precision."""
-
-    has_narrow = False
+            self.ran_out_of_memory = is_out_of_memory(error)
+            raise
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise RuntimeError("it waits for other ranks, which may have no padding to try")
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.has_narrow |= isinstance(result, Tensor) and is_narrow(result)
-        return result
+        return func(*with_tensors(func, args), **(kwargs or {}))
