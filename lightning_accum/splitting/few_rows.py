@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.splitting.joining import JoiningError, join
 from lightning_accum.splitting.micro_batch import Layout
-from lightning_accum.splitting.packed import layout_of_samples, may_be_one_sample
+from lightning_accum.splitting.packed import layout_of_samples, may_be_one_sample, may_belong_to_rows
 from lightning_accum.splitting.padding import IGNORE_INDEX
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
@@ -47,6 +47,8 @@ class FewRows:
             raise CannotCheckError("the first batch has no rows")
         if may_be_one_sample(layout):
             raise CannotCheckError("the rows of the batch may be parts of one sample")
+        if (shared := may_belong_to_rows(layout)) is not None:
+            raise CannotCheckError(f"{shared} has no entry for each of the {layout.size} rows, and may have several")
         self.kept = layout.take(list(range(min(layout.size, MOST_ROWS))))
         """Its first rows, a copy."""
         if before and layout.size < MOST_ROWS:

@@ -45,6 +45,17 @@ def may_be_one_sample(layout: Layout) -> bool:
     return is_alone and layout.size > 1 and any(t.dtype != torch.bool and not t.any() for t in numbers)
 
 
+def may_belong_to_rows(layout: Layout) -> str | None:
+    """What is read as shared by all rows, and may be several entries of each, or whole numbers, which are hardly ever a table."""
+    columns = _columns(layout)
+    for path, tensor in layout.shared_tensors.items():
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        is_multiple = layout.size > 1 and tensor.shape[0] % layout.size == 0
+        if tensor.shape[0] > 1 and not columns.issuperset(tensor.shape) and (is_whole or is_multiple):
+            return _shape(path, tensor)
+    return None
+
+
 class PackedBatches:
     """Refuses batches whose rows are no samples.
 
