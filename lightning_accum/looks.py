@@ -174,8 +174,8 @@ def _looks_at(checked: Checked, trial: Trial, found: FewRows, weigher: Weigher, 
         return [Look(whole, [measure(half) for half in halves], [1, number - 1])]
     try:
         alone = [measure([row]) for row in base]
-        if checked.on_any(any(not math.isfinite(one.loss) for one in alone) and math.isfinite(whole.loss)):
-            raise UnsuitableRowsError("single rows have a loss that is not finite")
+        if checked.on_any(any(math.isinf(one.loss) for one in alone)):  # a mean of nothing is NaN
+            raise UnsuitableRowsError("single rows have an infinite loss")
     except CannotCheckError:
         if number < 4:
             raise
