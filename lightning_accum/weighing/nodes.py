@@ -149,7 +149,8 @@ LINEAR = {
 _OF_PARAMETERS = {
     "Abs", "Add", "Amax", "Amin", "Cat", "Clamp", "ClampMin", "Clone", "Diagonal", "Dot", "Exp", "Expand", "Expm1",
     "LinalgVectorNorm", "Log", "Log1P", "Max", "Mean", "Min", "Neg", "Norm", "Permute", "Pow", "Reciprocal", "Relu", "Reshape",
-    "Rsqrt", "Rsub", "Select", "Sigmoid", "Slice", "Softmax", "Softplus", "Sqrt", "Square", "Squeeze", "Stack", "Sub", "Sum", "T",
+    "Rsqrt", "Rsub", "Select", "Sigmoid", "Slice", "Softmax", "Softplus", "Split", "SplitWithSizes", "Sqrt", "Square", "Squeeze",
+    "Stack", "Sub", "Sum", "T",
     "Tanh", "ToCopy", "Transpose", "Unbind", "Unsqueeze", "View", *CONTRACTIONS,
 }  # fmt: skip
 

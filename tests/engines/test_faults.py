@@ -418,15 +418,8 @@ ENDS: dict[str, tuple[Fault, int, dict[str, Any]]] = {
 """Who is told when, after how many windows all end, and what else the training has."""
 
 
-WITHOUT_CHECK = pytest.mark.xfail(
-    strict=True, reason="issue 22: FSDP1 checks no batch of one row, and a micro-batch that is all zeros is weighed as masked out"
-)
-
-
 @pytest.mark.some_cases(12, 27)
-@pytest.mark.parametrize(
-    "strategy", [*strategies("ddp", "fsdp2").args[1], pytest.param("fsdp1", marks=[needs_sharding_on_cpu, WITHOUT_CHECK])]
-)
+@strategies("ddp", "fsdp2", "fsdp1")
 @pytest.mark.parametrize("case", ENDS)
 def test_sigterm_ends_all_ranks_after_the_window_or_before_the_next_batch_of_a_loader_without_length(
     strategy: str, case: str
