@@ -181,14 +181,15 @@ LOSSES: dict[str, Row] = {
         classes(o, b, weight=WEIGHTS) + 0.5 * ce(o, b) + boxes(o, b) + 0.1 * edges(o, b) + 2 * value(o, b)),
     "label smoothing and samples": Row("tokens, tokens, samples", lambda o, b, m: ce(o, b, label_smoothing=0.1) + value(o, b)),
     "tokens and KL over samples": Row("tokens, samples", lambda o, b, m: ce(o, b) + 0.1 * kl(o)),
-    "learned uncertainty": Row("", lambda o, b, m: uncertain(m, ce(o, b), value(o, b))),
-    "learned uncertainty of three": Row("", lambda o, b, m: uncertain(m, ce(o, b), value(o, b), boxes(o, b))),
-    "learned scales under the terms": Row("", lambda o, b, m: ce(o, b) / (2 * (s := m.net.log_vars)[0] ** 2) + s[0].abs().log()
+    "learned uncertainty": Row("tokens, samples", lambda o, b, m: uncertain(m, ce(o, b), value(o, b))),
+    "learned uncertainty of three": Row("tokens, samples, boxes", lambda o, b, m: uncertain(m, ce(o, b), value(o, b), boxes(o, b))),
+    "learned scales under the terms": Row("tokens, edges", lambda o, b, m:
+        ce(o, b) / (2 * (s := m.net.log_vars)[0] ** 2) + s[0].abs().log()
         + edges(o, b) / (2 * s[1] ** 2) + s[1].abs().log()),
     "annealed KL": Row("tokens, samples", lambda o, b, m: ce(o, b) + min(1.0, 0.2 + 0.3 * m.global_step) * kl(o)),
     "from one term to the other": Row("tokens, samples", lambda o, b, m:
         (a := math.exp(-0.5 * m.global_step - 0.1)) * ce(o, b) + (1 - a) * value(o, b)),
-    "tokens and a penalty": Row("", lambda o, b, m: ce(o, b) + penalty(m)),
+    "tokens and a penalty": Row("tokens", lambda o, b, m: ce(o, b) + penalty(m)),
     "tokens, samples and a penalty": Row("", lambda o, b, m: ce(o, b) + value(o, b) + penalty(m)),
     "a term only where there is something": Row("tokens, some", lambda o, b, m: if_any(ce(o, b), each(o, b)[:, 0], b.some)),
     "the first term only where there is something": Row("some, samples", lambda o, b, m:
@@ -222,6 +223,8 @@ OF_NOTHING: dict[str, Function] = {  # means of nothing are NaN, as losses; the 
     "a selected mean and samples": lambda o, b, m: value(o, b) + each(o, b)[b.some][:, 1].mean(),
     "rare classes and samples": lambda o, b, m: F.cross_entropy(o.classes, b.rare) + value(o, b),
     "a masked mean and tokens": lambda o, b, m: (each(o, b)[:, 0] * b.some).sum() / b.some.sum() + ce(o, b),
+    "a learned factor of a selected mean, and samples": lambda o, b, m:
+        m.net.log_vars[0] * value(o, b) + m.net.log_vars[1].exp() * each(o, b)[b.some][:, 1].mean(),
 }
 MULTIPLIED: dict[str, Function] = {  # a vector of terms, which a graph shows as one
     "softmax of learned factors": lambda o, b, m:

@@ -8,21 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rated import EACH, ROWS, Rated, on_two_ranks, rated, rows_of
-from support import Hide, Scalar, Toy, ddp, error_of_updates, fit, labelled, train_by_hand, warned, x
+from support import Hide, Scalar, Toy, ddp, fit, labelled, warned, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from written_losses import BY_NAME, Net, each, make
+from written_losses import BY_NAME, Net, make
 
-from lightning_accum import AccumulationError, DoesNotAddUpError, GradientAccumulation, SampleCount, TokenCount, Tokens
-from lightning_accum.testing import adamw, compare_window_with_batch
+from lightning_accum import AccumulationError, DoesNotAddUpError, GradientAccumulation, SampleCount, TokenCount
 
 LABELS = torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])
 IMAGES = [torch.zeros(3, size, size + 1) for size in (4, 5, 6)]
@@ -193,124 +190,6 @@ def test_a_mean_over_a_jagged_tensor_is_weighed_by_its_entries(mean: Callable[[T
 
 
 # --- a weight for each term -------------------------------------------------------------------------------------------
-
-
-def assert_full_batches(module: Rated, batches: list[Any], epochs: int = 1) -> None:
-    make = type(module)
-    assert error_of_updates(module, train_by_hand(make(module.optimizer), batches, epochs), make()) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [{"micro_batch": 3}, {"micro_batch": Tokens(64)}, {"micro_batch": "auto"}, {"micro_batch": ROWS, "on_nonfinite": "skip"}],
-)
-def test_each_term_of_a_split_batch_is_that_of_the_batch_and_nothing_is_warned_of(policy: dict[str, Any]) -> None:
-    module = Rated("adamw")
-    with warned() as messages:
-        fit(module, rated(3), GradientAccumulation(weight=EACH, **policy), max_epochs=2)
-    assert messages == []
-    assert_full_batches(module, rated(3), epochs=2)
-
-
-def test_each_term_takes_no_second_backward() -> None:
-    fit(module := Rated(), rated(2), GradientAccumulation(micro_batch=4, weight=EACH, trim_padding=False))
-    assert module.backwards == 2 * ROWS / 4
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("micro_batch", [Tokens(64), 3, "auto"])
-def test_each_term_of_split_batches_over_ranks(micro_batch: Any) -> None:
-    """The ranks have unequal rows, come to different numbers of micro-batches, and one runs out of batches."""
-    batches = rated(3)
-    parts = on_two_ranks(batches)
-    del parts[1][2]
-    module = Rated("adamw", by_rank=parts)
-    fit(module, None, GradientAccumulation(micro_batch=micro_batch, weight=EACH), strategy=ddp(), devices=2)
-    assert_full_batches(module, [*batches[:2], parts[0][2]])
-
-
-def test_windows_of_one_micro_batch_on_each_rank_are_exact_without_being_told() -> None:
-    """Plain distributed training, where the mean over ranks is a mean of means."""
-    module = Rated("adamw", by_rank=on_two_ranks(rated(3)))
-    fit(module, strategy=ddp(), devices=2, max_epochs=2)
-    assert_full_batches(module, rated(3), epochs=2)
-
-
-def test_a_rank_without_a_term_or_without_a_loss_holds_nobody_up() -> None:
-    class SometimesRated(Rated):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
-            if len(batch["score"]) == 1:
-                return None
-            return self.terms(batch)[0] if batch["score"].isnan().all() else super().training_step(batch, batch_idx)
-
-    batches = rated(3)
-    parts = on_two_ranks(batches)
-    parts[1][0] = {**parts[1][0], "score": torch.full_like(parts[1][0]["score"], math.nan)}  # its loss has one term
-    parts[1][1] = rows_of(parts[1][1], slice(0, 1))  # it returns None
-    module, expected = SometimesRated(by_rank=parts), Rated()
-    fit(module, strategy=ddp(find_unused_parameters=True), devices=2)
-
-    def full_batch(index: int) -> Tensor:
-        cross_entropy, error = expected.terms(parts[0][1] if index == 1 else batches[index])
-        return cross_entropy + 0.5 * (expected.terms(parts[0][0])[1] if index == 0 else error)
-
-    train_by_hand(expected, range(3), epochs=1, loss=full_batch)
-    assert error_of_updates(module, expected, Rated()) <= 1e-12
-
-
-# Kendall, Gal and Cipolla, arXiv 1705.07115, in the ways in which it is written
-SCALED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
-    "exp": lambda m, a, b: (-m.scales[0]).exp() * a + m.scales[0] + (-m.scales[1]).exp() * b + m.scales[1],
-    "squares": lambda m, a, b: a / (2 * m.scales[0] ** 2) + b / m.scales[1].exp() + m.scales[0].log() + m.scales[1],
-    "a stack": lambda m, a, b: torch.stack([(-m.scales[0]).exp() * a, (-m.scales[1]).exp() * b]).sum() + m.scales.sum(),
-    "a penalty": lambda m, a, b: a + 0.5 * b + 0.01 * m.score.weight.square().sum() + 0 * m.scales.sum(),
-}
-
-
-@pytest.mark.some_cases(3)
-@pytest.mark.parametrize("is_over_ranks", [False, True])
-@pytest.mark.parametrize("kind", SCALED)
-def test_a_learnt_scale_has_the_weight_of_its_term_and_a_penalty_counts_once(kind: str, is_over_ranks: bool) -> None:
-    class Scaled(Rated):
-        def __init__(self, optimizer: str = "sgd", **arguments: Any) -> None:
-            super().__init__(optimizer, **arguments)
-            self.scales = nn.Parameter(torch.tensor([0.7, 1.3], dtype=torch.float64))
-
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            return SCALED[kind](self, *self.terms(batch))
-
-    if is_over_ranks:
-        fit(module := Scaled(by_rank=on_two_ranks(rated(2))), strategy=ddp(), devices=2)
-    else:
-        fit(module := Scaled(), rated(2), GradientAccumulation(micro_batch=5, weight=EACH))
-    assert_full_batches(module, rated(2))
-
-
-def test_a_micro_batch_without_tokens_still_has_samples() -> None:
-    (batch,) = rated(1)
-    batch["labels"] = batch["labels"].clone()
-    batch["labels"][4:8, 1:] = -100  # one token, which predicts nothing
-    fit(module := Rated(), [batch], GradientAccumulation(micro_batch=4, weight=EACH, trim_padding=False))
-    assert_full_batches(module, [batch])
-
-
-def _selected(net: Any, batch: dict[str, Tensor]) -> Tensor:
-    """With learned factors; the second mean is NaN where no row is selected."""
-    return net.log_scale * each(net, batch).mean() + net.log_scale.exp() * each(net, batch)[batch["chosen"]].mean()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_learned_factor_of_the_mean_of_nothing_is_that_of_the_full_batch(ranks: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    batches = []
-    for number in (6, 5, 7, 4) * 2:
-        columns = torch.randn(number, 4, generator=generator).double(), torch.rand(number, generator=generator).double()
-        chosen = (torch.rand(number, generator=generator) < 0.6) & (number != 5)
-        batches.append([{"x": row, "y": y, "chosen": c} for row, y, c in zip(*columns, chosen, strict=True)])
-    policy = GradientAccumulation(4 // ranks, weight=[SampleCount(), lambda batch: batch["chosen"].sum()])
-    engine = {"strategy": partial(ddp, find_unused_parameters=True), "devices": 2} if ranks == 2 else {}
-    found = compare_window_with_batch(Toy(_selected, net=Net), batches, policy, optimizer=adamw, **engine)
-    assert found.parameters <= 1e-12
 
 
 @pytest.mark.parametrize(
