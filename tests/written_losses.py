@@ -10,7 +10,6 @@ import torch
 from support import Hide
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import SampleCount
 
@@ -85,44 +84,17 @@ def steps(columns: Tensor) -> Tensor:
 def beside(constant: float) -> Callable[[Any, Batch], Tensor]:
     return lambda net, b: (each(net, b) * b["mask"]).sum() / (b["mask"].to(D).sum() + constant)
 
-def filled(*losses: Tensor) -> Tensor:
-    vector = torch.zeros(len(losses), dtype=D)
-    for place, loss in enumerate(losses):
-        vector[place] = loss
-    return vector
-
-def adversarial(net: Any, b: Batch) -> Tensor:
-    x = b["x"].clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(F.mse_loss(net.value(x)[:, 0], b["y"], reduction="sum"), x)
-    return F.mse_loss(net.value(x + 0.1 * gradient.sign())[:, 0].sigmoid(), b["y"])
-
 @partial(torch.compile, backend="aot_eager", dynamic=True)
 def _compiled(values: Tensor, y: Tensor) -> Tensor:
     return (values - y).square().mean()
 
 WRITTEN: dict[str, Callable[[Any, Batch], Tensor]] = {
     "cross entropy": ce,
-    "label smoothing and class weights": lambda net, b: ce(net, b, label_smoothing=0.1, weight=CLASSES),
     "sum": lambda net, b: ce(net, b, reduction="sum"),
-    "sums, as of a variational autoencoder": lambda net, b: bce(net, b, reduction="sum") + log_p(net, b).square().sum(),
-    "sums of a variational autoencoder over the batch size": lambda net, b:
-        (bce(net, b, reduction="sum") + log_p(net, b).square().sum()) / len(b["x"]),
     "masked mean, clamped": lambda net, b: (each(net, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1),
-    "masked mean, safe": lambda net, b: torch.where(b["mask"].sum() != 0, (each(net, b) * b["mask"]).sum() / b["mask"].sum(), 0.0),
     "selected mean": lambda net, b: each(net, b)[b["mask"]].mean(),
-    "in a dictionary's place of a stack": lambda net, b: torch.stack([bce(net, b), each(net, b).mean()]).mean(),
     "two of the same count": lambda net, b: bce(net, b) + 0.3 * F.mse_loss(net.value(b["x"])[:, 0], b["y"]),
-    "question answering": lambda net, b: (ce(net, b) + F.cross_entropy(-net.logits(b["x"]), b["target"])) / 2,
-    "weight penalty": lambda net, b: ce(net, b) + 0.1 * sum(p.square().sum() for p in net.parameters()),
-    "penalties by norms": lambda net, b: ce(net, b) + 0.1 * net.logits.weight.abs().max()
-        + 0.1 * (net.logits.weight @ net.logits.weight.T).square().sum().sqrt(),
     "learnt weighting of tasks": lambda net, b: torch.exp(-net.log_scale) * ce(net, b) + net.log_scale,
-    "learnt scale under the loss": lambda net, b: ce(net, b) / (2 * net.log_scale**2) + net.log_scale.log(),
-    "checkpointed activations": lambda net, b:
-        F.cross_entropy(checkpoint(net.logits, b["x"], use_reentrant=False), b["target"]),
-    "checkpointed loss": lambda net, b: checkpoint(lambda: ce(net, b), use_reentrant=False),
-    "label smoothing by hand": lambda net, b:
-        (0.9 * ce(net, b, reduction="sum") - 0.1 * (log_p(net, b) * b["mask"][:, None]).sum()) / b["mask"].sum(),
     "mean over the batch, viewed, then a mean": lambda net, b: log_p(net, b).mean(0).view(-1).mean(),
     "columns, weighed by a product": lambda net, b: log_p(net, b).square().mean(0) @ CLASSES,
     "some columns": lambda net, b: log_p(net, b).square().mean(0)[torch.tensor([0, 2])].sum(),
@@ -134,36 +106,18 @@ WRITTEN: dict[str, Callable[[Any, Batch], Tensor]] = {
         (log_p(net, b).square().sum(1) / (1 + log_p(net, b).abs().sum(1)))[b["mask"]].mean(),
     "a sort in each sample": lambda net, b:
         torch.stack([row.sort(descending=True).values @ CLASSES.repeat(3) for row in steps(log_p(net, b))]).mean(),
-    "a loop of means over their number": lambda net, b:
-        sum(F.mse_loss(steps(row[None]), torch.ones(1, 9, dtype=D)) for row in net.logits(b["x"])) / len(b["x"]),
-    "sums by addmv times a reciprocal": lambda net, b:
-        torch.addmv(torch.zeros(1, dtype=D), each(net, b)[None], k := b["mask"].to(D))[0] * k.sum().clamp(min=1).reciprocal(),
-    "weights by linear over their sum": lambda net, b: F.linear(b["y"][None], each(net, b)[None])[0, 0] * (1 / b["y"].sum()),
-    "an adversarial step inside": adversarial,
-    "a mean of rows' roots": lambda net, b: (net.logits(b["x"]) - b["p"]).square().mean(1).sqrt().squeeze().mean(),
     "zero times what is unused": lambda net, b: ce(net, b) + 0.0 * net.value(b["x"].flip(0)).exp().sum(),
-    "a sum over a constant": lambda net, b: each(net, b).sum() / 100.5,
     **{f"{constant} beside the count": beside(constant) for constant in (1e-12, 1e-8, 1e-4)},
 }
 OF_A_MEAN: dict[str, Callable[[Any, Batch], Tensor]] = {
     "RMSE": of(lambda o, p: torch.sqrt(F.mse_loss(o, p))),
-    "RMSE by a power": of(lambda o, p: ((o - p) ** 2).mean() ** 0.5),
-    "RMSE with eps": of(lambda o, p: torch.sqrt(F.mse_loss(o, p) + 1e-6)),
-    "RMSE of rows": of(lambda o, p: torch.sqrt((o - p).square().sum(1).mean())),
     "RMSLE": of(lambda o, p: torch.sqrt(F.mse_loss(torch.log1p(o.square()), torch.log1p(p.square())))),
-    "three times RMSE": of(lambda o, p: 3 * torch.sqrt(F.mse_loss(o, p)) / 2),
     "one minus RMSE": of(lambda o, p: -(1 - torch.sqrt(F.mse_loss(o, p)))),
     "masked RMSE": of(lambda o, p: torch.sqrt(masked((o - p).square(), p))),
-    "logarithm": of(lambda o, p: torch.log(F.mse_loss(o, p))),
     "logarithm with eps": of(lambda o, p: 10 * torch.log10(1e-3 + F.l1_loss(o, p)) + 7),
-    "logarithm of a mean of exponentials": of(lambda o, p: torch.log(torch.exp(o - p).mean())),
-    "exponential": of(lambda o, p: torch.exp(F.smooth_l1_loss(o, p))),
     "perplexity": lambda net, b: ce(net, b).exp(),
     "power": of(lambda o, p: F.l1_loss(o, p).pow(1.7)),
-    "reciprocal": of(lambda o, p: -1 / (1 + F.mse_loss(o, p))),
-    "square of a logarithm": of(lambda o, p: torch.log1p(F.mse_loss(o, p)) ** 2),
     "at least": of(lambda o, p: F.mse_loss(o, p).clamp(min=0.01)),
-    "flooding": of(lambda o, p: (F.mse_loss(o, p) - 0.02).abs() + 0.02),
     "of two means over one count": of(lambda o, p: torch.sqrt(F.mse_loss(o, p) + 0.5 * (o - p).abs().mean())),
     "norm of all errors": of(lambda o, p: (o - p).square().sum().sqrt()),
     "relative error": of(lambda o, p: torch.sqrt((o - p).square().sum() / p.square().sum())),
@@ -174,35 +128,20 @@ REFUSED: dict[str, Callable[[Any, Batch], Tensor]] = {
     "a sum of two functions": of(lambda o, p: F.mse_loss(o, p).sqrt() + F.l1_loss(o, p).log()),
     "a function of two counts": of(lambda o, p: torch.sqrt(F.mse_loss(o, p) + masked((o - p).square(), p))),
     "a constant inside": of(lambda o, p: torch.log(1 + F.mse_loss(o, p).sqrt())),
-    "a product of a mean with itself": of(lambda o, p: (m := F.mse_loss(o, p)) * m),
-    "a quotient of means": of(lambda o, p: F.mse_loss(o, p) / F.l1_loss(o, p)),
-    "one element": of(lambda o, p: o.flatten()[0]),
     "means of columns, squared": of(lambda o, p: o.mean(0).square().sum()),
-    "products of columns' means": of(lambda o, p: (o.mean(0) * o.square().mean(0)).sum()),
     "the error of columns' means": of(lambda o, p: F.mse_loss(o.mean(0), torch.ones(3, dtype=D))),
     "columns' means, clamped": of(lambda o, p: o.mean(0).clamp(min=0.1)[1:].sum()),
     "a hinge of columns' deviations": of(lambda o, p: torch.relu(1 - o.var(0, correction=0).sqrt()).mean()),
     "quotients of columns": of(lambda o, p: (o.square().sum(0) / (o.exp().sum(0) + 1)).mean()),
-    "the smallest of each column": of(lambda o, p: o.sort(0).values[:1].mean()),
-    "over the largest": of(lambda o, p: (o / o.max()).mean()),
-    "a loss times itself": lambda net, b: (c := ce(net, b)) * c.detach(),
     "over the root of the rows": lambda net, b: bce(net, b, reduction="sum") / torch.tensor(float(len(b["x"]))).sqrt(),
     "a root of a mean times its rows": of(lambda o, p: F.mse_loss(o, p).sqrt() * len(o)),
 }
 TOLD: dict[str, Callable[[Any, Batch], Tensor]] = {
     "tokens and samples": lambda net, b: ce(net, b) + each(net, b).mean(),
-    "a function beside a mean": of(lambda o, p: F.mse_loss(o, p).sqrt() + F.l1_loss(o, p)),
-    "a router's balance": lambda net, b: ce(net, b) + 0.01 * ((r := log_p(net, b).exp()).mean(0) * r.square().mean(0)).sum(),
-    "a penalty beside a sum": lambda net, b: ce(net, b, reduction="sum") + net.value.weight.square().sum(),
-    "a mean of sums": of(lambda o, p: torch.stack([o.sum(), o.square().sum()]).mean()),
-    "one of a stack": of(lambda o, p: torch.stack([o.mean(), o.square().mean()]).gather(0, torch.tensor([1])).sum()),
-    "means filled into a vector": of(lambda o, p: filled(o.mean(), o.square().mean()).sum()),
-    "a factor of the batch": lambda net, b: each(net, b).mean() * b["y"].mean(),
     "a factor with its rows in a number": lambda net, b: each(net, b).sum() * (1 / (9 + int(b["mask"].sum()))),
     "1.0 beside the count": beside(1.0),  # too few of the first rows have a label to tell it from another law
     "behind a function of one's own": lambda net, b: Hide.apply(ce(net, b)),
     "compiled": lambda net, b: _compiled(net.value(b["x"])[:, 0], b["y"]),
-    "functions of rows in a loop": of(lambda o, p: sum(F.mse_loss(a, c).sqrt() for a, c in zip(o, p, strict=True)) / len(o)),
 }
 # fmt: on
 

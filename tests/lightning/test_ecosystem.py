@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import (
     Callback,
     DeviceStatsMonitor,
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     OnExceptionCheckpoint,
@@ -215,37 +214,6 @@ def losses_and_parameters(windows: list[list[int]], lr: float = 0.1) -> tuple[li
 
 
 @OF_WINDOWS
-def test_loggers_show_windows_against_optimizer_steps(name: str) -> None:
-    """Counted from 0, as Lightning does for all that is logged in training: the first window is at x = 0, whatever its length."""
-    policy, windows = WINDOWS[name]
-    losses, _ = losses_and_parameters(windows)
-    weights = [sum(len(SEVEN[index]) for index in window) for window in windows]
-    memory = Memory()
-    fit(Distance(SEVEN), None, GradientAccumulation(policy), max_epochs=2, logger=memory, log_every_n_steps=1)
-    steps = list(range(len(windows)))
-    expected = {
-        "window/loss": losses,
-        "window/weight": weights,
-        "window/total_weight": [sum(weights[: step + 1]) for step in steps],
-        "window/micro_batches": [len(window) for window in windows],
-        "window/optimizer_steps": [step + 1 for step in steps],
-    }
-    for metric, values in expected.items():
-        at, found = zip(*memory.of(metric), strict=True)
-        assert list(at) == steps, metric
-        assert list(found) == pytest.approx(values, rel=1e-12), metric
-    assert {at for at, _ in memory.of("train_loss")} == set(steps)  # the module's own has the same axis
-    ends = [step + 1 for step in steps if windows[step][-1] == 6]
-    means = [
-        sum(loss * weight for loss, weight in zip(losses[a:b], weights[a:b], strict=True)) / sum(weights[a:b])
-        for a, b in zip([0, ends[0]], ends, strict=True)
-    ]
-    at, found = zip(*memory.of("window/loss_epoch"), strict=True)
-    assert list(at) == [end - 1 for end in ends]
-    assert list(found) == pytest.approx(means, rel=1e-12)
-
-
-@OF_WINDOWS
 @pytest.mark.parametrize("micro_batch", [None, 1])
 def test_throughput_monitor_measures_loader_batches_at_the_ends_of_windows(name: str, micro_batch: int | None) -> None:
     policy, windows = WINDOWS[name]
@@ -400,17 +368,6 @@ def test_early_stopping_by_the_loss_of_the_epochs_windows(name: str, is_last: bo
     assert 0 < epochs < 9
     assert run.current_epoch == epochs + 1
     assert module.w.item() == pytest.approx(parameters[3 * epochs + 2], rel=1e-13)
-
-
-@OF_WINDOWS
-def test_weight_averaging_takes_in_every_optimizer_step_once(name: str) -> None:
-    policy, windows = WINDOWS[name]
-    _, parameters = losses_and_parameters(windows)
-    average = parameters[0]
-    for w in parameters[1:]:
-        average = 0.75 * average + 0.25 * w
-    fit(module := Distance(SEVEN), None, GradientAccumulation(policy), EMAWeightAveraging(decay=0.75), max_epochs=2)
-    assert module.w.item() == pytest.approx(average, rel=1e-13)
 
 
 def regress(net: nn.Module, batch: Any) -> Tensor:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
-from support import OPTIMIZERS, Language, Limit, Scalar, ddp, fit, loader, pad, relative_error, sentences, trainer, warned, x
+from support import Language, Limit, Scalar, ddp, fit, loader, pad, relative_error, sentences, trainer, x
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torchmetrics import MeanMetric
 
 from lightning_accum import AccumulationError, GradientAccumulation
 
@@ -83,47 +79,6 @@ def test_an_attempt_that_runs_out_of_memory_leaves_nothing_in_the_sums(where: st
     policy = {"trim_padding": False, "accumulate_dtype": torch.float64}
     found = trained(Limited(4, where).float(), **policy)  # fails in the first batch of a window
     assert_same_bits(found, trained(Language("adamw").float(), micro_batch=4, **policy))
-
-
-class Changeable(pl.LightningModule):
-    """Draws random numbers, keeps statistics, counts and logs."""
-
-    def __init__(self, most: int, where: str) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.norm, self.last = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
-        self.mean, self.most, self.where = MeanMetric(), most, where
-        self.calls, self.seen = 0, []
-        self.double()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.calls += 1
-        self.seen.append(len(batch))
-        hidden = F.dropout(self.norm(self.first(batch)), 0.5)
-        noise = torch.rand(()) + random.random() + np.random.rand()
-        hidden = Limit.apply(hidden, len(batch), self.most, self.where, MESSAGES["CUDA"])
-        loss = (self.last(hidden) * noise).square().mean()
-        self.mean(loss)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("mean", self.mean, on_step=True, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS["adamw"](self.parameters())
-
-
-@pytest.mark.some_cases(1)
-@WHERE
-def test_randomness_statistics_and_counts_are_as_if_the_size_had_been_known(where: str) -> None:
-    data, runs = list(torch.randn(4, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))), []
-    for most, size in [(2, "auto"), (8, 2)]:
-        pl.seed_everything(5, verbose=False)
-        with warned():  # of BatchNorm
-            run = fit(module := Changeable(most, where), data, GradientAccumulation(micro_batch=size))
-        shown = {n: float(run.callback_metrics[n]) for n in ("loss_step", "loss_epoch", "mean_step", "mean_epoch", "window/loss")}
-        runs.append((module.seen, {name: value.tolist() for name, value in module.state_dict().items()}, shown))
-    assert runs[0] == runs[1]
-    assert runs[0][0] == [2] * 16
 
 
 # --- what is kept, and said -------------------------------------------------------------------------------------------

@@ -104,16 +104,6 @@ def test_a_list_of_names_as_long_as_the_batch_is_shared_by_its_rows() -> None:
 
 
 # --- 20, 21: the weight that is advised, found or given; 22: terms after a resume ---
-def test_terms_are_not_advised_counts_that_they_do_not_have() -> None:
-    def tokens_and_mask(net: nn.Module, batch: Any) -> Tensor:
-        outputs = net(batch[0])
-        return F.cross_entropy(outputs, batch[1]) + (outputs - batch[0]).square()[batch[0] > 0].mean()
-
-    with warned() as messages:
-        fit(Toy(tokens_and_mask), labelled(6, 4, 2, 8, ignored=0.4), GradientAccumulation(2))
-    assert not any("SampleCount" in message for message in messages)
-
-
 def test_a_term_that_is_the_same_in_all_batches_is_not_warned_of_after_a_resume() -> None:
     def with_constant(net: nn.Module, batch: Any) -> Tensor:
         return classified(net, batch) + 0.1 * net(torch.eye(4, dtype=torch.float64)).square().mean()

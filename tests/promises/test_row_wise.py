@@ -30,7 +30,6 @@ from lightning_accum import (
     ModelParallelAccumulationStrategy,
     RowWiseError,
     Tokens,
-    UnreadableLossError,
     verify,
 )
 from lightning_accum.testing import adamw, assert_window_equals_batch, sgd
@@ -82,22 +81,10 @@ def of_classes(net: Any, batch: Any) -> Tensor | None:
 # --- any loss ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some_cases(10)
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_loss_takes_the_steps_of_the_whole_batch(name: str) -> None:
     assert_window_equals_batch(two_views(LOSSES[name]), batches(*[ROWS] * 4), row_wise())
-
-
-@pytest.mark.some_cases(6)
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "rmse"])
-def test_a_loss_of_the_whole_batch_in_micro_batches_is_never_silent(name: str) -> None:
-    refused = []
-    with warned() as messages:
-        try:
-            fit(two_views(LOSSES[name]), collated(ROWS), GradientAccumulation(micro_batch=4))
-        except (DoesNotAddUpError, UnreadableLossError) as error:
-            refused.append(error)
-    assert refused or messages
 
 
 def test_a_loss_of_pairs_in_a_window_of_several_loader_batches_is_refused() -> None:
@@ -278,7 +265,7 @@ def of_x(step: Callable[..., Tensor], net: Any, batch: Any) -> Tensor:
     return step(net, batch[0])
 
 
-@pytest.mark.some_cases(16)
+@pytest.mark.some_cases(10)
 @pytest.mark.parametrize("rows", [3, 1])
 @pytest.mark.parametrize("case", CALLS)
 def test_any_call_has_the_step_of_the_whole_batch(case: str, rows: int) -> None:
