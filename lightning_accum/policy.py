@@ -123,6 +123,11 @@ class Policy:
         weight: str = self.weight if isinstance(self.weight, str) else getattr(self.weight, "__name__", repr(self.weight))
         return type(self.weight).__name__ if " at 0x" in weight else weight  # which is not the same in another process
 
+    def may_count_first(self, is_long: bool) -> bool:
+        """Whether the terms of a window can be counted before it runs."""
+        goes_on = self.tail == "carry" and is_long  # with the next pass over the data, whose batches are not there yet
+        return not goes_on and self.on_nonfinite != "skip" and not self.row_wise and not self.counts_tokens_of_parts
+
     def may_be_longer_than_one(self, trainers_own: int) -> bool:
         """Whether a window may have several loader batches."""
         if self.window is None or isinstance(self.window, int):

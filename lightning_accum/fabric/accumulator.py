@@ -97,7 +97,7 @@ class Accumulator:
         *,
         micro_batch: int | Tokens | None = None,
         row_wise: str | Sequence[str] | None = None,
-        weight: Literal["auto", "equal"] | Weight = "auto",
+        weight: Literal["auto", "equal"] | Weight | Sequence[Weight] = "auto",
         tail: Tail = "step",
         accumulate_dtype: torch.dtype | None = None,
         on_nonfinite: OnNonfinite = "propagate",
@@ -281,6 +281,8 @@ class Accumulator:
                 session.finish_window(seen)
             return True
         may_end = session.ends_by_tokens and (micro_batch.ends_loader_batch or session.counts_tokens_of_parts)
+        if may_end and micro_batch.ends_loader_batch:
+            self._accumulation.end_loader_batch(seen)
         if may_end and self._accumulation.is_full():
             session.finish_window(seen, not micro_batch.ends_loader_batch)
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -46,6 +47,42 @@ def loader_batches(loader: Iterable[Any], ranks: Ranks) -> Iterator[LoaderBatch]
     return _of_known_lengths(loader, int(longest), ranks)
 
 
+class Ahead:
+    """The batches of a loader, of which some may be drawn before it is their turn."""
+
+    def __init__(self, batches: Iterator[LoaderBatch]) -> None:
+        self._batches = batches
+        self._drawn: deque[LoaderBatch] = deque()
+        self._last: LoaderBatch | None = None
+
+    def __iter__(self) -> Ahead:
+        return self
+
+    def __next__(self) -> LoaderBatch:
+        self._last = self._drawn.popleft() if self._drawn else next(self._batches)
+        return self._last
+
+    def rest(self, number: float) -> Iterator[LoaderBatch]:
+        """Draw so many more after the one that was yielded last, or what there is.
+
+        Raises:
+            RuntimeError: drawing one has changed another.
+        """
+        assert self._last is not None
+        ends_data = self._last[1]
+        while len(self._drawn) < number and not ends_data:
+            before = [batch for batch, *_ in (self._last, *self._drawn)]
+            versions = list(map(_versions, before))
+            following = next(self._batches, None)
+            if following is None:
+                return
+            for batch, own in zip(before, versions, strict=True):
+                _refuse_overwritten(batch, own)
+            self._drawn.append(following)
+            ends_data = following[1]
+            yield following
+
+
 def length_of(loader: Iterable[Any]) -> float:
     """Of a loader, in batches; inf where it is not known. Streams may give other than they tell."""
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
@@ -86,8 +123,8 @@ def _refuse_overwritten(batch: Any, versions: list[int]) -> None:
     """
     if _versions(batch) != versions:
         raise UsageError(
-            "The loader has written its next batch into the tensors of the one before. Its length is not known, so each batch is"
-            " drawn before the one before it has run. Have it yield tensors of their own, or give it a length (__len__)."
+            "The loader has written its next batch into the tensors of one before, which is still to run: where its length is not"
+            " known, or the terms of a window are counted, batches are drawn ahead. Have it yield tensors of their own."
         )
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.check import check_first_batch
+from lightning_accum.counting import count_window
 from lightning_accum.errors import UsageError
 from lightning_accum.fabric import setup
-from lightning_accum.fabric.data import length_of, loader_batches
+from lightning_accum.fabric.data import Ahead, length_of, loader_batches
 from lightning_accum.fabric.training import Training
 from lightning_accum.fabric.words import Words
 from lightning_accum.later_terms import check_doubted
@@ -72,8 +73,11 @@ class Passes:
         accumulation, training = self._accumulation, self._training
         boundary, is_whole, overlaps = accumulation.boundary, accumulation.splitting is None, self._overlaps
         self._begin(loader, skip)
-        ends_data = False
-        for number, (batch, ends_data, is_shadow_batch) in enumerate(loader_batches(loader, training.ranks), 1):
+        ends_data, batches = False, Ahead(loader_batches(loader, training.ranks))
+        accumulation.rest_of_window = lambda: (
+            (batch, is_shadow) for batch, _, is_shadow in batches.rest(boundary.left(training.seen, self._size_or_inf))
+        )
+        for number, (batch, ends_data, is_shadow_batch) in enumerate(batches, 1):
             if number <= skip:
                 continue
             training.seen += 1
@@ -82,7 +86,7 @@ class Passes:
             if not boundary.is_under_way:
                 boundary.begin(self._size_or_inf())
             ends_window = training.seen >= boundary.ends_at or (ends_data and boundary.is_cut_by_the_end(is_last))
-            if accumulation.checks_left or not is_whole:
+            if accumulation.checks_left or accumulation.window.counted is not None or not is_whole:
                 self._begin_loader_batch(batch)
             if is_whole:
                 yield MicroBatch(batch, None, 0, 1, ends_window and overlaps, is_shadow_batch), ends_window
@@ -142,9 +146,35 @@ class Passes:
                 splitting.begin(batch, self._difference_by_padding)
         if accumulation.checks_left and self._loss_of is not None:
             sync, snapshotter, is_long = training.sync, training.snapshotter, self._is_window_long
-            checked = Checked(training.module, self._loss_of, accumulation, sync, snapshotter, self.samples, is_long, self._say)
+            checked = Checked(
+                training.module,
+                self._loss_of,
+                accumulation,
+                sync,
+                snapshotter,
+                self.samples,
+                is_long,
+                self._say,
+                accumulation.policy.may_count_first(is_long),
+            )
             check_first_batch(checked, [] if batch is None else [batch])
             accumulation.look_at_doubted = partial(check_doubted, checked)
+        if accumulation.window.counted is not None:
+            count_window(accumulation, self, batch, training.sync, training.snapshotter)
+
+    def transferred(self, batch: Any) -> Any:
+        """A loader batch that was drawn ahead."""
+        return batch
+
+    def plan_ahead(self, batch: Any) -> None:
+        """Plan how it is split."""
+        assert self._accumulation.splitting is not None
+        self._accumulation.splitting.begin(batch, self._difference_by_padding)
+
+    def run_ahead(self, batch: Any, ahead: int) -> Tensor | None:
+        """The loss of a micro-batch of a loader batch that is so many after the one under way."""
+        assert self._loss_of is not None
+        return self._loss_of(batch)
 
     def _parts(self, batch: Any, ends_window: bool) -> Iterator[tuple[MicroBatch, bool]]:
         """The micro-batches of a loader batch that may be split."""

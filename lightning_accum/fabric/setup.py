@@ -57,11 +57,6 @@ def refuse(policy: Policy, training: Training, words: Words) -> None:
     Raises:
         ValueError: with the reason.
     """
-    if policy.counts_ahead:
-        raise ArgumentError(
-            "A weight for each term of the loss needs the batches of a window before it runs, which a hand-written loop does not"
-            " wait for. Give one weight; or train a LightningModule with GradientAccumulation."
-        )
     optimizers = [training.raw_optimizer]
     if isinstance(training.raw_optimizer, LBFGS):
         raise ArgumentError(

@@ -50,10 +50,9 @@ def _may_count_first(trainer: pl.Trainer, strategy: Engine) -> bool:
     """The terms of a window can be counted before it runs."""
     policy = strategy.policy
     is_long = policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
-    goes_on = policy.tail == "carry" and is_long  # in the next epoch, whose batches are not there yet
     if is_long and (strategy.accumulation is None or strategy.accumulation.rest_of_window is None):
         return False  # training_step draws its batches by itself
-    return not goes_on and policy.on_nonfinite != "skip" and not policy.row_wise and not policy.counts_tokens_of_parts
+    return policy.may_count_first(is_long)
 
 
 def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
