@@ -28,6 +28,7 @@ def test_a_split_batch_takes_the_step_of_the_whole_one(size: Any, trim: bool, op
     assert_one_window_one_batch(make, by_rank, windows_of(by_rank, 1, EPOCHS), policy, max_epochs=EPOCHS)
 
 
+@pytest.mark.some_cases(7)
 @CASES
 def test_every_row_is_seen_once_in_micro_batches_of_that_size(size: Any, trim: bool) -> None:
     class Recorded(ShardedLanguage):

@@ -37,6 +37,7 @@ ENGINES = [
 ]
 
 
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("engine", "options"), ENGINES[:4])
 def test_a_window_takes_the_step_of_its_full_batch(engine: str, options: dict[str, Any], optimizer: str) -> None:
@@ -46,7 +47,7 @@ def test_a_window_takes_the_step_of_its_full_batch(engine: str, options: dict[st
     assert_one_window_one_batch(partial(ShardedLanguage, optimizer), by_rank, windows, size, engine, options, max_epochs=EPOCHS)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize(("engine", "options"), ENGINES[4:])
 def test_so_it_does_with_every_option_of_a_strategy(engine: str, options: dict[str, Any]) -> None:
     by_rank = dealt(ROWS[:20], MICRO_BATCH, engine)
@@ -61,7 +62,7 @@ CLIPPED = [
 ]
 
 
-@pytest.mark.some_cases(3)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("engine", "options", "algorithm"), CLIPPED)
 def test_a_clipped_step_is_that_of_the_full_batch(engine: str, options: dict[str, Any], algorithm: str) -> None:
     by_rank, clip = dealt(ROWS[:20], MICRO_BATCH, engine), {algorithm: CLIPS[algorithm]}

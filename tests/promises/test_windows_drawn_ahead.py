@@ -40,7 +40,7 @@ POLICIES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_each_term_of_a_window_is_that_of_its_full_batch(policy: dict[str, Any]) -> None:
     assert_full_batches([BATCHES], windows_of([BATCHES], policy.get("window", 1), tail=policy.get("tail", "step")), **policy)
@@ -151,7 +151,7 @@ class Scored(Resumed):
 OF_TWO = {"weight": [TokenCount(), SampleCount()], "module": Scored}
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", [{"window": 3}, {"window": 3, "micro_batch": 2}, {"window": Tokens(60)}], ids=str)
 def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: dict[str, Any]) -> None:
     """What was drawn ahead and not trained on comes again."""
