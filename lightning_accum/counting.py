@@ -74,12 +74,16 @@ def _count_by_running(
             step.plan_ahead(batch)
     plan = accumulation.plan
     micro_batches = [batch] if plan is None else plan
+    own = 1 if plan is None else len(plan.pieces)
+    rounds = own
+    if sync.is_waited_for_in_forward and splitting is not None:  # ranks may have more micro-batches than others
+        rounds = int(accumulation.ranks.largest(own)[0])
     with sync.blocked(MicroBatch(batch)):
         if not is_shadow_batch:
             _count_micro_batches(accumulation, micro_batches, ahead, step.run_ahead)
-        elif sync.is_waited_for_in_forward:
-            for micro_batch in micro_batches:
-                step.run_ahead(micro_batch, ahead)
+        if sync.is_waited_for_in_forward:
+            for _ in range(0 if is_shadow_batch else own, rounds):
+                step.run_ahead(_copy(next(iter(micro_batches))), ahead)
 
 
 def _count_micro_batches(accumulation: Accumulation, micro_batches: Iterable[Any], ahead: int, forward: Forward) -> None:

@@ -10,9 +10,11 @@ import torch
 from harness import windows_of
 from lightning.fabric import Fabric
 from losses_of_terms import COUNTS, LOSSES, OfTerms, rows
+from sharded import needs_sharding_on_cpu, whole_parameters
 from support import OPTIMIZERS, error_of_updates, warned
 from test_fabric import on_two
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import default_collate
 
 from lightning_accum import AccumulationError, Tokens
@@ -42,10 +44,10 @@ def steps(accumulator: Accumulator, model: nn.Module, batches: Any) -> Iterator[
 
 
 def set_up(fabric: Fabric | None, name: str, optimizer: str, **arguments: Any) -> tuple[Loss, nn.Module, Any, Accumulator]:
-    model = wrapped = Loss(name)
-    stepping = OPTIMIZERS[optimizer](model.parameters())
-    if fabric is not None:
-        wrapped, stepping = fabric.setup(model, stepping)
+    model = Loss(name)
+    wrapped = model if fabric is None else fabric.setup(model)
+    stepping = OPTIMIZERS[optimizer](wrapped.parameters())
+    stepping = stepping if fabric is None else fabric.setup_optimizers(stepping)
     return model, wrapped, stepping, Accumulator(fabric, wrapped, stepping, log=False, **arguments)
 
 
@@ -57,7 +59,7 @@ def trained(fabric: Fabric | None, name: str, optimizer: str, batches: Sequence[
     """Parameters, and the loss of each window."""
     model, wrapped, _, accumulator = set_up(fabric, name, optimizer, **arguments)
     losses = list(steps(accumulator, wrapped, accumulator([default_collate(batch) for batch in batches])))
-    return dict(model.named_parameters()), losses
+    return whole_parameters(model), losses
 
 
 def assert_steps_of(found: Any, name: str, optimizer: str, windows: Sequence[Any], shown: slice = slice(None)) -> None:
@@ -128,14 +130,23 @@ def test_a_checkpoint_inside_a_window_goes_on() -> None:
     assert_steps_of((model, losses), "tokens and samples", "adamw", WINDOWS, shown=slice(0, 3, 2))  # not of the window in between
 
 
+def in_shards(model: Any, mesh: Any) -> nn.Module:
+    for part in (model.of.net, model):
+        fully_shard(part, mesh=mesh["data_parallel"])
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
 @pytest.mark.parametrize("arguments", [{"window": 2}, {"micro_batch": 2}], ids=["windows", "split"])
-def test_on_two_ranks_the_terms_of_both_are_counted(arguments: Any) -> None:
+def test_on_two_ranks_the_terms_of_both_are_counted(arguments: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank has fewer loader batches, and other numbers of micro-batches in each."""
+    monkeypatch.setattr("test_fabric.sharded", in_shards)
     by_rank = [BATCHES[:6], BATCHES[6:11]]
 
     def run(fabric: Fabric) -> Any:
         return trained(fabric, "tokens and samples", "adamw", by_rank[fabric.global_rank], loss_of=with_loss, **arguments)
 
-    found = on_two(run, find_unused_parameters=True)
+    found = on_two(run, strategy, **({"find_unused_parameters": True} if strategy == "ddp" else {}))
     assert_steps_of(found, "tokens and samples", "adamw", windows_of(by_rank, arguments.get("window", 1)))
 
 
