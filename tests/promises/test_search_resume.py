@@ -1,7 +1,7 @@
 """A random search over resume: a training that is stopped and goes on in a new Trainer ends as the one that was not stopped.
 
 Each seed draws a training and where it is stopped, see :class:`Point`. One of them: ``pytest -n 0 -m "" -k "one and seed017"``.
-Over two processes all seeds run inside one pair, which reads them from its standard input.
+Over two processes all seeds run inside one pair.
 
 What Lightning's checkpoints do not hold is not in the search, see the guide: the module's own epoch means, ReduceLROnPlateau,
 loaders without a length. The loader here knows its place, and a callback keeps the random state.
@@ -9,18 +9,12 @@ loaders without a length. The loader here knows its place, and a callback keeps 
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import socket
-import subprocess
-import sys
-import warnings
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Thread
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from support import OPTIMIZERS, pad, python_path, seeds_of_a_search, trainer
+from processes import run_ranks
+from support import OPTIMIZERS, pad, seeds_of_a_search, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -335,93 +330,32 @@ def test_on_one_process(seed: int) -> None:
     assert not found, "\n".join(found)
 
 
-class Pair:
-    """Two processes, with the variables that torchrun sets, that take seeds and answer with what differs."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-        here |= {"TORCHELASTIC_RUN_ID": "search", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-        command = [sys.executable, str(Path(__file__).resolve())]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
-        self.processes = [
-            subprocess.Popen(
-                command, env={**os.environ, **here, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.DEVNULL, **pipes
-            )
-            for rank in ("0", "1")
-        ]
-        self.answers: Queue[str] = Queue()
-        Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        for line in self.processes[0].stdout or ():
-            self.answers.put(line)
-        self.answers.put("")  # it has ended
-
-    def ask(self, seed: int) -> list[str]:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{seed}\n")
-            process.stdin.flush()
-        try:
-            answer = self.answers.get(timeout=100)
-        except Empty:
-            answer = ""
-        return json.loads(answer) if answer else ["no answer"]
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], list[str]]]:
-    """Asks a pair about a seed; after a failure a new one."""
-    pairs: list[Pair] = []
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """What both ranks found, by seed: those of the tests that were asked for, in one pair of processes."""
+    folder = tmp_path_factory.mktemp("found")
+    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_on_two_processes"]
 
-    def ask(seed: int) -> list[str]:
-        if not pairs:
-            pairs.append(Pair(tmp_path_factory.mktemp("pair")))
-        try:
-            found = pairs[0].ask(seed)
-        except OSError:
-            found = ["a process has ended"]
-        if found:
-            pairs.pop().close()
-        return found
+    def work(rank: int) -> None:
+        os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE="2", NODE_RANK="0")
+        for item in tests:
+            seed = item.callspec.params["seed"]
+            try:
+                lines = examine(draw(seed, ranks=2))
+            except Exception:
+                lines = [traceback.format_exc()]
+            (folder / f"{seed}.{rank}").write_text("\n".join(lines))
 
-    yield ask
-    for one in pairs:
-        one.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return folder, run_ranks(work, 2, deadline=600)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", seeds_of_a_search(range(TWO_PROCESSES), 20))
-def test_on_two_processes(seed: int, pair: Callable[[int], list[str]]) -> None:
-    found = pair(seed)
-    assert not found, "\n".join([str(draw(seed, ranks=2)), *found])
-
-
-def answer_seeds() -> None:
-    """A process of the pair."""
-    import traceback
-
-    import conftest  # noqa: F401  # a quiet Lightning and one thread
-
-    warnings.simplefilter("ignore")
-    answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        try:
-            found = examine(draw(int(line), ranks=2))
-        except BaseException as error:  # the other rank may wait: both end
-            print(json.dumps(["".join(traceback.format_exception(error))]), file=answers, flush=True)
-            os._exit(1)
-        of_all: list[Any] = [None, None]
-        dist.all_gather_object(of_all, found)
-        print(json.dumps(of_all[0] or of_all[1]), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    answer_seeds()
+def test_on_two_processes(seed: int, found: tuple[Path, list[str]]) -> None:
+    folder, said = found
+    files = [folder / f"{seed}.{rank}" for rank in range(2)]
+    assert all(file.is_file() for file in files), f"{draw(seed, ranks=2)}\nthe ranks ended with {said}"
+    assert [file.read_text() for file in files] == ["", ""], draw(seed, ranks=2)
