@@ -329,7 +329,7 @@ RAISES: dict[str, tuple[Fault, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some_cases(7)
+@pytest.mark.some_cases(5)
 @strategies("ddp", "fsdp2", "fsdp1")
 @pytest.mark.parametrize("case", RAISES)
 def test_rank_that_raises_ends_all_and_its_error_is_seen(strategy: str, case: str) -> None:
@@ -418,7 +418,7 @@ ENDS: dict[str, tuple[Fault, int, dict[str, Any]]] = {
 """Who is told when, after how many windows all end, and what else the training has."""
 
 
-@pytest.mark.some_cases(12, 27)
+@pytest.mark.some_cases(10, 29)
 @strategies("ddp", "fsdp2", "fsdp1")
 @pytest.mark.parametrize("case", ENDS)
 def test_sigterm_ends_all_ranks_after_the_window_or_before_the_next_batch_of_a_loader_without_length(

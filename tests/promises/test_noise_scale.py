@@ -174,7 +174,7 @@ def test_a_language_model_is_measured_in_tokens_and_samples(strategy: Any) -> No
     assert estimate.samples == pytest.approx(estimate.weight * 16 / sum(weights), rel=1e-12)
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_quadratic_with_known_noise_is_found_within_its_standard_error(ranks: int) -> None:
     sigma, windows, size = 2.0, 400, (1, 2, 3, 6)

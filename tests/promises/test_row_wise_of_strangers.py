@@ -205,6 +205,7 @@ def stranger(make: Callable[[], nn.Module], step: Step) -> Toy:
     return Toy(step, net=lambda: nn.ModuleDict({"encoder": make()}))
 
 
+@pytest.mark.some_cases(5)
 @pytest.mark.parametrize("case", EXACT)
 def test_modules_of_others_take_the_steps_of_the_whole_batch(case: str) -> None:
     make, step = EXACT[case]
