@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from fabric_ranks import on_two
 from harness import Unsized
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
-from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from sharded import fully_shard, needs_sharding_on_cpu, whole_parameters
+from sharded import needs_sharding_on_cpu, whole_parameters
 from support import (
     OPTIMIZERS,
     Language,
@@ -33,7 +31,7 @@ from torch.utils.data import IterableDataset
 from whole_batch_losses import clip
 
 from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError
-from lightning_accum.fabric import Accumulator, TokenCount, Tokens
+from lightning_accum.fabric import Accumulator, Tokens
 
 
 class Noting(Language):
@@ -145,34 +143,6 @@ def test_a_loop_takes_the_steps_of_full_batches(fabric: Callable[[], Any], case:
 
 
 # --- two processes ------------------------------------------------------------------------------------------------------
-
-
-class ForkedFSDP2(ModelParallelStrategy):
-    def _configure_launcher(self) -> None:
-        self._launcher = _MultiProcessingLauncher(self, start_method="fork")
-
-
-def sharded(model: nn.Module, mesh: Any) -> nn.Module:
-    for part in [*model.blocks, model]:
-        fully_shard(part, mesh=mesh["data_parallel"])
-    return model
-
-
-def on_two(run: Callable[[Fabric], Any], strategy: str = "ddp", **kwargs: Any) -> Any:
-    """What ``run`` returns on the first of two ranks."""
-
-    def to_file(fabric: Fabric) -> None:
-        found = run(fabric)
-        if fabric.global_rank == 0:
-            torch.save(found, "found.pt")
-
-    timeout = timedelta(seconds=60)
-    if strategy == "ddp":
-        chosen = DDPStrategy(start_method="fork", timeout=timeout, **kwargs)
-    else:
-        chosen = ForkedFSDP2(parallelize_fn=sharded, timeout=timeout, data_parallel_size=2, tensor_parallel_size=1)
-    Fabric(accelerator="cpu", devices=2, strategy=chosen).launch(to_file)
-    return torch.load("found.pt")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
@@ -545,7 +515,6 @@ def test_a_pass_that_is_broken_off_goes_on_in_the_next() -> None:
     [
         ({"micro_batch": "auto"}, "auto"),
         ({"micro_batch": "offload"}, "offload"),
-        ({"weight": [TokenCount(), TokenCount()]}, "weight"),
         ({"tail": "keep"}, "tail"),
         ({"window": 0}, "window"),
         ({"trim_padding": "lengths"}, "micro_batch"),

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from fabric_ranks import on_two
 from harness import windows_of
 from lightning.fabric import Fabric
 from losses_of_terms import COUNTS, LOSSES, OfTerms, rows
 from sharded import needs_sharding_on_cpu, whole_parameters
 from support import OPTIMIZERS, error_of_updates, warned
-from test_fabric import on_two
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import default_collate
@@ -138,15 +138,14 @@ def in_shards(model: Any, mesh: Any) -> nn.Module:
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
 @pytest.mark.parametrize("arguments", [{"window": 2}, {"micro_batch": 2}], ids=["windows", "split"])
-def test_on_two_ranks_the_terms_of_both_are_counted(arguments: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_two_ranks_the_terms_of_both_are_counted(arguments: Any, strategy: str) -> None:
     """The second rank has fewer loader batches, and other numbers of micro-batches in each."""
-    monkeypatch.setattr("test_fabric.sharded", in_shards)
     by_rank = [BATCHES[:6], BATCHES[6:11]]
 
     def run(fabric: Fabric) -> Any:
         return trained(fabric, "tokens and samples", "adamw", by_rank[fabric.global_rank], loss_of=with_loss, **arguments)
 
-    found = on_two(run, strategy, **({"find_unused_parameters": True} if strategy == "ddp" else {}))
+    found = on_two(run, strategy, in_shards, **({"find_unused_parameters": True} if strategy == "ddp" else {}))
     assert_steps_of(found, "tokens and samples", "adamw", windows_of(by_rank, arguments.get("window", 1)))
 
 
