@@ -132,7 +132,7 @@ LOOPS: dict[str, tuple[int, dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.some_cases(10)
+@pytest.mark.some_cases(7)
 @WITH_AND_WITHOUT_FABRIC
 @pytest.mark.parametrize("case", LOOPS)
 def test_a_loop_takes_the_steps_of_full_batches(fabric: Callable[[], Any], case: str) -> None:
@@ -145,6 +145,7 @@ def test_a_loop_takes_the_steps_of_full_batches(fabric: Callable[[], Any], case:
 # --- two processes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=needs_sharding_on_cpu)])
 @pytest.mark.parametrize("arguments", [{}, {"micro_batch": 3}, {"loss_of": loss_of}], ids=["windows", "split", "checked"])
 def test_two_ranks_take_the_steps_of_one_process_on_the_full_batch(strategy: str, arguments: dict[str, Any]) -> None:
