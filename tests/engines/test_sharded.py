@@ -292,7 +292,7 @@ class Failing(ShardedLanguage):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 @pytest.mark.parametrize("rank", [1, 0])
 def test_step_that_fails_on_one_rank_ends_all(engine: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:

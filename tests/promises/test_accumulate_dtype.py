@@ -118,7 +118,7 @@ def test_clipping_and_hooks_find_the_gradient_in_the_type_of_the_parameter() -> 
     assert module.seen_inside == [None] * len(module.seen_inside)
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", [{"window": 3}, {"window": 3, "micro_batch": 2}, {"window": Tokens(60)}], ids=str)
 def test_a_checkpoint_inside_a_window_goes_on_to_the_bit(policy: dict[str, Any]) -> None:
     assert_goes_on(lambda: "accum", 1, (2, 4), accumulate_dtype=torch.float64, **policy)

@@ -94,7 +94,7 @@ def test_the_judge_of_the_table_sees_each_fault_and_a_false_alarm_is_one(kind: K
     assert faults(Loss("", "", print, (), kind), {"windows": found}) == fault
 
 
-@pytest.mark.some_cases(30, 400)
+@pytest.mark.some_cases(25, 400)
 @pytest.mark.parametrize("loss", cases(LOSSES))
 def test_a_loss_is_exact_or_is_not_trained_in_silence(loss: Loss) -> None:
     assert_known(loss, {way: examine(loss, way) for way in WAYS}, OPEN)

@@ -203,6 +203,7 @@ CASES: dict[str, tuple[type[Net], type[pl.Callback] | None, str | None, str | No
 # fmt: on
 
 
+@pytest.mark.some_cases(25)
 @pytest.mark.parametrize("is_split", [False, True], ids=["windows", "split"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_changes_inside_a_window_is_warned_of_by_name_and_nothing_else_is(case: str, is_split: bool) -> None:

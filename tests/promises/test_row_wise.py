@@ -265,7 +265,7 @@ def of_x(step: Callable[..., Tensor], net: Any, batch: Any) -> Tensor:
     return step(net, batch[0])
 
 
-@pytest.mark.some_cases(10)
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize("rows", [3, 1])
 @pytest.mark.parametrize("case", CALLS)
 def test_any_call_has_the_step_of_the_whole_batch(case: str, rows: int) -> None:
