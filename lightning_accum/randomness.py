@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self
 
 from lightning_accum.dispatch import with_tensors
 from lightning_accum.exact import exact_dtype
@@ -155,7 +156,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
     The noise of an autoencoder, the time steps of a diffusion model, Gumbel noise. Each draw depends on how many there were since
     :meth:`restart`; the state of the random generators is left as it was. If it is not known which rows are run, and where several
     numbers are drawn for each row, all entries of dimension 0 get the same. What is drawn in another way (a permutation, draws
-    without replacement, Python's own numbers) stays random.
+    without replacement, Python's own numbers) stays random. Inside of another, only the outer one has an effect.
 
     Example:
         >>> with NoiseOfRows() as noise:
@@ -167,8 +168,11 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         (True, False)
     """
 
+    _depth = 0
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_inside = False
         self._draws = 0
         self._rows: tuple[int, ...] | None = None
         self._total = 0
@@ -177,6 +181,16 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         """The operations that drew, by name."""
         self.is_unlike = False
         """A part has drawn numbers of shapes that are not those of its rows in the whole."""
+
+    def __enter__(self) -> Self:
+        self._is_inside = NoiseOfRows._depth > 0
+        NoiseOfRows._depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        NoiseOfRows._depth -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def restart(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Begin to count anew: with every micro-batch.
@@ -206,7 +220,9 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
             dim = others[0] if others else next((dim for dim, size in enumerate(whole) if size == total), None)
             if dim is not None and whole[dim] == total:
                 return drawn.index_select(dim, torch.tensor(rows, device=drawn.device))
-            if dim == 0 or dim is None:
+            if dim is None:  # all rows share it
+                return drawn.clone()
+            if dim == 0:
                 return drawn[:1].expand(shape).clone()
         self.is_unlike = True
         return draw(shape)
@@ -214,7 +230,7 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        draw = _WAYS.get(name)
+        draw = None if self._is_inside else _WAYS.get(name)
         if draw is None or torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*with_tensors(func, args), **kwargs)
         self._draws += 1

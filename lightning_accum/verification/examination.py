@@ -8,14 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from lightning_accum.arguments import MisconfiguredError
-from lightning_accum.errors import UnreadableLossError
+from lightning_accum.errors import AccumulationError, DoesNotAddUpError, UnreadableLossError
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification import breaks
 from lightning_accum.verification.data import Comparison
-from lightning_accum.verification.measure import Difference, difference, flat, is_same_step, most_noise, tolerance, weights_that_fit
+from lightning_accum.verification.measure import Difference, difference, is_same_step, most_noise, tolerance
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, StepRunner
 from lightning_accum.verification.watch import Step
@@ -46,8 +44,9 @@ class Diagnosis:
         self.gradient = self.update = Difference(math.nan, {})
         self.window: Step | None = None
         """None where it could not be run, since its weight cannot be read."""
+        self._refusal: DoesNotAddUpError | None = None
         try:
-            self.window = runner.accumulated(comparison.batches, self.change)
+            self.window = self._as_in_training()
         except UnreadableLossError as error:
             self.breaks.append(breaks.mended_by_row_wise(breaks.unreadable_weight(error), self._names_that_mend(self.full)))
             return
@@ -55,14 +54,23 @@ class Diagnosis:
         self.update = Difference.between(self.window.way, self.full.way)
         if self.gradient.largest <= self.tolerance:
             self._check_step(self.window)
-        elif not self.breaks:  # beside random numbers nothing else can be found out
-            self._find_breaks(self.window)
+        if not self.breaks and (self._refusal is not None or self.gradient.largest > self.tolerance):
+            self._find_breaks(self.window)  # beside random numbers nothing else can be found out
         self._check_buffers(self.window)
 
     @property
     def is_equal(self) -> bool:
         """Whether the window's step is the full batch's."""
         return self.window is not None and not self.breaks and self.gradient.largest <= self.tolerance
+
+    def _as_in_training(self) -> Step:
+        """The step of the window, after the check of its first batch; what that refuses is run without it, to be measured."""
+        try:
+            return self._runner.accumulated(self._comparison.batches, self.change)
+        except DoesNotAddUpError as error:
+            self._refusal = error
+            self._runner = replace(self._runner, policy={**self._runner.policy, "check": False})
+            return self._runner.accumulated(self._comparison.batches, self.change)
 
     # --- what a run of the same batch changes -------------------------------------------------------------------------
 
@@ -131,42 +139,25 @@ class Diagnosis:
                 without = _difference(even, full)
                 self.breaks.append(breaks.named("padding", left, self._comparison.padding, without=without))
                 batches, window, left = padded, even, without
-        if left > self.tolerance:
-            found = self._look_into_the_rest(full, batches, left, window.warnings)
-            if found.name in ("contrastive loss", "terms of the loss", "rows that depend on each other"):
-                found = breaks.mended_by_row_wise(found, self._names_that_mend(full))
-            self.breaks.append(found)
+        if self._refusal is not None:
+            found = breaks.named("losses that do not add up", left, self._refusal)
+            self.breaks.append(breaks.mended_by_row_wise(found, self._names_that_mend(full)))
+        elif left > self.tolerance:
+            self.breaks.append(self._look_into_the_rest(full, batches, left))
 
-    def _look_into_the_rest(self, full: Step, batches: Sequence[Any], left: float, warnings: Sequence[str]) -> Break:
-        """What cannot be taken out."""
-        nonlinearity = self._nonlinearity(full)
-        if nonlinearity > self.tolerance:
-            hooked = listed(full.gradient_hooks)
-            hooks = f", as the hooks on the gradients of {hooked} may" if hooked else ""
-            return breaks.named("backward that is not linear", nonlinearity, hooks)
-        if full.is_contrastive:
-            return breaks.named("contrastive loss", left)
+    def _look_into_the_rest(self, full: Step, batches: Sequence[Any], left: float) -> Break:
+        """What cannot be taken out, and the check has not seen."""
         # the mean of the same batch twice is the batch's own: what differs was carried from one to the other
         carried = _difference(self._runner.twice(self._comparison.full, replace(self.change, fixes_batch_idx=True)), full)
         if carried > self.tolerance:
             return breaks.named("state", carried)
-        window = self._runner.accumulated(batches, self.change, keeps_micro_batches=True)
-        pieces = torch.stack([flat(piece) for piece in window.micro_batch_gradients], 1)
-        fit = weights_that_fit(pieces, flat(full.of_backward))
-        most = max(10 * self.tolerance, 1e-9)
-        if fit.left <= most:
-            given = self._runner.policy.get("weight", "auto")
-            if isinstance(given, (list, tuple)):
-                found = "With other weights the micro-batches would give the gradient of the full batch."
-                return breaks.named("weight of a term", left, found)
-            if fit.left_of_means <= most:
-                return breaks.weight(given, fit.weights.tolist(), window.weights, left, fit.left)
-            return breaks.scale(fit.weights.tolist(), left)
-        for name in ("weight of a term", "terms of the loss"):
-            if warned := [warning for warning in warnings if breaks.WARNED[name] in warning]:
-                return breaks.named(name, left, warned[-1])
+        with suppress(AccumulationError):
+            read = replace(self._runner, policy={**self._runner.policy, "weight": "auto"})
+            without = _difference(read.accumulated(batches, self.change), full)
+            if without <= self.tolerance:
+                return breaks.named("weight", left, without=without)
         of_order = "" if self._order is None else " It depends on the order of the rows, too."
-        return breaks.named("rows that depend on each other", left, fit.left, of_order)
+        return breaks.named("rows that depend on each other", left, of_order)
 
     def _names_that_mend(self, full: Step) -> list[str]:
         """The submodules, at most two levels deep, with which, run row-wise, the module takes the step of the full batch."""
@@ -181,17 +172,6 @@ class Diagnosis:
                     if _difference(step, full) <= self.tolerance:
                         names.append(name)
         return names
-
-    def _nonlinearity(self, full: Step) -> float:
-        """How far the gradient of a multiple of the loss is from that multiple of its gradient."""
-        if full.dtype == torch.float16:  # which would overflow
-            return 0.0
-        found = []
-        for factor in (2.0**-10, 2.0**10):  # powers of two do not round
-            scaled = self._runner.full(self._comparison.full, replace(self.change, factor=factor)).of_backward
-            multiple = {name: gradient * factor for name, gradient in full.of_backward.items()}
-            found.append(Difference.between(scaled, multiple).largest)
-        return max(found)
 
     # --- what comes after the gradients -------------------------------------------------------------------------------
 

@@ -91,12 +91,10 @@ class Fit:
     Attributes:
         weights: none where several would do.
         left: how far from the batch's they leave it, relative to it: not 0 where no weights are right.
-        left_of_means: the same of weights that add up to 1, as those of a window do.
     """
 
     weights: Tensor
     left: float
-    left_of_means: float
 
 
 def weights_that_fit(pieces: Tensor, full: Tensor) -> Fit:
@@ -108,18 +106,15 @@ def weights_that_fit(pieces: Tensor, full: Tensor) -> Fit:
 
     Example:
         >>> fit = weights_that_fit(torch.tensor([[1.0, 0], [0, 1], [0, 0]]).double(), torch.tensor([0.25, 0.75, 0]).double())
-        >>> fit.weights.tolist(), fit.left, fit.left_of_means < 1e-15
-        ([0.25, 0.75], 0.0, True)
+        >>> fit.weights.tolist(), fit.left
+        ([0.25, 0.75], 0.0)
     """
     found = torch.linalg.lstsq(pieces, full[:, None], driver="gelsd")
     left = full - (pieces @ found.solution)[:, 0]
-    # weights that add up to 1: the last is what the others leave
-    others, last = pieces[:, :-1] - pieces[:, -1:], full - pieces[:, -1]
-    rest = last - (others @ torch.linalg.lstsq(others, last[:, None], driver="gelsd").solution)[:, 0] if others.shape[1] else last
     is_unique = int(found.rank) == int(pieces.any(0).sum())  # one without a gradient may have any weight, such as 0
     size = float(full.norm())
     weights = found.solution[:, 0] if is_unique else full[:0]
-    return Fit(weights, _ratio(float(left.norm()), size), _ratio(float(rest.norm()), size))
+    return Fit(weights, _ratio(float(left.norm()), size))
 
 
 # --- factors of sums ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ class Break:
     """Something that breaks equality.
 
     Attributes:
-        name: what it is: ``"BatchNorm"``, ``"contrastive loss"``, ``"batch_idx"``, ...
+        name: what it is: ``"BatchNorm"``, ``"batch_idx"``, ``"losses that do not add up"``, ...
         found: what was seen of it, in a sentence.
         difference: how much the gradients differ with it, relative to the full batch's; NaN where that could not be measured.
         without: how far without it; None where it could not be taken out.

@@ -18,7 +18,6 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.families import by_module
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import listed
-from lightning_accum.verification.breaks import WARNED
 from lightning_accum.verification.data import Comparison, Join, read_data
 from lightning_accum.verification.examination import Diagnosis
 from lightning_accum.verification.over_ranks import OverRanks
@@ -46,13 +45,13 @@ def verify(
     """Take one optimizer step as a full batch and one accumulated, and compare them.
 
     The full batch runs through a plain Lightning Trainer, the window through ``Trainer(strategy="accum")`` with
-    ``GradientAccumulation``. Both train the module itself, with its hooks and whatever else a copy would not have, and afterwards
-    everything that can be reached from it is restored: parameters, gradients, attributes, random state, optimizers,
-    data loaders' generators. What hooks write elsewhere (files, experiment trackers) stays written. Dropout is switched off
-    meanwhile. The full batch runs twice, with other random numbers and its rows in the other order, which shows what is rounding;
-    where it differs by more, random numbers are made the same for every row. Where the two steps differ, one thing after the
-    other is taken out to find what breaks equality. Takes memory for some copies of the parameters in this precision, and the
-    full batch has to fit.
+    ``GradientAccumulation``, which checks the first batch as it does in training. Both train the module itself, with its hooks
+    and whatever else a copy would not have, and afterwards everything that can be reached from it is restored: parameters,
+    gradients, attributes, random state, optimizers, data loaders' generators. What hooks write elsewhere (files, experiment
+    trackers) stays written. Dropout is switched off meanwhile. The full batch runs twice, with other random numbers and its rows
+    in the other order, which shows what is rounding; where it differs by more, random numbers are made the same for every row.
+    Where the two steps differ, one thing after the other is taken out to find what breaks equality. Takes memory for some copies
+    of the parameters in this precision, and the full batch has to fit.
 
     Args:
         module: a LightningModule with automatic optimization; it may be in training already.
@@ -178,7 +177,7 @@ def _report(
     rows: list[ParameterDifference] = []
     second, weight = "there could be none on micro-batches", "cannot be read"
     if window is not None:
-        notes += [warning for warning in window.warnings if warning not in full.warnings and not _is_reported(warning, seen)]
+        notes += [warning for warning in window.warnings if warning not in full.warnings]
         rows = [ParameterDifference(name, value, result.update.by_name[name]) for name, value in result.gradient.by_name.items()]
         parts = f"{window.micro_batches} micro-batches"
         if len(comparison.batches) > 1:
@@ -218,7 +217,7 @@ def _notes(module: pl.LightningModule, comparison: Comparison, seen: Diagnosis) 
     if places := seen.full.dropout:
         where = listed(places, " places")
         yield f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch."
-    if seen.full.gradient_hooks and not any(found.name == "backward that is not linear" for found in seen.breaks):
+    if seen.full.gradient_hooks:
         yield (
             f"Hooks on the gradients of {listed(seen.full.gradient_hooks)} see each micro-batch's own, scaled by its weight. One"
             " that clips or rounds may be equal on this data and not on other."
@@ -227,7 +226,3 @@ def _notes(module: pl.LightningModule, comparison: Comparison, seen: Diagnosis) 
         yield "The module is in evaluation mode, and was compared in it, as the Trainer would run it: module.train() changes that."
     if comparison.padding:
         yield f"To be put together, {comparison.padding}."
-
-
-def _is_reported(warning: str, seen: Diagnosis) -> bool:
-    return any(WARNED.get(found.name, "no such warning") in warning for found in seen.breaks)

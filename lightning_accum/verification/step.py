@@ -109,13 +109,11 @@ class Change:
         freezes_batch_norm: BatchNorm normalises by its running statistics.
         fixes_batch_idx: every ``training_step`` gets the index 0.
         evens_noise: random numbers are the same for every row.
-        factor: of the loss.
     """
 
     freezes_batch_norm: bool = False
     fixes_batch_idx: bool = False
     evens_noise: bool = False
-    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -144,10 +142,9 @@ class StepRunner:
         """The step of plain Lightning on the mean of one batch with itself."""
         return self._run([batch] * 2, change, StepRecorder(), [], strategy="auto", accumulate_grad_batches=2)
 
-    def accumulated(self, batches: Sequence[Any], change: Change = Change(), keeps_micro_batches: bool = False) -> Step:
-        """The step of this package on a window of these loader batches."""
-        recorder = StepRecorder(keeps_micro_batches=keeps_micro_batches)
-        return self._run(batches, change, recorder, [self.callback(len(batches))], strategy="accum")
+    def accumulated(self, batches: Sequence[Any], change: Change = Change()) -> Step:
+        """The step of this package on a window of these loader batches, after its check of the first."""
+        return self._run(batches, change, StepRecorder(), [self.callback(len(batches))], strategy="accum")
 
     def row_wise(self, batch: Any, name: str, size: int, change: Change = Change()) -> Step:
         """The step of this package on one batch, with a submodule row-wise."""
@@ -156,7 +153,7 @@ class StepRunner:
 
     def callback(self, window: int) -> GradientAccumulation:
         """The policy, for a window of so many loader batches."""
-        return GradientAccumulation(**{"log": False, "check": False, **self.policy, "window": window})
+        return GradientAccumulation(**{"log": False, **self.policy, "window": window})
 
     def _run(self, batches: Sequence[Any], change: Change, recorder: StepRecorder, callbacks: list[Any], **arguments: Any) -> Step:
         module = uncompiled(self.module)
@@ -205,10 +202,7 @@ class StepRunner:
                 args = (args[0], 0, *args[2:])
             noise.restart()
             with noise if change.evens_noise else nullcontext():
-                output = original(*args, **kwargs)
-            if output is None or change.factor == 1:
-                return output
-            return {**output, "loss": output["loss"] * change.factor} if isinstance(output, Mapping) else output * change.factor
+                return original(*args, **kwargs)
 
         module.training_step = training_step
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,11 +14,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.engine import Engine
-from lightning_accum.errors import UnreadableLossError
 from lightning_accum.randomness import seed_everything, switch_off_dropout
 from lightning_accum.session import named_parameters_of
 from lightning_accum.weighing.nodes import nodes_below
-from lightning_accum.weighing.safeguards import batch_norm_layers, is_contrastive
+from lightning_accum.weighing.safeguards import batch_norm_layers
 
 
 @dataclass
@@ -34,12 +32,9 @@ class Step:
         buffers: those of the module, after the step.
         loss: of the batch, or of the window.
         dtype: the narrowest type in the graph of the loss.
-        is_contrastive: the loss is a cross entropy over logits that are square in the batch.
         micro_batches: how many had a loss that counts.
         parts: the micro-batches that the last loader batch was split into.
         weight: what each weighs, in words.
-        weights: the weight of each; None for a sum.
-        micro_batch_gradients: the gradient of each, where they were asked for.
         warnings: what was warned of.
         noise: the random operations that were made even.
         dropout: where it was switched off.
@@ -58,12 +53,9 @@ class Step:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     loss: float = float("nan")
     dtype: torch.dtype = torch.float64
-    is_contrastive: bool = False
     micro_batches: int = 1
     parts: int = 1
     weight: str | None = None
-    weights: list[float | None] = field(default_factory=list)
-    micro_batch_gradients: list[dict[str, Tensor]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     noise: set[str] = field(default_factory=set)
     dropout: list[str] = field(default_factory=list)
@@ -95,15 +87,13 @@ class StepRecorder(pl.Callback):
     Args:
         seed: of the random generators.
         gradients: what the optimizer is given instead of its own; None to leave them.
-        keeps_micro_batches: whether to keep the gradient of each micro-batch.
     """
 
-    def __init__(self, seed: int = 0, gradients: Mapping[str, Tensor] | None = None, keeps_micro_batches: bool = False) -> None:
+    def __init__(self, seed: int = 0, gradients: Mapping[str, Tensor] | None = None) -> None:
         self.step = Step()
         self.gradients = gradients
-        self._seed, self._keeps_micro_batches = seed, keeps_micro_batches
+        self._seed = seed
         self._trained: list[tuple[str, nn.Parameter]] = []
-        self._sum: dict[str, Tensor] = {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -166,26 +156,8 @@ class StepRecorder(pl.Callback):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self.step.dtype = narrowest_dtype(loss)
-        with suppress(UnreadableLossError):
-            self.step.is_contrastive = bool(is_contrastive(loss))
         is_divided = not isinstance(trainer.strategy, Engine)
         self.step.losses.append(float(loss.detach()) * (trainer.accumulate_grad_batches if is_divided else 1))
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._keeps_micro_batches:
-            return
-        now = {name: gradient.to(torch.float64) for name, gradient in _gradients(self._trained).items()}
-        added = {name: gradient - self._sum.get(name, 0.0) for name, gradient in now.items()}
-        self._sum = now
-        strategy = cast("Engine", trainer.strategy)
-        accumulation, factor = strategy.accumulation, 1.0 / strategy.loss_scale()
-        assert accumulation is not None
-        weight = accumulation.window.last_weight
-        if accumulation.window.counted is None and weight:  # a sum has none
-            factor *= (accumulation.window.weight_scale or 1.0) / float(weight)
-        self.step.micro_batch_gradients.append({name: gradient * factor for name, gradient in added.items()})
-        self.step.weights.append(None if weight is None else float(weight))
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:

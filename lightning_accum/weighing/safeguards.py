@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accum.user_warnings import listed
-from lightning_accum.weighing.nodes import kind_of, nodes_below
+from lightning_accum.weighing.nodes import nodes_below
 from lightning_accum.weighing.terms import Term
 
 
@@ -91,27 +91,6 @@ def zero_loss_of(parameters: Sequence[Tensor], sparse: Collection[Tensor] = froz
     """
     zero: Tensor = _Zero.apply(sparse, *parameters)  # type: ignore[no-untyped-call]
     return zero
-
-
-def is_contrastive(loss: Tensor) -> bool | None:
-    """Whether a loss has a cross entropy over logits that are square in the batch with labels 0..B-1, as in CLIP.
-
-    Every sample is then a negative of every other, and no weights make micro-batches equal to their batch (GradCache,
-    arXiv 2101.06983, does it by replaying the forward). Compares labels on the host, so ask once, not per micro-batch.
-
-    Returns:
-        None where the logits are not square, so that nothing was compared.
-    """
-    verdict = None
-    for node in () if loss.grad_fn is None else nodes_below(loss.grad_fn):
-        if kind_of(node) != "NllLoss":
-            continue
-        logits, target = node._saved_self, node._saved_target
-        if logits.dim() == 2 and logits.shape[0] == logits.shape[1] > 1:
-            verdict = torch.equal(target, torch.arange(len(target), device=target.device))
-            if verdict:
-                return True
-    return verdict
 
 
 def batch_norm_layers(module: nn.Module) -> list[str]:

@@ -172,7 +172,7 @@ def test_the_report_is_text_with_the_verdict_the_causes_and_the_numbers() -> Non
     report = verify(Classifier(contrastive), points(), micro_batch=4)
     text = str(report)
     assert (repr(report), bool(report), report.module) == (text, False, "Classifier")
-    for part in ("Not equal", "contrastive loss", "row_wise=", "net.0.weight"):
+    for part in ("Not equal", "losses that do not add up", "row_wise=", "net.0.weight"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 100
 
@@ -243,11 +243,14 @@ EQUAL: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "a gradient that is rounding alone": (lambda: Classifier(lambda m, y, b, i: F.cross_entropy(y + m.extra, b[1])), {}),
     "frozen BatchNorm": (lambda: evaluated(Classifier(plain, nn.BatchNorm1d(8))), {}),
     "noise, and a number that is logged": (lambda: Classifier(variational), {}),
+    "noise that all rows share": (lambda: Classifier(lambda m, y, b, i: F.cross_entropy(y * torch.rand(3), b[1])), {}),
     "dropout": (lambda: Classifier(plain, nn.Dropout(0.5)), {}),
     "an optimizer that runs its closure several times": (lambda: Classifier(optimizer=torch.optim.LBFGS), {}),
     "an optimizer that wraps another": (lambda: Classifier(optimizer=lambda p: WrapsAnother(torch.optim.SGD(p, lr=0.1))), {}),
     "parametrized": (lambda: Classifier(plain, nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), {}),
     "tied": (lambda: tied(Classifier(plain, nn.Linear(8, 8), nn.Linear(8, 8))), {}),
+    "a sum, divided by a number": (lambda: Classifier(lambda m, y, b, i: (y**2).sum() / 12), {}),
+    "a loss that hides its sum": (lambda: Classifier(lambda m, y, b, i: Hide.apply(plain(m, y, b, i))), {}),
     "a hook on a gradient": (lambda: hooked(lambda net: net[0].weight.register_hook(lambda g: g * 2)), {}),
     "layers that are made late": (Late, {}),
     "functions that have captured the module": (Capturing, {}),
@@ -326,25 +329,17 @@ OF_TERMS = {"micro_batch": 5, "weight": [chosen_rows, SampleCount()]}
 BREAKS: list[Any] = [
     ("BatchNorm", of(plain, nn.BatchNorm1d(8)), SPLIT, 'micro_batch="offload"'),
     ("batch_idx", of(reads_batch_idx), WINDOW, "micro_batch="),
-    ("contrastive loss", of(contrastive), SPLIT, "row_wise="),
-    ("rows that depend on each other", of(lambda m, y, b, i: F.cross_entropy(y - y.mean(0), b[1])), SPLIT, "row_wise="),
+    ("losses that do not add up", of(contrastive), SPLIT, "row_wise="),
+    ("losses that do not add up", of(lambda m, y, b, i: F.cross_entropy(y - y.mean(0), b[1])), SPLIT, "row_wise="),
     ("state", of(warm), WINDOW, ""),
     ("state", lambda: Classifier(plain, nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), SPLIT, ""),
     ("buffers", of(counting), SPLIT, ""),
     ("random numbers", of(mixed), SPLIT, ""),
-    ("weight", of(lambda m, y, b, i: Hide.apply(plain(m, y, b, i))), SPLIT, "SampleCount()"),
     ("weight", Classifier, {"micro_batch": 5, "weight": "equal"}, 'weight="auto"'),
-    pytest.param(
-        "weight of a term",
-        of(two_means),
-        OF_TERMS,
-        "",
-        marks=pytest.mark.xfail(strict=True, reason="issue 22: verify does not see what listed weights are of terms"),
-    ),
-    ("scale of the loss", of(lambda m, y, b, i: (y**2).sum() / 12), SPLIT, ""),
-    ("scale of the loss", of(lambda m, y, b, i: (y**2).sum() / len(y) ** 0.5), SPLIT, ""),
+    ("losses that do not add up", of(two_means), OF_TERMS, ""),
+    ("losses that do not add up", of(lambda m, y, b, i: (y**2).sum() / len(y) ** 0.5), SPLIT, ""),
     ("optimizer step", ByBatches, WINDOW, ""),
-    ("backward that is not linear", lambda: hooked(lambda net: net[0].weight.register_hook(clamped)), SPLIT, ""),
+    ("losses that do not add up", lambda: hooked(lambda net: net[0].weight.register_hook(clamped)), SPLIT, ""),
 ]
 
 
@@ -364,7 +359,7 @@ def test_several_breaks_are_told_apart_and_each_is_measured() -> None:
         return reads_batch_idx(self, logits, batch, batch_idx) + 1e-3 * contrastive(self, logits, batch, batch_idx)
 
     report = verify(Classifier(loss, nn.BatchNorm1d(8)), points(), window=3)
-    assert names(report) == ["BatchNorm", "batch_idx", "contrastive loss"]
+    assert names(report) == ["BatchNorm", "batch_idx", "losses that do not add up"]
     assert [found.without for found in report.breaks[:2]] == [found.difference for found in report.breaks[1:]]
 
 
