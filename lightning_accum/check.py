@@ -19,7 +19,7 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.adoption import Adopted, adopted, counts_of
-from lightning_accum.weighing.modes import COUNT, MEAN, MODES, ONCE, SUM, TOTAL, Mode
+from lightning_accum.weighing.modes import MEAN, MODES, ONCE, SUM, Mode
 from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher, name_of, words_of
 
@@ -152,15 +152,7 @@ class Check:
         checked, accumulation, rows = self._checked, self._accumulation, self._rows
         weigher, own = accumulation.weigher, found.weigher
         self._keep_units(weigher, found)
-        weigher.modes = {**weigher.modes, **own.modes}
-        for key, mode in own.modes.items():
-            fitting = found.fitting.get(key, {})
-            other = next((other for other in (TOTAL, COUNT, MEAN) if other in fitting and other != mode and mode in fitting), None)
-            if other is not None:
-                weigher.others[key] = (other, fitting[mode] / fitting[other] * weigher.units.get(key, 1.0))
-        weigher.ratios = {**weigher.ratios, **own.ratios}
-        weigher.looped, weigher.aliases = own.looped, own.aliases
-        weigher.hidden, weigher.takes_functions = own.hidden, own.takes_functions
+        weigher.learn(own, found.fitting)
         constant = 0.0 if own.counts_first or len(found.terms) > 1 else next(iter(found.constants.values()), 0.0)
         accumulation.window.constant = constant or None
         if own.counts_first and not weigher.counts_first:
@@ -234,9 +226,7 @@ class Check:
         return self._find_in(self._trial, rows)
 
     def _find_in(self, trial: Trial, rows: Rows) -> _Found:
-        weigher = Weigher(self._weight)
-        weigher.looped, weigher.aliases = self._accumulation.weigher.looped, dict(self._accumulation.weigher.aliases)
-        weigher.takes_functions = self._accumulation.weigher.takes_functions
+        weigher = self._accumulation.weigher.another()
         with trial.held():
             looks = looks_at(self._checked, trial, rows, weigher)
             functions = {measured.function for look in looks for measured in (look.whole, *look.parts)}
@@ -247,9 +237,8 @@ class Check:
             if found.adds_up:
                 return found
             trial.keep_state(looks[0].whole.batch)  # as a first forward may initialise it, from its rows
-            begun = Weigher(self._weight)
-            begun.takes_functions = weigher.takes_functions
-            begun.looped, begun.aliases = weigher.looped, dict(self._accumulation.weigher.aliases)
+            begun = weigher.another()
+            begun.aliases = dict(self._accumulation.weigher.aliases)
             looks = looks_at(self._checked, trial, rows, begun)
             if (again := self._decide(looks, begun, trial)).adds_up:
                 return again

@@ -206,7 +206,8 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
     """Buffers and attributes that change with each micro-batch, such as running statistics, change the loss of the next."""
     whole = found.whole if isinstance(found, SplitRows) else partial(found.take, range(min(found.number, MOST_ROWS)))
     with suppress(CannotCheckError):
-        if changed := trial.changed_buffers(whole):
-            checked.accumulation.warn_once(advice.of_buffers(changed))
-        if difference := trial.change_by_attributes(whole):
-            checked.accumulation.warn_once(advice.of_attributes(difference))
+        of_buffers, of_attributes = trial.changed_state(whole)
+        if of_buffers:
+            checked.accumulation.warn_once(advice.of_buffers(of_buffers))
+        if of_attributes:
+            checked.accumulation.warn_once(advice.of_attributes(of_attributes))

@@ -122,77 +122,53 @@ class Trial:
         with self.held():
             return [self.together(partial(self._loss_of, batch)) for batch in batches]
 
-    def changed_buffers(self, batch: Callable[[], Any]) -> dict[str, float]:
-        """The buffers that a step changes and its loss depends on. Called on all ranks.
+    def changed_state(self, batch: Callable[[], Any]) -> tuple[dict[str, float], float]:
+        """What a step changes and its loss depends on. Called on all ranks.
 
         Returns:
-            How far the loss of the same rows, or its gradient, is from what it was, as part of its size, where only that buffer has
-            changed.
+            How far the loss of the same rows, or its gradient, is from what it was, as part of its size, where only a buffer is as a
+            step has left it, by its name; and where all attributes are. What is rounding is not there, or 0.
 
         Raises:
             CannotCheckError: the batch has no loss, or another one each time. On all ranks.
         """
+        named = self._module.named_buffers
 
-        def result(changed: Mapping[str, Tensor]) -> tuple[float, dict[int, Tensor]]:
-            self.restore()
-            buffers = dict(self._module.named_buffers())
-            for name, value in changed.items():
-                buffers[name].data.copy_(value)
-            loss = self.step(batch())
-            return float(loss.detach()), self.gradients(loss, 1.0)
-
-        found: dict[str, float] = {}
-        with self.held():
-            before = self.together(partial(result, {}))
-            after = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
-            self.restore()
-            restored = {name: buffer for name, buffer in self._module.named_buffers() if name in after}
-            changed = [name for name, old in restored.items() if old.shape == after[name].shape and not old.equal(after[name])]
-            number = min(int(self.largest(len(changed))), MOST_ROWS)
-            again = self.together(partial(result, {})) if number else before
-            if self.largest(abs(again[0] - before[0])) > 0:
-                raise CannotCheckError("training_step gives the same rows another loss each time")
-            for index in range(number):  # as many steps on every rank
-                names = changed[index : index + 1]
-                difference = _difference(self.together(partial(result, {name: after[name] for name in names})), before)
-                if names and difference > self.tolerance:
-                    found[names[0]] = difference
-        return found
-
-    def change_by_attributes(self, batch: Callable[[], Any]) -> float:
-        """How far the loss of the same rows, or its gradient, is from what it was, where attributes are as a step has left them.
-
-        Called on all ranks. 0 where that is rounding, as part of its size otherwise.
-
-        Raises:
-            CannotCheckError: the batch has no loss, or another one each time. On all ranks.
-        """
-
-        def result(begin: Callable[[], None]) -> tuple[float, dict[int, Tensor]]:
-            begin()
+        def result(changed: Mapping[str, Tensor], keeps_attributes: bool = False) -> tuple[float, dict[int, Tensor]]:
+            if keeps_attributes:
+                random_state.restore()
+                self._mode.restore()
+                self._mode.restart()
+            else:
+                self.restore()
+            for name, buffer in named():
+                if name in changed and buffer.shape == changed[name].shape:
+                    buffer.data.copy_(changed[name])
             loss = self.step(batch())
             return float(loss.detach()), self.gradients(loss, 1.0)
 
         with self.held():
             random_state = self.random_state()
-            buffers = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
-
-            def restore_all_but_attributes() -> None:
-                random_state.restore()
-                self._mode.restore()
-                self._mode.restart()
-                for name, buffer in self._module.named_buffers():
-                    if name in buffers and buffer.shape == buffers[name].shape:
-                        buffer.data.copy_(buffers[name])
-
-            before = self.together(partial(result, self.restore))
-            difference = self.largest(_difference(self.together(partial(result, restore_all_but_attributes)), before))
-            if difference <= self.tolerance:
-                return 0.0
-            again = self.together(partial(result, self.restore))
+            before_step = {name: buffer.detach().clone() for name, buffer in named()}
+            before = self.together(partial(result, {}))
+            after = {name: buffer.detach().clone() for name, buffer in named()}
+            of_attributes = self.largest(_difference(self.together(partial(result, before_step, True)), before))
+            self.restore()
+            changed = [
+                name for name, old in named() if name in after and old.shape == after[name].shape and not old.equal(after[name])
+            ]
+            number = min(int(self.largest(len(changed))), MOST_ROWS)
+            has_attributes = of_attributes > self.tolerance
+            again = self.together(partial(result, {})) if number or has_attributes else before
             if self.largest(_difference(again, before)) > self.tolerance:
                 raise CannotCheckError("training_step gives the same rows another loss each time")
-        return difference
+            of_buffers: dict[str, float] = {}
+            for index in range(number):  # as many steps on every rank
+                names = changed[index : index + 1]
+                difference = _difference(self.together(partial(result, {name: after[name] for name in names})), before)
+                if names and difference > self.tolerance:
+                    of_buffers[names[0]] = difference
+        return of_buffers, of_attributes if has_attributes else 0.0
 
     def takes_rows_of_other_ranks(self, pair: tuple[Callable[[], Any], Callable[[], Any]], rank: int) -> bool:
         """Whether the loss of a rank is another where other ranks have other rows: it gathers them. Called on all ranks.

@@ -114,7 +114,7 @@ class Accumulator:
             self.policy = policy = valid_policy.checked(
                 Policy(
                     1 if window is None else window,
-                    weight,
+                    weight,  # type: ignore[arg-type]  # a sequence becomes a tuple
                     tail,
                     log=log,
                     micro_batch=None if row_wise is not None else micro_batch,

@@ -7,7 +7,7 @@ explicit weights count it from the batch (see :mod:`lightning_accum.weighing.cou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from lightning_accum.errors import ArgumentError, UnreadableLossError, WrongType
 from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.counts import SampleCount, Weight
 from lightning_accum.weighing.functions import FoundFunction, function_of_mean
-from lightning_accum.weighing.modes import COUNT, MEAN, ONCE, SUM, Mode, default_mode, weight_of
+from lightning_accum.weighing.modes import COUNT, MEAN, ONCE, SUM, TOTAL, Mode, default_mode, weight_of
 from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import terms_of
@@ -113,6 +113,28 @@ class Weigher:
         weight = checked(count(self._weight, batch, rows), self._weight)
         self.criterion = self.criterion or name_of(self._weight)
         return Contribution(weight, of_mean=of_mean)
+
+    def another(self) -> Weigher:
+        """One that reads as this one, and knows nothing of modes."""
+        other = Weigher(self._weight)
+        other.looped, other.aliases, other.takes_functions = self.looped, dict(self.aliases), self.takes_functions
+        return other
+
+    def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]]) -> None:
+        """Weigh as ``other``, which was found to add up.
+
+        Args:
+            other: a weigher of some rows.
+            fitting: what each term weighs in them, by each mode that adds up.
+        """
+        for key, mode in other.modes.items():
+            fits = fitting.get(key, {})
+            more = next((more for more in (TOTAL, COUNT, MEAN) if more in fits and more != mode and mode in fits), None)
+            if more is not None:
+                self.others[key] = (more, fits[mode] / fits[more] * self.units.get(key, 1.0))
+        self.modes, self.ratios = {**self.modes, **other.modes}, {**self.ratios, **other.ratios}
+        self.looped, self.aliases = other.looped, other.aliases
+        self.hidden, self.takes_functions = other.hidden, other.takes_functions
 
     def is_new(self, structure: frozenset[int]) -> bool:
         """Terms that the check has not seen; or fewer that look alike, of which nobody knows which."""
