@@ -138,8 +138,6 @@ class Accumulation(Windows):
         self.is_zero_grad_due = partial is None
         if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
             self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
-        if self.splitting is not None and "padding" in state:
-            self.splitting.planner.proofs.load_state_dict(state["padding"])
         return partial
 
     @override
@@ -149,8 +147,6 @@ class Accumulation(Windows):
             state["counted"] = self.window.counted.keys
         if self.splitting is not None and self.splitting.sizes is not None:
             state["micro_batch_sizes"] = self.splitting.sizes.state_dict()
-        if self.splitting is not None:
-            state["padding"] = self.splitting.planner.proofs.state_dict()
         return state
 
     # --- one loader batch -----------------------------------------------------------------------------------------

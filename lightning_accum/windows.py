@@ -20,13 +20,7 @@ from lightning_accum.window_loss import WindowLoss
 _COUNTS = ("epoch", "optimizer_steps", "scheduler_time", "total_weight", "skipped_micro_batches")
 _STATE = ("format", *_COUNTS, "is_at_boundary")
 """What :meth:`Windows.state_dict` always has, and what it has of some trainings."""
-_MORE_STATE = (
-    "epoch_loss",
-    "window",
-    "micro_batch_sizes",
-    "counted",
-    "padding",
-)
+_MORE_STATE = ("epoch_loss", "window", "micro_batch_sizes", "counted")
 
 
 class Windows(ABC):

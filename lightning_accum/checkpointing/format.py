@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_accum.errors import ArgumentError
 
-FORMAT = 5
+FORMAT = 6
 """Of the state of ``GradientAccumulation``. One more whenever a key is added, left out or means something else."""
 
 

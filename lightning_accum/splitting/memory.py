@@ -97,45 +97,17 @@ def _room_and_passing(device: torch.device) -> tuple[float, int]:
     return 0.9 * available - lasting, torch.cuda.max_memory_allocated(device) - lasting
 
 
-@dataclass
-class _Bucket:
-    """What is known of rows whose cost is within a factor of two.
-
-    Attributes:
-        limit: the rows that a micro-batch may have; None before any failure.
-        patience: batches that have to go well at the limit before more is tried.
-        calm: batches that went well at the limit since it was set.
-        is_due: the next micro-batch tries twice the limit.
-        has_grown: more than the limit of a failure was found to fit. A later failure doubles the patience.
-    """
-
-    patience: int
-    limit: int | None = None
-    calm: int = 0
-    is_due: bool = False
-    has_grown: bool = False
-
-    def wait_longer(self, longest: int) -> None:
-        """A trial failed: the next is after twice as many batches."""
-        self.patience = min(2 * self.patience, longest)
-        self.calm, self.is_due = 0, False
-
-
 class MicroBatchSizes:
-    """The sizes of micro-batches that fit into memory, found by trying.
+    """The size of micro-batches that fits into memory, found by trying.
 
-    Rows come in 64 buckets by the logarithm of their cost. A batch is one micro-batch until one fails. After a failure of
-    ``rows`` rows, the limit of the bucket, and of every bucket of longer rows whose limit is not below ``rows``, is half of them,
-    or the highest limit of longer rows that is in between. A bucket without a limit has the lowest of all shorter rows.
-
-    When batches went well at a limit for as long as ``patience``, twice the limit is tried. It becomes the limit when that fits;
-    when it fails, then or later, the patience of the bucket doubles. So failures become rarer and rarer while memory is the same,
-    and sizes recover when there is more of it. Equal histories give equal sizes: there is no clock and no chance in it.
+    A batch is one micro-batch until one fails. Half of its elements are the limit from then on, in rows of any length
+    (rounded up to a power of two). If batches
+    went well at the limit for as long as ``patience``, twice the limit is tried. It becomes the limit if that fits; if it fails,
+    then or later, patience doubles. So failures become rarer and rarer while memory is the same, and sizes recover if there is more
+    of it. Equal histories give equal sizes: there is no clock and no chance in it.
 
     Args:
         may_grow: vetoes the trial of a size, which then waits for as long again.
-        patience: loader batches, at first.
-        longest_patience: loader batches, at most.
 
     Example:
         >>> sizes = MicroBatchSizes()
@@ -144,26 +116,18 @@ class MicroBatchSizes:
         >>> sizes.halve(cost=1000, rows=32)
         16
         >>> sizes.size_for(cost=1000, rows=32), sizes.size_for(cost=4000, rows=32), sizes.size_for(cost=100, rows=32)
-        (16, 16, 32)
+        (16, 4, 32)
     """
 
-    def __init__(
-        self,
-        may_grow: Callable[[], bool] | None = None,
-        patience: int = 100,
-        longest_patience: int = 100_000,
-    ) -> None:
+    def __init__(self, may_grow: Callable[[], bool] | None = None) -> None:
         self.has_changed = False
         """Something was learned since ranks last agreed."""
         self._may_grow = may_grow
-        self._patience, self._longest_patience = patience, longest_patience
-        self._buckets = [_Bucket(patience) for _ in range(64)]
-        self._bound: set[int] = set()
-        """Buckets whose limit has split the loader batch under way."""
+        self._known = _Known()
+        self._is_bound = False
+        """The limit has split the loader batch under way."""
         self._has_failed = False
         """The loader batch under way has failed before."""
-        self._changed: set[int] = set()
-        """Buckets whose limit changed since ranks last agreed."""
 
     def size_for(self, cost: int, rows: int) -> int:
         """The rows that a micro-batch of the loader batch under way may have.
@@ -172,12 +136,12 @@ class MicroBatchSizes:
             cost: elements or tokens in a row, from 1.
             rows: what is left of the batch, the most that is returned.
         """
-        index = _index(cost)
-        limit = self._limit(index)
-        if limit is None or limit >= rows:
+        known, cost = self._known, _rounded(cost)
+        if known.limit is None or known.limit >= rows * cost:
             return rows
-        self._bound.add(index)
-        return min(2 * limit, rows) if self._buckets[index].is_due else limit
+        self._is_bound = True
+        limit = 2 * known.limit if known.is_due else known.limit
+        return min(rows, max(1, limit // cost))
 
     def halve(self, cost: int, rows: int) -> int:
         """A micro-batch ran out of memory. Returns the rows that the next may have.
@@ -194,22 +158,17 @@ class MicroBatchSizes:
                 f"A micro-batch of one sample (of cost {cost}) does not fit into memory, and there is no smaller one. Try shorter"
                 " sequences or smaller inputs, a smaller model, lower precision, or activation checkpointing."
             )
+        known, cost = self._known, _rounded(cost)
         self._has_failed = self.has_changed = True
-        self._bound.clear()
-        index = _index(cost)
-        bucket, before = self._buckets[index], self._limit(index)
-        if before is not None and rows > before:  # a trial: the limit stands
-            bucket.wait_longer(self._longest_patience)
-            return before
-        longer = [b.limit for b in self._buckets[index + 1 :] if b.limit is not None and b.limit < rows]
-        limit = max([math.ceil(rows / 2), *longer])
-        for other, b in enumerate(self._buckets[index:], index):
-            if b is bucket or (b.limit is not None and b.limit >= rows):
-                b.limit, b.calm, b.is_due = limit, 0, False
-                self._changed.add(other)
-                if b.has_grown:
-                    b.wait_longer(self._longest_patience)
-        return limit
+        self._is_bound = False
+        is_trial = known.limit is not None and rows * cost > known.limit
+        if not is_trial:
+            known.limit = math.ceil(rows / 2) * cost
+        if is_trial or known.has_grown:
+            known.patience = min(2 * known.patience, _LONGEST_PATIENCE)
+        known.calm, known.is_due = 0, False
+        assert known.limit is not None
+        return max(1, known.limit // cost)
 
     def end_batch(self, micro_batches: Sequence[tuple[int, int]]) -> None:
         """A loader batch went well, in the end.
@@ -217,70 +176,71 @@ class MicroBatchSizes:
         Args:
             micro_batches: the cost and the rows of each that it was run in.
         """
-        if self._bound and not self._has_failed:
-            for index in self._bound:
-                self._buckets[index].calm += 1
-            for cost, rows in micro_batches:
-                self._note(_index(cost), rows)
-            for index in self._bound:
-                bucket, limit = self._buckets[index], self._limit(index)
-                if bucket.calm >= bucket.patience and not bucket.is_due and limit is not None:
-                    bucket.is_due = self._may_grow is None or self._may_grow()
-                    bucket.calm = 0
-        self._bound.clear()
-        self._has_failed = False
-
-    def _note(self, index: int, rows: int) -> None:
-        limit = self._limit(index)
-        if limit is not None and rows > limit:
-            bucket = self._buckets[index]
-            bucket.limit, bucket.calm, bucket.is_due, bucket.has_grown = rows, 0, False, True
-            self._changed.add(index)
-            self.has_changed = True
-
-    def _limit(self, index: int) -> int | None:
-        limit = self._buckets[index].limit
-        if limit is None:
-            limit = min((bucket.limit for bucket in self._buckets[:index] if bucket.limit is not None), default=None)
-        return limit
+        known = self._known
+        if self._is_bound and not self._has_failed:
+            assert known.limit is not None
+            largest = max((_rounded(cost) * rows for cost, rows in micro_batches if rows > 1), default=0)
+            known.calm += 1
+            if known.is_due and largest > known.limit:
+                known.limit, known.calm, known.is_due, known.has_grown = largest, 0, False, True
+                self.has_changed = True
+            elif known.calm >= known.patience and not known.is_due:
+                known.calm, known.is_due = 0, self._may_grow is None or self._may_grow()
+        self._is_bound = self._has_failed = False
 
     # --- several ranks ------------------------------------------------------------------------------------------------
 
     def as_tensor(self) -> Tensor:
         """What this rank has learned since the last agreement, for one all-reduce with MIN over ranks.
 
-        Shape (2, 64), float64: limits, inf where they have not changed, and the negative of patience. So a limit that fell on
-        any rank falls on all, and one that only grew grows on all.
+        Shape (2,), float64: the limit, inf if it has not changed, and the negative of patience. So a limit that fell on any rank
+        falls on all, and one that only grew grows on all.
         """
-        limits = [bucket.limit if index in self._changed else None for index, bucket in enumerate(self._buckets)]
-        return torch.tensor(
-            [[math.inf if limit is None else limit for limit in limits], [-bucket.patience for bucket in self._buckets]],
-            dtype=torch.float64,
-        )
+        limit = self._known.limit if self.has_changed and self._known.limit is not None else math.inf
+        return torch.tensor([limit, -self._known.patience], dtype=torch.float64)
 
     def agree(self, tensor: Tensor) -> None:
         """Take over what ranks have learned: their reduced :meth:`as_tensor`."""
-        limits, patiences = tensor.tolist()
-        for bucket, limit, patience in zip(self._buckets, limits, patiences, strict=True):
-            if limit != math.inf and limit != bucket.limit:
-                bucket.has_grown |= bucket.limit is not None and limit > bucket.limit
-                bucket.limit, bucket.calm, bucket.is_due = int(limit), 0, False
-            if -patience > bucket.patience:
-                bucket.patience, bucket.calm, bucket.is_due = int(-patience), 0, False
-        self._changed.clear()
+        known, (limit, patience) = self._known, tensor.tolist()
+        if limit != math.inf and limit != known.limit:
+            known.has_grown |= known.limit is not None and limit > known.limit
+            known.limit, known.calm, known.is_due = int(limit), 0, False
+        if -patience > known.patience:
+            known.patience, known.calm, known.is_due = int(-patience), 0, False
         self.has_changed = False
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain numbers."""
-        untouched = _Bucket(self._patience)
-        return {str(index): asdict(bucket) for index, bucket in enumerate(self._buckets) if bucket != untouched}
+        return asdict(self._known)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a :meth:`state_dict`. It counts as learned just now, as ranks may have loaded different ones."""
-        self._buckets = [_Bucket(**state.get(str(index), {"patience": self._patience})) for index in range(64)]
-        self._changed = {index for index, bucket in enumerate(self._buckets) if bucket.limit is not None}
+        self._known = _Known(**state)
         self.has_changed = True
 
 
-def _index(cost: int) -> int:
-    return min(max(cost - 1, 0).bit_length(), 63)  # ceil(log2(cost))
+def _rounded(cost: int) -> int:
+    """Up to a power of two: rows of about one length have one size."""
+    return 1 << max(cost - 1, 0).bit_length()
+
+
+_LONGEST_PATIENCE = 100_000
+
+
+@dataclass
+class _Known:
+    """What is known of the size that fits.
+
+    Attributes:
+        patience: batches that have to go well at the limit before more is tried.
+        limit: the elements that a micro-batch may have; None before any failure.
+        calm: batches that went well at the limit since it was set.
+        is_due: the next micro-batch tries twice the limit.
+        has_grown: more than the limit of a failure was found to fit. A later failure doubles the patience.
+    """
+
+    patience: int = 100
+    limit: int | None = None
+    calm: int = 0
+    is_due: bool = False
+    has_grown: bool = False

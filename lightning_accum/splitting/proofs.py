@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.splitting.padding import Spans
@@ -59,18 +59,6 @@ class TrimmingCheck:
     def forget_what_was_right(self) -> None:
         """Ask again where trimming was found right."""
         self.answers = {known: may for known, may in self.answers.items() if not may}
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was found out, as plain values."""
-        return {
-            "answers": [[side, list(tensors), may] for (side, tensors), may in self.answers.items()],
-            "waits": [[side, list(tensors), wait.batches, wait.patience] for (side, tensors), wait in self._waits.items()],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a :meth:`state_dict`. What was found right then is proven again, with the module and the rows of now."""
-        self.answers = {(side, tuple(tensors)): may for side, tensors, may in state["answers"] if not may}
-        self._waits = {(side, tuple(tensors)): _Wait(*wait) for side, tensors, *wait in state["waits"]}
 
     def trimmable(self, layout: Layout, spans: dict[int, Spans], proof: Proof) -> dict[int, Spans]:
         """The spans without the padding that the loss was found to depend on."""

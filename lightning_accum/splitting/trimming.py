@@ -43,7 +43,7 @@ def difference_by_padding(
     """
     if held := snapshotter.iterators():
         return Inconclusive(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
-    alone = _Alone(training_step)
+    alone = _Alone(module, training_step)
     take_snapshot = partial(snapshotter.take, watches_parameters=False)
     trial = Trial(module, alone.run, take_snapshot, GradientSync(), largest=float)
     for dtype in dict.fromkeys((exact_dtype(trial.device), torch.float32)):
@@ -86,16 +86,21 @@ def _compare(trial: Trial, alone: _Alone, weigh: Callable[[Any], Any] | None, pa
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """Runs a step, stops what would wait for other ranks, and notes whether memory ran out."""
+    """Runs a step with submodules in evaluation mode, where dropout draws no numbers, which would differ by shape.
 
-    def __init__(self, training_step: Callable[[Any], Any]) -> None:
+    It stops what would wait for other ranks, and notes whether memory ran out.
+    """
+
+    def __init__(self, module: nn.Module, training_step: Callable[[Any], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._training_step = training_step
+        self._module, self._training_step = module, training_step
         self.ran_out_of_memory = False
 
     def run(self, batch: Any) -> Any:
         """The output of the step."""
         self.ran_out_of_memory = False
+        for child in self._module.children():
+            child.eval()
         try:
             with self:
                 return self._training_step(batch)
