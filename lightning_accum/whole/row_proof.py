@@ -20,8 +20,8 @@ from lightning_accum.whole.call_state import as_with_a_graph
 from lightning_accum.whole.calls import Form
 from lightning_accum.whole.gradient_proof import check_gradients
 from lightning_accum.whole.layers import INSTEAD, Layer, check_others, is_close
-from lightning_accum.whole.single_precision import prove_in_single_precision
 from lightning_accum.whole.trees import Tree, UnknownObjectError, is_list_of_numbers, leaves, read
+from lightning_accum.wider import is_narrow, widened, widened_batch
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
@@ -115,8 +115,7 @@ class RowProof:
         if form is None:
             try:
                 with _held(layer.module), torch.no_grad():
-                    form = _prove(layer, arguments, fitting, number, self._most)
-                    prove_in_single_precision(layer, arguments, lambda wide: _prove(layer, wide, fitting, number, self._most))
+                    form = _prove_exactly(layer, arguments, fitting, number, self._most)
             except UnknownObjectError as error:
                 raise RowWiseError(
                     f"row_wise={layer.name!r}: {layer.name!r} returns {error}. Have it return tensors: of a model of Hugging Face,"
@@ -135,6 +134,25 @@ def _flag(other: Any) -> Any:
 def _shape(leaf: Any, fits: bool) -> Any:
     """What calls of one kind have in common in an argument: not its number of rows or its length."""
     return (leaf.dtype, leaf.dim(), None if fits else leaf.shape[:1]) if isinstance(leaf, Tensor) else str
+
+
+def _prove_exactly(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], number: int, most: int) -> Form:
+    """In single precision if it computes in half precision, where rounding hides breaks, and runs in single precision too."""
+    tensors = [*layer.module.parameters(), *(leaf for leaf in arguments.leaves if isinstance(leaf, Tensor))]
+    kinds = {tensor.device.type for tensor in tensors}
+    if not layer.is_sharded and (any(map(is_narrow, tensors)) or any(map(torch.is_autocast_enabled, kinds))):
+        try:
+            with ExitStack() as stack:
+                for kind in kinds:
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                stack.enter_context(widened(layer.module, torch.float32))
+                wide = read(arguments.make(widened_batch(leaf, torch.float32) for leaf in arguments.leaves))
+                return _prove(layer, wide, fitting, number, most)
+        except RowWiseError:
+            raise
+        except Exception:  # some submodules run in their own precision only, and memory may run out
+            pass
+    return _prove(layer, arguments, fitting, number, most)
 
 
 def _prove(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], number: int, most: int) -> Form:
