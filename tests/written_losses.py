@@ -90,6 +90,7 @@ def _compiled(values: Tensor, y: Tensor) -> Tensor:
 
 WRITTEN: dict[str, Callable[[Any, Batch], Tensor]] = {
     "cross entropy": ce,
+    "label smoothing and class weights": lambda net, b: ce(net, b, label_smoothing=0.1, weight=CLASSES),
     "sum": lambda net, b: ce(net, b, reduction="sum"),
     "masked mean, clamped": lambda net, b: (each(net, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1),
     "selected mean": lambda net, b: each(net, b)[b["mask"]].mean(),

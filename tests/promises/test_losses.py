@@ -269,6 +269,14 @@ def test_over_shards_a_function_of_a_mean_is_that_of_the_full_batch() -> None:
     assert_one_window_one_batch(partial(Perplexity, "sgd"), by_rank, windows, GradientAccumulation(2), "fsdp2")
 
 
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("name", ["label smoothing and class weights", "selected mean"])
+def test_a_micro_batch_with_nothing_but_ignored_labels_adds_nothing(name: str, place: int) -> None:
+    nothing = make(2, 9, ignored=slice(None))
+    batches = [*BATCHES[:place], nothing, *BATCHES[place:4], *BATCHES[5:]]
+    assert_window_equals_batch(Toy(BY_NAME[name].of, net=Net), batches, GradientAccumulation(4), optimizers=[adamw])
+
+
 def test_a_micro_batch_without_error_has_a_gradient_as_in_the_full_batch() -> None:
     """Where it is alone, the slope of its root is infinite."""
     module = Toy(BY_NAME["RMSE"].of, net=Net)
