@@ -33,6 +33,7 @@ class BatchNode:
         size: of dimension 0 of a tensor, or the length of a list.
         problem: why it cannot be split.
         kind: what it is if the batch has the rows that were found: a tensor, rows, a container, or shared.
+        cut: of a container, the parts inside of it that a micro-batch does not take as they are.
     """
 
     path: str
@@ -43,6 +44,7 @@ class BatchNode:
     problem: str = ""
     kind: str = "shared"
     parts: list[BatchNode] = field(default_factory=list)
+    cut: list[BatchNode] = field(default_factory=list)
 
     @property
     def is_list(self) -> bool:
@@ -199,8 +201,16 @@ def _has_parts_with_rows(part: BatchNode, root: BatchNode, size: int) -> bool:
     """Whether what is in a list of ``size`` entries has ``size`` rows each."""
     if part is root and not any(isinstance(inner.value, Tensor) and inner.size == size for inner in part.walk()):
         return False
-    has_tensors = any(isinstance(inner.value, Tensor) for inner in part.walk())
-    return has_tensors and all(_has_rows(entry, size) for entry in part.value)
+    inside = list(part.walk())
+    if not any(isinstance(inner.value, Tensor) for inner in inside):
+        return False
+    beside = [other for other in root.walk() if other is not root and other not in inside and other.is_list and other.size == size]
+    are_samples = any(not _have_rows(other, size) for other in beside)  # as targets beside images of three channels
+    return not are_samples and _have_rows(part, size)
+
+
+def _have_rows(part: BatchNode, size: int) -> bool:
+    return all(_has_rows(entry, size) for entry in part.value)
 
 
 def _has_rows(value: Any, size: int) -> bool:

@@ -76,7 +76,7 @@ def join(batches: Sequence[Any]) -> tuple[Any, str]:
             joined.put(part, [entry for value in values for entry in value])
         elif part.kind == "shared":
             _check_shared(path, values)
-    return Layout.read(batches[0], known).pattern.take(batches[0], joined), columns.description
+    return Layout.read(batches[0], known).taken(joined), columns.description
 
 
 class _Joined(RowSelector):

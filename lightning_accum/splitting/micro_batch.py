@@ -1,15 +1,13 @@
-"""Micro-batches: how a loader's batch is made of rows, and how some of its rows are taken.
-
-What a micro-batch takes of each part of the batch is put into functions, once, so that :meth:`Layout.take` is quick.
-"""
+"""Micro-batches: how a loader's batch is made of rows, and how some of its rows are taken."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,9 +59,6 @@ def _check_tokens(count: Any, what: str) -> None:
         raise ArgumentError(f"{what} must be an int of at least 1, but count={count!r}")
 
 
-TakeRows: TypeAlias = "Callable[[Any, RowSelector], Any]"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """How a batch is made of rows: which parts have one entry a sample, and which are shared.
@@ -75,7 +70,7 @@ class Layout:
         shared_tensors: the tensors with a dimension 0 that is not the rows, by path.
         kinds: what each part is, by path: a ``tensor`` with rows; a list that is ``rows``, one entry a sample; a
             ``container`` of other parts; or ``shared`` by all rows.
-        pattern: what of it other batches can have too.
+        taken: a batch of the same types with what a selector takes of each part. The batch that was read stays as it is.
 
     Example:
         >>> layout = Layout.read({"x": torch.arange(6).reshape(3, 2), "name": ["a", "b", "c"], "rate": 0.5})
@@ -90,8 +85,7 @@ class Layout:
     tensors: dict[str, Tensor] = field(repr=False)
     shared_tensors: dict[str, Tensor] = field(repr=False)
     kinds: dict[str, str]
-    _batch: Any = field(repr=False)
-    pattern: Pattern = field(repr=False)
+    taken: Callable[[RowSelector], Any] = field(repr=False)
 
     @classmethod
     def read(cls, batch: Any, known: Mapping[str, str] | None = None, samples: Collection[int] = ()) -> Layout:
@@ -112,11 +106,15 @@ class Layout:
         for part in parts:
             if isinstance(part.value, Tensor) and part.size is not None:
                 tensors[part.kind][part.path] = part.value
-        take = _compile(root)
-        assert take is not None  # it has rows
         kinds = {**known, **{part.path: part.kind for part in parts}}
-        pattern = Pattern(size, tuple(tensors["tensor"]), tuple(tensors["shared"]), kinds, _signature(batch), take)
-        return cls(size, tensors["tensor"], tensors["shared"], kinds, batch, pattern)
+        for part in parts:
+            if part.kind == "container":
+                part.cut = [inner for inner in part.parts if _is_cut(inner)]
+                try:
+                    _rebuilt(part, [], lambda inner: inner.value)
+                except Exception as error:  # now, rather than in the middle of a window
+                    raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
+        return cls(size, tensors["tensor"], tensors["shared"], kinds, partial(_taken, root))
 
     def take(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None = None) -> Any:
         """A batch of the same types with some of the rows. The batch that was read stays as it is.
@@ -127,44 +125,7 @@ class Layout:
                 are the dimensions after 0; where a floating tensor has size ``L`` in dimension 1 the others stay, for they are
                 features. In shared tensors they are all dimensions.
         """
-        return self.pattern.take(self._batch, RowSelector(rows, columns))
-
-
-class Pattern(NamedTuple):
-    """A layout without the batch that it was read from, so that no batch is kept alive."""
-
-    size: int
-    tensors: tuple[str, ...]
-    shared_tensors: tuple[str, ...]
-    kinds: dict[str, str]
-    signature: tuple[Any, ...] | None
-    take: TakeRows
-
-    def fits(self, batch: Any) -> bool:
-        """Whether another batch certainly has this layout: tensors of the same shapes in a tuple, list or dict."""
-        return self.signature is not None and _signature(batch) == self.signature
-
-    def of(self, batch: Any) -> Layout | None:
-        """The layout of another batch; None where it does not certainly fit, see :meth:`fits`."""
-        if not self.fits(batch):
-            return None
-        named = batch if isinstance(batch, dict) else {f"[{index}]": value for index, value in enumerate(batch)}
-        tensors, shared = ({path: named[path] for path in paths} for paths in (self.tensors, self.shared_tensors))
-        return Layout(self.size, tensors, shared, self.kinds, batch, self)
-
-
-def _signature(batch: Any) -> tuple[Any, ...] | None:
-    """What batches of one layout have in common; None where more has to be looked at."""
-    is_dict = type(batch) is dict
-    if not (is_dict or type(batch) is tuple or type(batch) is list):
-        return None
-    values = list(batch.values() if is_dict else batch)
-    if not all(type(value) is Tensor and not value.is_nested for value in values):
-        return None
-    keys = tuple(batch) if is_dict else ()
-    if not all(type(key) is str and key.isidentifier() for key in keys):  # a path of others is not their name
-        return None
-    return type(batch), keys, tuple(value.shape for value in values), tuple(value.dtype for value in values)
+        return self.taken(RowSelector(rows, columns))
 
 
 class RowSelector:
@@ -226,55 +187,45 @@ class RowSelector:
 # --- what a micro-batch takes of each part ----------------------------------------------------------------------------
 
 
-def _compile(part: BatchNode) -> TakeRows | None:
-    """What a micro-batch takes of one part; None if it takes the part as it is."""
+def _taken(part: BatchNode, selector: RowSelector) -> Any:
     value = part.value
     if part.kind == "rows":
-        return lambda value, selector: _maker_of(value)(selector.entries(value))
+        return _maker_of(value)(selector.entries(value))
     if part.kind == "tensor":
-        return lambda value, selector: selector.tensor(value)
-    if isinstance(value, Tensor):  # shared
-        return (lambda value, selector: selector.shared(value)) if value.dim() else None
-    takes = [(inner, take) for inner in part.parts if (take := _compile(inner))]
-    if not takes:
-        # a copy, so that a micro-batch does to its own what it does to it
-        return (lambda value, selector: copy.copy(value)) if type(value) in (dict, list) else None
-    try:
-        return _rebuild(value, takes)
-    except Exception as error:
-        raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
+        return selector.tensor(value)
+    if isinstance(value, Tensor):
+        return selector.shared(value)
+    if not part.cut:  # a copy, so that a micro-batch does to its own what it does to it
+        return copy.copy(value) if type(value) in (dict, list) else value
+    return _rebuilt(part, part.cut, lambda inner: _taken(inner, selector))
 
 
-def _rebuild(value: Any, takes: list[tuple[BatchNode, TakeRows]]) -> TakeRows:
-    """Make a container anew, and put what is taken of its parts into the new one."""
-    items = [(part.key, take) for part, take in takes if not part.is_attribute]
-    attributes = [(part.key, take) for part, take in takes if part.is_attribute]
-    if type(value) in (list, tuple) and all(part.kind == "tensor" for part, _ in takes) and len(items) == len(value):
-        return lambda value, selector: type(value)(map(selector.tensor, value))  # the usual batch, the quick way
+def _is_cut(part: BatchNode) -> bool:
+    """A micro-batch does not take it as it is."""
+    is_shared_tensor = isinstance(part.value, Tensor) and part.value.dim() > 0
+    is_open = type(part.value) in (dict, list)
+    return part.kind in ("rows", "tensor") or is_shared_tensor or is_open or any(map(_is_cut, part.parts))
+
+
+def _rebuilt(part: BatchNode, inside: Sequence[BatchNode], taken: Callable[[BatchNode], Any]) -> Any:
+    """A container made anew, with what is taken of the parts inside of it in their places."""
+    value = part.value
     if isinstance(value, (list, tuple)):
-
-        def rebuilt(value: Any, selector: RowSelector) -> Any:
-            entries = list(value)
-            for index, take in items:
-                entries[index] = take(entries[index], selector)
-            return _maker_of(value)(entries)
-
-        _maker_of(value)(value)  # now, rather than in the middle of a window
-        return rebuilt
-    second_names = [name for name in getattr(value, "__dict__", {}) if items and name in value]
-
-    def copied(value: Any, selector: RowSelector) -> Any:
-        made = copy.copy(value)
-        for key, take in items:
-            made[key] = take(value[key], selector)
-        for name in second_names:  # `batch.labels` for `batch["labels"]`
+        entries = list(value)
+        for inner in inside:
+            entries[inner.key] = taken(inner)
+        return _maker_of(value)(entries)
+    made = copy.copy(value)
+    items = [inner for inner in inside if not inner.is_attribute]
+    for inner in items:
+        made[inner.key] = taken(inner)
+    for name in getattr(made, "__dict__", {}) if items else ():
+        if name in value:  # `batch.labels` for `batch["labels"]`
             made.__dict__[name] = made[name]
-        for name, take in attributes:
-            object.__setattr__(made, name, take(getattr(value, name), selector))  # also where the class is frozen
-        return made
-
-    copy.copy(value)
-    return copied
+    for inner in inside:
+        if inner.is_attribute:
+            object.__setattr__(made, inner.key, taken(inner))  # also where the class is frozen
+    return made
 
 
 def _maker_of(value: Sequence[Any]) -> Callable[[Any], Any]:

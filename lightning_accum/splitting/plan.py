@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.splitting.memory import MicroBatchSizes
-from lightning_accum.splitting.micro_batch import Layout, Pattern, Tokens
+from lightning_accum.splitting.micro_batch import Layout, Tokens
 from lightning_accum.splitting.packed import PackedBatches
 from lightning_accum.splitting.packing import MicroBatchSize, Packer, RowSlice
 from lightning_accum.splitting.padding import AmbiguousDims, Spans, read_spans
@@ -124,13 +124,11 @@ class Planner:
         self._ambiguous = AmbiguousDims()
         self.proofs = TrimmingCheck(warn)
         """What was found out about padding."""
-        self._pattern: Pattern | None = None
+        self._kinds: dict[str, str] | None = None
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._samples = samples
         self._packed = PackedBatches(samples, warn)
         self.packer = Packer(size, sizes, warn)
-        self._unpadded: tuple[Pattern, Sequence[RowSlice]] | None = None
-        """What shows by its types alone that no row is padded, and how batches of it are cut."""
         self.description = ""
         """What was understood of the first batch, in words."""
 
@@ -159,20 +157,14 @@ class Planner:
         seen, self._seen = self._seen, None
         if self._split is not None:
             return self._plan_by_function(batch, self._split)
-        if self._unpadded is not None and self._unpadded[0].fits(batch):
-            take, pieces = self._unpadded[0].take, self._unpadded[1]
-            return Plan(batch, pieces, lambda piece: take(batch, piece.selector), is_whole=len(pieces) == 1)
         layout = self._layout_of(batch)
-        take = layout.pattern.take
         spans = self.trimmable(layout, proof, seen[1] if seen is not None and seen[0] == _shapes(layout) else None)
         pieces, order = self.packer.pack(layout, spans)
         if not self.description:
             self.description = self._describe(layout, bool(spans))
         is_whole = len(pieces) == 1 and not pieces[0].columns
-        if self._sizes is None and not (self._trim and self._may_be_padded(layout)):
-            self._unpadded = (layout.pattern, pieces)
         tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
-        return Plan(batch, pieces, lambda piece: take(batch, piece.selector), order, is_whole, tensors)
+        return Plan(batch, pieces, lambda piece: layout.taken(piece.selector), order, is_whole, tensors)
 
     def trimmable(self, layout: Layout, proof: Proof, seen: dict[int, Spans] | None = None) -> dict[int, Spans]:
         """Where rows begin and end, as far as the padding around them may be trimmed; empty where nothing is to be."""
@@ -181,12 +173,9 @@ class Planner:
         return self.proofs.trimmable(layout, self._read_spans(layout) if seen is None else seen, proof)
 
     def _layout_of(self, batch: Any) -> Layout:
-        known = self._pattern
-        layout = None if known is None else known.of(batch)
-        if layout is None:
-            layout = Layout.read(batch, None if known is None else known.kinds, self._samples())
-            self._packed.check(layout, is_first=known is None)
-            self._pattern = layout.pattern
+        layout = Layout.read(batch, self._kinds, self._samples())
+        self._packed.check(layout, is_first=self._kinds is None)
+        self._kinds = layout.kinds
         return layout
 
     def _may_be_padded(self, layout: Layout) -> bool:

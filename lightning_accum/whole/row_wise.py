@@ -20,7 +20,7 @@ from lightning_accum.policy import Policy
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.memory import MicroBatchSizes, has_room_to_double
-from lightning_accum.splitting.micro_batch import Layout, Pattern, Tokens
+from lightning_accum.splitting.micro_batch import Layout, Tokens
 from lightning_accum.splitting.packing import MicroBatchSize, RowSlice
 from lightning_accum.splitting.plan import Planner
 from lightning_accum.whole.calls import Call, Form, taken, twice_differentiated
@@ -230,9 +230,7 @@ def _layout(layer: Layer, arguments: Tree, form: Form, number: int) -> Layout:
     for path, leaf, is_row in zip(arguments.paths, arguments.leaves, form.inputs, strict=True):
         if isinstance(leaf, Tensor):
             tensors[is_row][_name(layer, path)] = leaf
-    rows, shared = tuple(tensors[True]), tuple(tensors[False])
-    pattern = Pattern(number, rows, shared, {}, None, lambda tree, selector: taken(tree, form.inputs, selector))
-    return Layout(number, tensors[True], tensors[False], {}, arguments, pattern)
+    return Layout(number, tensors[True], tensors[False], {}, partial(taken, arguments, form.inputs))
 
 
 def _name(layer: Layer, path: str) -> str:
