@@ -14,8 +14,8 @@ from torchmetrics.wrappers import MinMaxMetric, Running
 
 from lightning_accum.errors import UnreadableLossError
 from lightning_accum.micro_batch import Weighed
-from lightning_accum.splitting.means import loss_of_parts
 from lightning_accum.splitting.metric_of_batch import MetricOfBatch, ValueOfMetric, can_merge, metric_behind
+from lightning_accum.splitting.outputs import loss_of_parts
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.functions import OfMean
 from lightning_accum.weighing.terms import Denominator

@@ -86,15 +86,9 @@ def has_room_to_double(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
-    room, passing = _room_and_passing(device)
-    return 2 * passing <= room
-
-
-def _room_and_passing(device: torch.device) -> tuple[float, int]:
-    """Bytes for what passes, and how many passed at the peak: what is allocated now stays, of nine tenths of what can be had."""
     lasting = torch.cuda.memory_allocated(device)
     available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return 0.9 * available - lasting, torch.cuda.max_memory_allocated(device) - lasting
+    return lasting + 2 * (torch.cuda.max_memory_allocated(device) - lasting) <= 0.9 * available
 
 
 class MicroBatchSizes:

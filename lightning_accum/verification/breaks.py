@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_accum.errors import UnreadableLossError
 from lightning_accum.verification.report import Break
 
 _WORDS = {
@@ -83,12 +81,6 @@ def named(name: str, difference: float, *words: Any, without: float | None = Non
     return Break(name, found.format(*words), difference, without, mend)
 
 
-def unreadable_weight(error: UnreadableLossError) -> Break:
-    """The weight cannot be read, and training would stop."""
-    found, _, mend = str(error).partition(" Say what")
-    return Break("weight", found, math.nan, None, f"Say what{mend}")
-
-
 def mended_by_row_wise(found: Break, names: Sequence[str]) -> Break:
     """A break with another mend."""
     if not names:
@@ -97,6 +89,4 @@ def mended_by_row_wise(found: Break, names: Sequence[str]) -> Break:
         f"GradientAccumulation(micro_batch=..., row_wise={list(names)}) and a window of 1: so the step was the full batch's. The"
         " loss sees the outputs of all rows, which these submodules compute in micro-batches."
     )
-    if found.name == "weight":
-        mend = f"{found.mend} Or, for a loss of pairs or of statistics of the batch: {mend}"
     return replace(found, mend=mend)

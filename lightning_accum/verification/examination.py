@@ -48,7 +48,8 @@ class Diagnosis:
         try:
             self.window = self._as_in_training()
         except UnreadableLossError as error:
-            self.breaks.append(breaks.mended_by_row_wise(breaks.unreadable_weight(error), self._names_that_mend(self.full)))
+            found = breaks.named("losses that do not add up", math.nan, error)
+            self.breaks.append(breaks.mended_by_row_wise(found, self._names_that_mend(self.full)))
             return
         self.gradient = Difference.between(self.window.gradients, self.full.gradients)
         self.update = Difference.between(self.window.way, self.full.way)

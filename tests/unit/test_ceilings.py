@@ -25,7 +25,7 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 CEILINGS = {
     "lines of code": 18_500,
     "lines of the package": 28_000,
-    "files of the package": 178,
+    "files of the package": 177,
     "width of the package": 152,
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 43,
