@@ -201,7 +201,7 @@ def written(expected: str) -> Any:
     return pytest.mark.parametrize("loss", of)
 
 
-@pytest.mark.some_cases(20)
+@pytest.mark.some_cases(15)
 @pytest.mark.parametrize("way", POLICIES)
 @written("exact")
 def test_a_loss_that_adds_up_is_exact_and_nothing_is_warned_of(loss: Written, way: str) -> None:
