@@ -20,9 +20,9 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.verdict import Verdict
+from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
 from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.counted import Counted
-from lightning_accum.weighing.modes import ONCE
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Weigher, scale_terms
 from lightning_accum.whole.row_wise import RowWise
@@ -104,6 +104,8 @@ class Accumulation(Windows):
         """A micro-batch of the window whose loss has terms that were not checked; None if there is none."""
         self.may_count_first = False
         """The terms of a window can be counted before it runs."""
+        self.counted_next: Sequence[int] | None = None
+        """Terms of this window that turned out in it to have weights of their own: it is left out, and the next ones are counted."""
         self.stops_counting = False
         """From the next window on all terms have one weight."""
         self.rest_of_window: Callable[[], Iterator[tuple[Any, bool]]] | None = None
@@ -115,6 +117,7 @@ class Accumulation(Windows):
         """From now on the terms of a window are counted before it runs, those with these keys and others."""
         window, weights = self.window, self.policy.weight
         self.weigher.counts_first, self._again = not isinstance(weights, tuple), None
+        self.stops_counting = False
         keys = range(len(weights)) if isinstance(weights, tuple) else keys
         window.counted = Counted(keys, window.device, window.dtype, self.world_size, self.ranks.group)
         window.counted.is_listed = isinstance(weights, tuple)
@@ -186,7 +189,7 @@ class Accumulation(Windows):
             self._unread = error  # other ranks do not know of it: all raise at the end of the window
             if (self.world_size == 1 or self.policy.on_nonfinite != "propagate") and not self._is_one_micro_batch():
                 raise
-            contribution = Contribution(math.nan if self.world_size > 1 else None)  # of one alone nothing depends on its weight
+            contribution = Contribution(math.nan if self.world_size > 1 else None)  # one alone depends on no weight
         again = self._again
         if again is not None and contribution is again[0] and loss.dtype is again[1]:
             self.window.add_again(loss, contribution)
@@ -335,12 +338,15 @@ class Accumulation(Windows):
             self.closed = self.window.close(lambda: [p.grad for p in parameters() if p.grad is not None] if sums is None else sums)
         except ArgumentError as error:  # on all ranks
             unread = [self.ranks.share(self._unread, rank) for rank in range(self.ranks.world_size)] if self.world_size > 1 else []
-            raise next(filter(None, unread), error) from None
-        if self.closed.is_doubtful:
+            if self.counted_next is None or any(unread):
+                raise next(filter(None, unread), error) from None
+            self.closed = ClosedWindow(math.nan, 0.0, 0, is_empty=True)
+        disagrees = self.closed.do_terms_disagree or self.closed.do_factors_differ  # on all ranks
+        is_auto = self.policy.weight == "auto" and self.may_count_first and self.window.counted is None
+        if disagrees and is_auto and self.ranks.largest(float(self.closed.do_terms_disagree))[0]:
+            self.counted_next = ()
+        elif self.closed.is_doubtful:
             self._loss.warn_of(self.closed, self.warn_once)
-            has_terms = sum(mode != ONCE for mode in self.weigher.modes.values()) > 1  # on all ranks
-            if has_terms and self.may_count_first and self.window.counted is None:
-                self.count_first()
         if self.sums is not None:
             self.sums.write_to_grad()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":
@@ -350,6 +356,11 @@ class Accumulation(Windows):
         self._begin_window(seen, is_inside_batch)
         self.total_left_out += self.closed.left_out
         self._add_weight(self.closed)
+        if self.counted_next is not None:
+            self.leave_out_window()
+            self.count_first(self.counted_next)
+            self.counted_next = None
+            self.warn_once(OF_LATER_WEIGHTS)
         return self.closed
 
     def _without_slope(self, closed: ClosedWindow) -> ClosedWindow:

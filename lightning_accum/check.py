@@ -156,7 +156,10 @@ class Check:
         constant = 0.0 if own.counts_first or len(found.terms) > 1 else next(iter(found.constants.values()), 0.0)
         accumulation.window.constant = constant or None
         if own.counts_first and not weigher.counts_first:
-            accumulation.count_first([*own.modes])
+            if not self._is_later and checked.on_any(accumulation.window.has_weight):
+                accumulation.counted_next = [*own.modes]  # it has begun with one
+            else:
+                accumulation.count_first([*own.modes])
         if accumulation.window.counted is not None:
             accumulation.window.counted.constants = found.constants
         accumulation.stops_counting = not own.counts_first and accumulation.window.counted_keys <= own.modes.keys()

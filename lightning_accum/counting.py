@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.step import CountsAhead
@@ -95,7 +96,7 @@ def _count_micro_batches(accumulation: Accumulation, micro_batches: Iterable[Any
     assert counted is not None
     for micro_batch in micro_batches:
         values = TermValues()
-        with values:
+        with in_eager_mode(), values:  # what is compiled shows no additions
             loss = forward(_copy(micro_batch), ahead)
         if loss is None or not loss.requires_grad or loss.grad_fn is None:
             continue

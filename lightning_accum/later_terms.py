@@ -10,6 +10,7 @@ from lightning_accum.looks import Checked, Rows
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
+from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
 
 
 def check_doubted(checked: Checked) -> None:
@@ -45,11 +46,7 @@ def check_doubted(checked: Checked) -> None:
     is_other = any(weigher.modes[key] != mode for key, mode in modes.items())
     if not counts_first and (weigher.counts_first or is_other):
         accumulation.leave_out_window()
-        accumulation.warn_once(
-            "The loss has got terms that the batches which were checked had not, and they have weights of their own. The window in"
-            " which they were seen first is left out: there is no optimizer step for it. From the next on each term is weighted by"
-            " its own count."
-        )
+        accumulation.warn_once(OF_LATER_WEIGHTS)
 
 
 def _goes_by_order(checked: Checked, trial: Trial, joined: FewRows, turned: FewRows) -> bool:

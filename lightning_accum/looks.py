@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_accum.prove import Look, Measured
+from lightning_accum.splitting.batch_parts import split_lists
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.sync import GradientSync
 from lightning_accum.trial import Trial
@@ -130,7 +131,12 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewR
     if accumulation.policy.split is not None:
         return SplitRows(batches[0], accumulation.policy.split, size)
     before = [] if accumulation.checked_rows is None else [accumulation.checked_rows]
-    found = FewRows(batches[0], checked.samples, before)
+    try:
+        found = FewRows(batches[0], checked.samples, before)
+    except CannotCheckError:
+        with suppress(CannotCheckError):  # as lists of images and of their targets
+            return SplitRows(batches[0], split_lists, size)
+        raise
     if accumulation.row_wise is not None and found.of_batch < 2:
         raise UnsuitableRowsError("the first batch has 1 row")
     return found

@@ -108,6 +108,11 @@ class Window:
         """Micro-batches with a loss so far, on this rank."""
         return len(self._contributions)
 
+    @property
+    def has_weight(self) -> bool:
+        """Something has it so far, on this rank."""
+        return any(map(has_weight, self._contributions))
+
     def add(self, loss: Tensor, contribution: Contribution) -> Tensor | None:
         """Take in a micro-batch before its backward.
 

@@ -12,6 +12,11 @@ OF_SEVERAL_BATCHES = (
     " is not their mean. Have the loader yield the batch that is wanted (a window of 1), of which row_wise= takes as much as"
     " fits."
 )
+OF_LATER_WEIGHTS = (
+    "The terms of the loss turned out to have weights of their own inside of a window, as where one begins that the batches which"
+    " were checked had not. That window is left out: there is no optimizer step for it. From the next on each term is weighted by"
+    " its own count."
+)
 OF_ANOTHER_MODE = (
     "The rows of the first loader batches showed another weight of the loss than those of this one, whose window has begun. Say"
     " what the mean is divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or"

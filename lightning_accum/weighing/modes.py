@@ -40,11 +40,12 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
     if mode == COUNT:
         number = size_of(term.number) if term.is_mean else 1.0
         share = term.losses if isinstance(term.total, float) and math.isnan(term.total) else term.total
-        if isinstance(term.losses, Tensor) or isinstance(share, Tensor):
-            device = next(one.device for one in (share, term.losses) if isinstance(one, Tensor))
-            empty = tensor_of(term.losses, device) == 0
+        left = share if term.is_mean else term.losses  # a mean counts what a mask leaves out of it
+        if isinstance(left, Tensor) or isinstance(share, Tensor):
+            device = next(one.device for one in (share, left) if isinstance(one, Tensor))
+            empty = tensor_of(left, device) == 0
             return torch.where(empty, torch.zeros((), dtype=exact_dtype(empty.device), device=empty.device), _over(number, share))
-        return 0.0 if term.losses == 0 else _over(number, share)
+        return 0.0 if left == 0 else _over(number, share)
     if mode == NUMBER:
         is_known = term.is_mean and not isinstance(term.number, Tensor)
         return _over(1.0, size_of(term.number) if is_known else math.nan)

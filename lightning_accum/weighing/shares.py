@@ -154,6 +154,8 @@ def _together(first: _Way, other: _Way, node: Node, index: int) -> _Way:
 def _below(node: Node, index: int, way: _Way, found: dict[Any, _Leaves]) -> list[tuple[Node, int, _Way]]:
     """Where to go on from ``node``; nothing where it is a loss, which is noted."""
     kind = kind_of(node)
+    if _numel(node, index) == 0:  # nothing is chosen: there are no losses, whatever divides them
+        return _note(found, node, kind, way.on("ToCopy", value=0.0, full=None))
     inputs = [(place, child, at) for place, (child, at) in enumerate(node.next_functions) if child is not None]
     if kind == "_DDPSink":  # every tensor goes in and out of that at the same place
         child, at = node.next_functions[index]
@@ -331,7 +333,7 @@ def _run(
 def _of_criterion(node: Node, kind: str, way: _Way) -> _Way:
     """At the losses that a fused criterion has reduced."""
     if node._saved_reduction != MEAN_REDUCTION:
-        value = way.value
+        value = way.value if node._saved_self.numel() else 0.0
         if kind in ("NllLoss", "NllLoss2D"):  # a sum over labels that are all ignored
             total_weight = _wide(node._saved_total_weight)
             value = on_host(torch.where(total_weight == 0, torch.zeros_like(total_weight), value))
