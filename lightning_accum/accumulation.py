@@ -105,7 +105,7 @@ class Accumulation(Windows):
         self.may_count_first = False
         """The terms of a window can be counted before it runs."""
         self.counted_next: Sequence[int] | None = None
-        """Terms of this window that turned out in it to have weights of their own: it is left out, and the next ones are counted."""
+        """Terms that turned out in this window to have weights of their own: it is left out, and the next ones are counted."""
         self.stops_counting = False
         """From the next window on all terms have one weight."""
         self.rest_of_window: Callable[[], Iterator[tuple[Any, bool]]] | None = None

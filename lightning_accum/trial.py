@@ -126,8 +126,8 @@ class Trial:
         """What a step changes and its loss depends on. Called on all ranks.
 
         Returns:
-            How far the loss of the same rows, or its gradient, is from what it was, as part of its size, where only one buffer is as
-            a step has left it, by its name; and where all attributes are. What is rounding is not there, or 0.
+            How far the loss of the same rows, or its gradient, is from what it was, as part of its size, where only one buffer is
+            as a step has left it, by its name; and where all attributes are. What is rounding is not there, or 0.
 
         Raises:
             CannotCheckError: the batch has no loss, or another one each time. On all ranks.

@@ -96,7 +96,7 @@ def draw(seed: int, ranks: int) -> Point:
         "check": isinstance(weight, str),  # it would refuse the others: they do not count what the loss is divided by
     }
     may_reduce_at_each = on_nonfinite == "propagate" and (policy["micro_batch"] is None or type(policy["micro_batch"]) is int)
-    return Point(
+    found = Point(
         seed=seed,
         batches=tuple("".join(rng.choice(letters) for _ in range(length)) for length in lengths),
         epochs=rng.randint(1, 3),
@@ -111,6 +111,9 @@ def draw(seed: int, ranks: int) -> Point:
         stops=rng.choice([1, 1, 2]),
         hook=rng.choice(["on_train_batch_end", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]),
     )
+    if found.dropout:  # drawn by shape, and a resumed fit tries out anew, on its own rows, whether padding may be trimmed
+        policy["trim_padding"] = False
+    return found
 
 
 def batches_of(point: Point, rank: int) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import OFFLOAD, ONE, by, warned
-from real_modules.table import REFUSED_TODAY, Refused, Warned, dealt, real_module
+from real_modules.table import Refused, Warned, dealt, real_module
 
 
 def image(generator: Generator) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ class ImportanceWeighted(Autoencoder):
     *("VQ-VAE, k-means", dealt(image)),
     windows=Warned("codebook"),
     split=Warned("codebook"),
-    windows_today=Refused(),
+    windows_today=Warned(deviation=math.inf),
     split_today=Warned(deviation=0.2),
 )
 class VectorQuantized(Autoencoder):
@@ -321,7 +321,7 @@ def ray(generator: Generator) -> dict[str, Tensor]:
     }
 
 
-@real_module("NeRF, coarse and fine, with depths of some rays", dealt(ray), **REFUSED_TODAY)
+@real_module("NeRF, coarse and fine, with depths of some rays", dealt(ray))
 class RadianceField(LightningModule):
     """Colors of two renderings are means over rays, and the depth one over the rays that have it."""
 

