@@ -234,7 +234,7 @@ class Accumulation(Windows):
         if not counted.is_agreed:  # the window is this micro-batch, on each rank
             counted.add(contribution.of_terms)
         counted.agree()
-        counted.note(contribution.of_terms)
+        counted.note(contribution.of_terms, contribution.of_factors or {})
         factors = counted.factors(contribution.of_terms)
         terms = self.weigher.take_terms()
         own = [factors[term.key] for term in terms]
@@ -309,12 +309,6 @@ class Accumulation(Windows):
         if self.boundary.tokens is None:
             self.boundary.tokens = self.policy.window.at(float(self.total_weight))
         return self.ranks.sum(weight) >= self.boundary.tokens
-
-    @property
-    def sees_windows_whole(self) -> bool:
-        """Each window is one micro-batch, this one and those that follow."""
-        is_always = self.row_wise is not None or (self.splitting is None and not self.policy.has_varying_windows)
-        return is_always and self.is_passthrough()
 
     def leave_out_window(self) -> None:
         """The window that has just ended is as if it had had no weight: there is no step for it."""

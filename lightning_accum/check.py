@@ -302,10 +302,8 @@ class Check:
             raise UnsuitableRowsError("the first rows have no gradient, or do not show whether the loss is a mean or a sum")
         size, tolerance = worst.deviation.size, rounding_of_gradients(eps)
         verdict = Verdict(max(size, 2 * tolerance) if wrong else size, tolerance, worst.deviation.seen, tuple(worst.deviation.rows))
-        mend = None
-        if wrong:
-            mend = self._weight_that_adds_up(looks, terms, weigher, trial)
-        elif weight == "auto":
+        mend = self._weight_that_adds_up(looks, terms, trial) if wrong else None
+        if not wrong and weight == "auto":
             weigher.modes = {key: fit.mode for key, fit in chosen.items() if fit.mode is not None}
             is_sharded = checked.sync.is_waited_for_in_forward
             if len(terms) == 1 and next(iter(chosen.values())).mode != SUM and not is_sharded:
@@ -400,13 +398,22 @@ class Check:
         names = ", ".join(words_of(terms[key], mode).partition(",")[0] for key, mode in modes.items())
         return f"weight=[...], with a weight for each of its terms ({names})", f"its terms ({names}) have weights of their own"
 
-    def _weight_that_adds_up(self, looks: Sequence[Look], terms: dict[int, Term], weigher: Weigher, trial: Trial) -> str | None:
-        """An argument with which the parts add up, in words."""
-        if self._weight == "auto" or isinstance(self._weight, tuple):
+    def _weight_that_adds_up(self, looks: Sequence[Look], terms: dict[int, Term], trial: Trial) -> str | None:
+        """An argument with which the parts add up, in words.
+
+        Raises:
+            CannotCheckError: a weight goes by a number of the batch that all of its rows share.
+        """
+        if self._weight == "auto":
             return None
         chosen = {key: self._fit(looks, key, modes_to_try(term), trial.eps) for key, term in terms.items()}
         adds_up = all(fit.mode is not None and not fit.is_open for fit in chosen.values())
-        return 'weight="auto"' if adds_up else None
+        whole, parts = looks[0].whole, looks[0].parts
+        weights = [weight for weight in (self._weight if isinstance(self._weight, tuple) else [self._weight]) if callable(weight)]
+        is_shared = any({part.weight(ALL, weight) for part in parts} == {whole.weight(ALL, weight)} for weight in weights)
+        if (not adds_up or any(fit.mode == SUM for fit in chosen.values())) and self._checked.on_any(is_shared):
+            raise CannotCheckError(f"weight={name_of(self._weight)} counts as much in some rows of the batch as in all of them")
+        return 'weight="auto"' if adds_up and not isinstance(self._weight, tuple) else None
 
     def _refuse(self, found: _Found) -> None:
         """Raise what does not add up."""

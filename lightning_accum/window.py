@@ -95,10 +95,6 @@ class Window:
             self.counted.discard()
 
     @property
-    def _numbers(self) -> int:
-        return NUMBERS + self._counts_left_out + bool(self.constant) + (self.counted is not None)
-
-    @property
     def counted_keys(self) -> set[int]:
         """The terms that are counted."""
         return set() if self.counted is None else {*self.counted.keys}
@@ -240,7 +236,7 @@ class Window:
         totals = sum_on_host(*of_micro_batches) if self._is_on_host else sum_on_device(*of_micro_batches, self._tensor_of)
         more = [number_with_weight(self._contributions, self._tensor_of, self._is_on_host)] if self.constant else []
         if self.counted is not None:
-            more.append(self.counted.missed())
+            more += [self.counted.missed(), *self.counted.of_factors()]
         if more:
             others = self._tensor_of(more)
             totals = torch.cat((totals, others)) if isinstance(totals, Tensor) else [*totals, *others.tolist()]
@@ -273,7 +269,12 @@ class Window:
         numbers = self._totals.tolist() if isinstance(self._totals, Tensor) else self._totals
         totals = Totals(*numbers[:NUMBERS])
         left_out = int(numbers[NUMBERS]) if self._counts_left_out else 0
-        missed = numbers[-1] if self.counted is not None else 0.0
+        counted = numbers[NUMBERS + self._counts_left_out + bool(self.constant) :]
+        missed = counted[0] if counted else 0.0
+        do_factors_differ = any(
+            number * squares - total * total > 1e-6 * total * total
+            for number, total, squares in zip(counted[1::3], counted[2::3], counted[3::3], strict=True)
+        )
         of_terms = None if self.counted is None else self.counted.totals
         is_counted_empty = not any(of_terms or ()) and not any(None in (c.of_terms or {}).values() for c in self._contributions)
         function, contributions, weight, is_sum = self._function, self._contributions, self._total(numbers), bool(totals.sums)
@@ -299,8 +300,8 @@ class Window:
         if is_sum:
             _scale(gradients, self._world_size * slope)
             shown = next((total for total in of_terms or () if total), 1.0)
-            is_miscounted = is_listed and missed > 1e-6
-            return totals.window(loss, shown, left_out, slope, has_doubts=has_doubts, is_miscounted=is_miscounted)
+            doubts = {"is_miscounted": is_listed and missed > 1e-6, "do_factors_differ": do_factors_differ}
+            return totals.window(loss, shown, left_out, slope, has_doubts=has_doubts, **doubts)
         assert self._weight_scale is not None
         _scale(gradients, self._world_size * self._weight_scale / weight * slope)
         of_a_rank = weight / self._world_size

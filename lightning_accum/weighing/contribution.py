@@ -19,6 +19,7 @@ class Contribution(NamedTuple):
         of_mean: what makes the loss of the mean, or of the sum, that was weighed; None where it is that.
         structure: the keys of its terms; empty where they are not looked at.
         of_terms: the weight of each term by itself, by its key, where they are counted first.
+        of_factors: the ``factors`` of each of them.
     """
 
     weight: Denominator | None
@@ -27,3 +28,4 @@ class Contribution(NamedTuple):
     of_mean: OfMean | None = None
     structure: frozenset[int] = frozenset()
     of_terms: Mapping[int, Denominator | None] | None = None
+    of_factors: Mapping[int, Denominator] | None = None

@@ -54,6 +54,7 @@ class Counted:
     def discard(self) -> None:
         """The window has ended."""
         self._own: dict[int, Denominator] = {}
+        self._factors: dict[int, tuple[float, Denominator, Denominator]] = {}
         self._run: dict[int, Denominator] = {}
         self._totals: dict[int, Denominator] | None = None
         self._alike: dict[int, int] = {}
@@ -81,8 +82,13 @@ class Counted:
         """Count a micro-batch that is to run. A sum, which has no weight, is None."""
         self._add(self._own, weights)
 
-    def note(self, weights: OfTerms) -> None:
-        """A micro-batch has run with these."""
+    def note(self, weights: OfTerms, factors: Mapping[int, Denominator]) -> None:
+        """A micro-batch has run with these, and with these constant factors; of those that are 0 nothing is known."""
+        for key, factor in factors.items():
+            weight = weights.get(key)
+            if isinstance(factor, Tensor) or isinstance(weight, Tensor) or (factor and weight != 0):
+                number, total, squares = self._factors.get(key, (0.0, 0.0, 0.0))
+                self._factors[key] = number + 1.0, total + factor, squares + factor * factor
         kinds = [key >> 8 for key in weights]
         for kind in set(kinds):  # of two terms that look alike nobody knows which is there
             self._is_ambiguous |= self._alike.setdefault(kind, kinds.count(kind)) != kinds.count(kind)
@@ -155,6 +161,10 @@ class Counted:
             if isinstance(factor, Tensor) or factor:
                 total = total + factor * value
         return total.detach()
+
+    def of_factors(self) -> list[Denominator]:
+        """Of each term, by the order of :attr:`keys`: its micro-batches, the sum of its factors, and that of their squares."""
+        return [number for key in self.keys for number in self._factors.get(key, (0.0, 0.0, 0.0))]
 
     def missed(self) -> Denominator:
         """How far what has run on this rank is from what was counted there, relative; 0 where that is not known."""

@@ -173,7 +173,8 @@ class Weigher:
                 names = ", ".join(term.words or "a term" for term in terms if not term.is_penalty)
                 self.criterion = f"each term by its own ({names}), counted first by one more forward, which weight=[...] saves"
             of_terms = {term.key: weight for term, weight in zip(terms, weights, strict=True)}
-            return Contribution(None, structure=structure, of_terms=of_terms)
+            factors_of = {term.key: _factor(term, mode) for term, mode in zip(terms, modes, strict=True)}
+            return Contribution(None, structure=structure, of_terms=of_terms, of_factors=factors_of)
         main = self._main(terms, modes)
         if main is None:
             raise UnreadableLossError(how_to_mend("nothing that depends on the batch" if not terms else terms[0].words or "a node"))

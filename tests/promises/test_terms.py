@@ -11,6 +11,8 @@ from harness import assert_one_window_one_batch, on, windows_of
 from known import open_until
 from losses_of_terms import COUNTS, LOSSES, MULTIPLIED, OF_NOTHING, Function, OfTerms, rows, that_only_shows
 from support import Interrupted, SaveAfter, StatefulLoader, ddp, error_of_updates, fit, warned
+from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, Tokens
@@ -197,3 +199,63 @@ def test_windows_of_one_batch_on_each_rank_are_exact_and_a_rank_without_a_term_o
 @open_until(22, "over ranks the window/loss of windows of one batch is 0.2 off, where its terms have weights of their own")
 def test_the_loss_of_windows_of_one_batch_on_each_rank_is_that_of_the_full_batch() -> None:
     assert of_single_batches().losses <= EXACT
+
+
+# --- what a stranger's losses have found ----------------------------------------------------------------------------------
+
+
+def chosen_or_nothing(o: Any, b: Any, m: Any) -> Tensor:
+    """What is divided by at least 1, and by the number of what is chosen where there is any."""
+    of_chosen = F.smooth_l1_loss(o.values[b.some], b.y[b.some], reduction="sum") / max(int(b.some.sum()), 1)
+    return of_chosen + F.cross_entropy(o.classes, b.t)
+
+
+def compiled(o: Any, b: Any, m: Any) -> Tensor:
+    return torch.compile(_two_terms, backend="eager", dynamic=True)(o.classes, b.t, o.values[b.some], b.y[b.some])
+
+
+def _two_terms(logits: Tensor, t: Tensor, values: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, t) + F.mse_loss(values, y)
+
+
+@pytest.mark.parametrize("policy", ["windows", "split in 3"])
+@pytest.mark.parametrize("loss", [chosen_or_nothing, compiled])
+def test_terms_of_strangers(loss: Function, policy: str) -> None:
+    assert_exact(loss, POLICIES[policy], BATCHES if loss is chosen_or_nothing else ALL_SOME)
+
+
+def by_a_number_of_the_batch(o: Any, b: Any, m: Any) -> Tensor:
+    return F.cross_entropy(o.classes, b.t, reduction="sum") / b.n + F.mse_loss(o.values, b.y)
+
+
+def with_number(batch: list[dict[str, Tensor]]) -> dict[str, Any]:
+    return {**default_collate(batch), "n": len(batch)}
+
+
+def test_a_term_divided_by_a_number_of_the_loader_batch_is_told_of_and_takes_a_weight() -> None:
+    batches = [with_number(batch) for batch in BATCHES]
+    with pytest.warns(AccumulationWarning, match="A factor of the loss changes"):
+        fit(OfTerms(by_a_number_of_the_batch), batches, GradientAccumulation(4))
+    policy = GradientAccumulation(4, weight=[lambda b: b["n"], COUNTS["samples"]], log=False)
+    with pytest.warns(AccumulationWarning, match="counts as much in some rows"):
+        assert_one_window_one_batch(
+            *(partial(OfTerms, by_a_number_of_the_batch), [BATCHES], windows_of([BATCHES], 4), policy),
+            collate=with_number,
+            optimizers=[sgd, adamw],
+        )
+
+
+@pytest.mark.parametrize("policy", ["windows", "split in 3"])
+def test_a_window_in_which_terms_are_no_longer_in_proportion_is_left_out(policy: str) -> None:
+    """In the rows that are checked both count all samples."""
+    sizes = (8, 3, 5, 2, 2, 4, 1, 3, 4, 2, 6, 3)
+    batches = [[{**row, "some": row["some"] | (seed == 0)} for row in rows(size, seed)] for seed, size in enumerate(sizes)]
+    first, *others = windows_of([batches], 4)
+    own = [first, *others] if "micro_batch" in POLICIES[policy] else batches
+    loss = lambda o, b, m: F.cross_entropy(o.classes, b.t) + F.mse_loss(o.values[b.some], b.y[b.some])  # noqa: E731
+    with pytest.warns(AccumulationWarning, match="That window is left out"):
+        found = compare_window_with_batch(
+            *(partial(OfTerms, loss), own, GradientAccumulation(**POLICIES[policy])), optimizer=adamw, windows=others
+        )
+    assert found.steps == (2, 2)
+    assert max(found.parameters, found.losses) <= EXACT

@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from real_modules.expected import OFFLOAD, ONE, by, warned
-from real_modules.table import Refused, Warned, dealt, real_module
+from real_modules.table import Warned, dealt, real_module
 
 
 def image(generator: Generator) -> dict[str, Tensor]:

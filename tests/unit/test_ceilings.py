@@ -30,7 +30,7 @@ CEILINGS = {
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 43,
     "assignments to an attribute of another object": 309,
-    "lines of tests": 30_300,  # 30_000 before the tests of several terms
+    "lines of tests": 30_450,
     "lines of tests in files that import private modules": 1_000,
 }
 
