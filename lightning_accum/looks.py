@@ -172,7 +172,7 @@ def _looks_at(checked: Checked, trial: Trial, found: FewRows, weigher: Weigher, 
     number = len(base)
 
     def measure(rows: list[int], make: Callable[[], Any] | None = None, scale: float = MOST_ROWS) -> Measured:
-        return trial.measure(make or partial(found.take, rows), weigher, rows if by_row else None, number, scale)
+        return trial.measure(make or partial(found.take, rows), weigher, rows if by_row else None, number, scale, scale != 1.0)
 
     whole = measure(base, scale=1.0)
     if checked.sync.is_waited_for_in_forward:  # each way to weigh runs the parts again
@@ -182,6 +182,8 @@ def _looks_at(checked: Checked, trial: Trial, found: FewRows, weigher: Weigher, 
         alone = [measure([row]) for row in base]
         if checked.on_any(any(math.isinf(one.loss) for one in alone)):  # a mean of nothing is NaN
             raise UnsuitableRowsError("single rows have an infinite loss")
+        if checked.on_any(not any(one.terms for one in alone)):
+            raise UnsuitableRowsError("single rows have no loss")
     except CannotCheckError:
         if number < 4:
             raise

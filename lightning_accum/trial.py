@@ -223,7 +223,13 @@ class Trial:
     # --- one run ----------------------------------------------------------------------------------------------------
 
     def measure(
-        self, batch: Callable[[], Any], weigher: Weigher, rows: Sequence[int] | None, total: int, scale: float = 1.0
+        self,
+        batch: Callable[[], Any],
+        weigher: Weigher,
+        rows: Sequence[int] | None,
+        total: int,
+        scale: float = 1.0,
+        is_part: bool = False,
     ) -> Measured:
         """Run the step on some rows, once, and measure each term of its loss. Called on all ranks.
 
@@ -232,12 +238,13 @@ class Trial:
             weigher: reads the loss.
             rows: their places among the rows of the whole, which random numbers belong to; None if that is not known.
             total: rows of the whole.
+            is_part: it may have no loss, as a micro-batch, and adds nothing then.
             scale: what the backward begins with, and gradients are divided by: a hook that clips them shows by it.
 
         Raises:
             CannotCheckError: it cannot be run. On all ranks.
         """
-        loss, reading = self.together(lambda: self._run(batch, weigher, rows, total))
+        loss, reading = self.together(lambda: self._run(batch, weigher, rows, total, is_part))
         terms, function = reading.terms, None if reading.function is None else reading.function.function
         of_terms, value = {term.key: _on_host(term) for term in terms}, float(loss.detach())
         measured = Measured(value, of_terms, {}, function, batch, None if rows is None else len(rows))
@@ -269,12 +276,19 @@ class Trial:
             found[term.key] = self.gradients(loss, scale, scale, keeps_graph=place < len(terms) - 1)
         return found
 
-    def _run(self, batch: Callable[[], Any], weigher: Weigher, rows: Sequence[int] | None, total: int) -> tuple[Tensor, Reading]:
+    def _run(
+        self, batch: Callable[[], Any], weigher: Weigher, rows: Sequence[int] | None, total: int, is_part: bool = False
+    ) -> tuple[Tensor, Reading]:
         self.restore(rows, total)
         before = self.random_state()
         try:
             try:
                 loss = self.step(batch())
+            except UnsuitableRowsError:
+                self.backward.forget_forward()
+                if not is_part or self.backward.is_waited_for_in_forward:
+                    raise
+                return torch.zeros(()), Reading([])
             except Exception:
                 self.backward.forget_forward()
                 raise
