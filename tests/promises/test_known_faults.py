@@ -50,7 +50,6 @@ def mean_over_padding(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     "loss", [mean_over_padding, lambda net, batch: None if (batch["labels"] == -100).all() else mean_over_padding(net, batch)]
 )
-@open_until(22, "the two shortest rows prove that padding is harmless, although they have no loss (0.7)")
 def test_padding_is_trimmed_only_if_rows_that_have_a_loss_show_that_it_is_harmless(loss: Any) -> None:
     split_exact_or_refused(partial(reader, loss), [padded(seed, ignored=(2, 4)) for seed in range(2)])
 
