@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import Hide, Scalar, Toy, ddp, fit, labelled, warned, x
+from support import Hide, Scalar, Toy, ddp, fit, labelled, x
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 from written_losses import BY_NAME, Net, make
 
-from lightning_accum import AccumulationError, DoesNotAddUpError, GradientAccumulation, SampleCount, TokenCount
+from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation, SampleCount, TokenCount
 
 LABELS = torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])
 IMAGES = [torch.zeros(3, size, size + 1) for size in (4, 5, 6)]
@@ -213,13 +213,14 @@ def test_what_cannot_count_terms_is_an_error(weight: list[Any]) -> None:
         GradientAccumulation(micro_batch=4, weight=weight)
 
 
-def test_a_micro_batch_without_loss_whose_terms_were_counted_ahead_is_warned_of() -> None:
+def test_a_micro_batch_without_loss_whose_terms_were_counted_ahead_is_refused_and_without_the_check_warned_of() -> None:
     module = Toy(
         lambda net, batch: None if (batch[1] < 0).all() else F.cross_entropy(net(batch[0]), batch[1]) + net(batch[0]).mean()
     )
     (batch,) = labelled(12)
     batch[1][10:] = -100
     labels = lambda batch: (batch[1] >= 0).sum()  # noqa: E731
-    with warned() as messages:
+    with pytest.raises(AccumulationError, match="do not add up"):
         fit(module, [batch], GradientAccumulation(micro_batch=5, weight=[labels, SampleCount()]))
-    assert messages
+    with pytest.warns(AccumulationWarning, match="had no loss"):
+        fit(module, [batch], GradientAccumulation(micro_batch=5, weight=[labels, SampleCount()], check=False))
