@@ -23,13 +23,13 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 18_500,
-    "lines of the package": 28_000,
+    "lines of code": 18_200,
+    "lines of the package": 27_400,
     "files of the package": 177,
     "width of the package": 152,
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 43,
-    "assignments to an attribute of another object": 309,
+    "assignments to an attribute of another object": 305,
     "lines of tests": 30_450,
     "lines of tests in files that import private modules": 1_000,
 }
