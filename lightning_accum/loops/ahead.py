@@ -63,7 +63,7 @@ class AheadFetcher(_PrefetchDataFetcher):
     @override
     def __next__(self) -> Any:
         if not self.drawn:
-            self._draw()
+            return super().__next__()
         item, self.done, self.fetched, self.accumulation.is_shadow_batch, self.loader_states = self.drawn.popleft()
         return item
 
@@ -75,6 +75,8 @@ class AheadFetcher(_PrefetchDataFetcher):
         """
         left = self.accumulation.boundary.left(self.progress.total.ready, self.window_size)
         seen, drawn = self._place(), self._place()
+        if not self.drawn:
+            self.loader_states = self._states()
         while len(self.drawn) < left and not drawn[0]:
             self._go_to(drawn)
             try:
