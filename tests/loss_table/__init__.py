@@ -1,4 +1,7 @@
-"""Losses of many fields, written for the tests: a table of what a window must do with each."""
+"""Losses of many fields, written for the tests: a table of what a window must do with each.
+
+Of losses that add up alike, from the mean or the sum down to what is not linear, the table has one: it stands for all of them.
+"""
 
 from __future__ import annotations
 

@@ -118,9 +118,6 @@ add("KL divergence, batchmean", "x p", lambda o, b, m: F.kl_div(o.log_softmax(1)
 add("KL divergence of log targets, batchmean", "x p", lambda o, b, m:
     F.kl_div(o.log_softmax(1), b.p.log(), reduction="batchmean", log_target=True))
 add("KL divergence of sequences, batchmean", "s p5", lambda o, b, m: F.kl_div(o.log_softmax(-1), b.p5, reduction="batchmean"))
-add("CTC of sums over samples", "s words valid", lambda o, b, m: _ctc(o, b, reduction="none").mean())
-add("CTC, sum over rows", "s words valid", lambda o, b, m: _ctc(o, b, reduction="sum") / len(o))
-add("CTC of targets put end to end", "s words valid", lambda o, b, m: _ctc(o, b, joined=True))
 add("CTC with infinite losses set to zero", "s words valid", lambda o, b, m: _ctc(o, b, zero_infinity=True, frames=3))
 # by hand what the criteria reduce
 for name, each in {
@@ -128,7 +125,6 @@ for name, each in {
     "mean squared error": lambda o, b: F.mse_loss(o, b.y, reduction="none"),
     "binary cross entropy with logits": lambda o, b: F.binary_cross_entropy_with_logits(o, b.q, reduction="none"),
     "Huber": lambda o, b: F.huber_loss(o, b.y, reduction="none"),
-    "triplet margin": lambda o, b: F.triplet_margin_loss(o, b.y, b.y.roll(1, 1), reduction="none"),
     "multi margin": lambda o, b: F.multi_margin_loss(o, b.t, reduction="none"),
 }.items():
     add(f"{name}, none, mean", "x t y q", lambda o, b, m, f=each: f(o, b).mean())

@@ -25,24 +25,15 @@ EACH: dict[str, Each] = {
 }
 # --- a mean of rows, by hand ---
 MEANS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum over len()": lambda c: c.sum() / len(c),
-    "sum over int()": lambda c: c.sum() / int(c.shape[0]),
-    "sum over float()": lambda c: c.sum() / float(c.numel()),
-    "sum over a tensor of the number": lambda c: c.sum() / torch.tensor(len(c)),
     "sum over a float tensor of the number": lambda c: c.sum() / torch.tensor(float(len(c)), dtype=torch.float64),
     "sum over ones": lambda c: c.sum() / torch.ones_like(c).sum(),
-    "sum times one over the number": lambda c: c.sum() * (1 / len(c)),
     "sum times one over a tensor": lambda c: c.sum() * (1 / torch.tensor(len(c), dtype=torch.float64)),
     "sum times the reciprocal": lambda c: c.sum() * torch.tensor(len(c), dtype=torch.float64).reciprocal(),
-    "sum div_ in place": lambda c: c.sum().div_(len(c)),
     "each over the number, sum": lambda c: (c / len(c)).sum(),
     "each times one over the number, sum": lambda c: (c * (1 / len(c))).sum(),
-    "product with a vector of one over the number": lambda c: c @ torch.full_like(c, 1 / len(c)),
     "product with ones over the number": lambda c: c @ torch.ones_like(c) / len(c),
     "dot over the number": lambda c: torch.dot(c, torch.ones_like(c)) / len(c),
-    "einsum over the number": lambda c: torch.einsum("i->", c) / len(c),
     "a loop over samples, a sum over the number": lambda c: sum(c[k] for k in range(len(c))) / len(c),
-    "a loop over samples, times one over the number": lambda c: sum(each * (1.0 / len(c)) for each in c),
     "a loop over samples, each over the number": lambda c: sum(each / len(c) for each in c),
     "a loop over samples, stacked, mean": lambda c: torch.stack([each * 1.0 for each in c]).mean(),
     "a loop over samples, cat, mean": lambda c: torch.cat([each[None] * 1.0 for each in c]).mean(),
@@ -66,35 +57,19 @@ MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "flipped and rolled, mean": lambda c: c.flip(0).roll(1, 0).mean(),
     "repeated, mean": lambda c: c.repeat(3).mean(),
     "repeated, sum over the number": lambda c: c.repeat(2).sum() / len(c),
-    "expanded, mean": lambda c: c[:, None].expand(-1, 3).mean(),
     "two dimensions, mean and mean": lambda c: c[:, None].expand(-1, 3).mean(0).mean(),
     "nan_to_num of each, mean": lambda c: c.nan_to_num().mean(),
-    "nan_to_num of the loss": lambda c: c.mean().nan_to_num(),
-    "nan_to_num of a sum over the number": lambda c: (c.sum() / len(c)).nan_to_num(0.0),
     "where it is finite, else 0": lambda c: torch.where(c.isfinite(), c, 0.0).mean(),
-    "clamped from above": lambda c: c.clamp(max=1.5).mean(),
-    "the mean, clamped far away": lambda c: c.mean().clamp(max=1e4),
-    "the mean of a square root": lambda c: (c + 0.1).sqrt().mean(),
-    "the mean of the last dimension of a column": lambda c: c[:, None].mean(-1).mean(),
-    "keepdim and squeeze": lambda c: c.mean(0, keepdim=True).squeeze(),
     "a mean of one element, indexed": lambda c: c.mean(0, keepdim=True)[0],
     "a view of the mean": lambda c: c.mean().view(1).sum(),
     "nansum over the number": lambda c: c.nansum() / len(c),
     "cumulative sum, its last": lambda c: c.cumsum(0)[-1] / len(c),
-    "sum of a diagonal": lambda c: torch.diag(c).sum() / len(c),
-    "trace": lambda c: torch.trace(torch.diag(c)) / len(c),
     "bmm of rows": lambda c: torch.bmm(c[None, None], torch.ones(1, len(c), 1).to(c)).squeeze() / len(c),
     "matmul to one number": lambda c: (c[None] @ torch.ones(len(c), 1).to(c)).squeeze() / len(c),
     "linear to one number": lambda c: F.linear(c, torch.ones_like(c)[None])[0] / len(c),
     "norm of order 1": lambda c: c.norm(p=1) / len(c),
-    "average pooling": lambda c: F.adaptive_avg_pool1d(c[None, None], 1).squeeze(),
     "baddbmm": lambda c: torch.addmm(torch.zeros(1, 1).to(c), c[None], torch.ones(len(c), 1).to(c)).sum() / len(c),
-    "float32 and back": lambda c: c.to(torch.float64).contiguous().clone().mean(),
-    "mean minus a constant": lambda c: c.mean() - 3.0,
-    "constant minus mean": lambda c: 3.0 - c.mean(),
-    "minus the negative": lambda c: -(-c).mean(),
     "twice the mean": lambda c: 2 * c.mean(),
-    "the mean over 7": lambda c: c.mean() / 7,
     "the mean over a tensor of 7": lambda c: c.mean() / torch.tensor(7.0, dtype=torch.float64),
     "the mean times a tensor": lambda c: c.mean() * torch.tensor(0.3, dtype=torch.float64),
     "the mean times a tensor of one element": lambda c: (c.mean() * torch.tensor([0.3], dtype=torch.float64)).sum(),
@@ -103,10 +78,8 @@ for (means, reduce), (eaches, each) in zip(MEANS.items(), cycle(EACH.items()), s
     add(f"{eaches}, {means}", "x t y", lambda o, b, m, f=each, g=reduce: g(f(o, b)))
 # --- a mean of the rows of a mask, which may be none ---
 MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum over a clamped count": lambda c, k: (c * k).sum() / k.sum().clamp(min=1),
     "sum over max(int(), 1)": lambda c, k: (c * k).sum() / max(int(k.sum()), 1),
     "sum over max(item(), 1.0)": lambda c, k: (c * k).sum() / max(k.sum().item(), 1.0),
-    "sum over maximum with ones": lambda c, k: (c * k).sum() / torch.maximum(k.sum(), torch.tensor(1)),
     "sum over the count and 1e-8": lambda c, k: (c * k).sum() / (k.to(c).sum() + 1e-8),
     "sum over the count and 1e-16": lambda c, k: (c * k).sum() / (k.to(c).sum() + 1e-16),
     "sum over the count": lambda c, k: (c * k).sum() / k.sum(),
@@ -151,43 +124,27 @@ for (masks, reduce_masked), (eaches, each) in zip(MASKED.items(), cycle(EACH.ite
     )
 # --- a mean with weights of rows ---
 WEIGHTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": lambda c, w: (c * w).mean(),
     "sum over the weights": lambda c, w: (c * w).sum() / w.sum(),
-    "sum over a float()": lambda c, w: (c * w).sum() / float(w.sum()),
     "sum over item()": lambda c, w: (c * w).sum() / w.sum().item(),
     "dot over the weights": lambda c, w: c @ w / w.sum(),
     "einsum over the weights": lambda c, w: torch.einsum("i,i->", c, w) / w.sum(),
     "mean over the mean of the weights": lambda c, w: (c * w).mean() / w.mean(),
     "sum over rows": lambda c, w: (c * w).sum() / len(c),
-    "log-weights": lambda c, w: (c * w.log().exp()).mean(),
     "sum": lambda c, w: (c * w).sum(),
     "divided each": lambda c, w: (c / w).mean(),
-    "mean of all, weighted by a column": lambda c, w: (c[:, None] * w[:, None]).mean(),
 }
 for weights, reduce_weighted in WEIGHTED.items():
     add(f"weights of rows, {weights}", "x t w", lambda o, b, m, g=reduce_weighted:
         g(F.cross_entropy(o, b.t, reduction="none"), b.w))
-add("weights of rows that are normalised in the step", "x t w", lambda o, b, m:
-    (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.sum())).sum(),
-    refused="weights that were normalised over the batch are one over a count that the graph does not show")
 add("weights of rows, normalised by softmax over the batch", "x t w", lambda o, b, m:
     (F.cross_entropy(o, b.t, reduction="none") * b.w.softmax(0)).sum(),
     refused="weights that were normalised over the batch are one over a count that the graph does not show")
-add("weights of rows that have the mean 1", "x t w", lambda o, b, m:
-    (F.cross_entropy(o, b.t, reduction="none") * (b.w / b.w.mean())).mean(),
-    refused="weights that were normalised over the batch are one over a count that the graph does not show")
 # --- factors ---
-add("a mean times its rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t) * len(o))
-of_batch("a factor that goes with the batch: a tensor", "x t w", lambda o, b, m: F.cross_entropy(o, b.t) * b.w.mean())
 of_batch("a factor that goes with the batch: a number", "x t w", lambda o, b, m: F.cross_entropy(o, b.t) * float(b.w.mean()))
 of_batch("a factor that goes with the batch: one over its labels", "x ignored", lambda o, b, m:
     F.cross_entropy(o, b.ignored, reduction="sum") / (1 + (b.ignored >= 0).sum()) ** 0.5)
-add("a sum over a constant", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / 128)
-add("a sum over a constant that could be a count", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / 2.0)
 add("a sum over a constant in a tensor", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") / torch.tensor(100.0))
 add("a sum times a constant", "x t", lambda o, b, m: 1e-2 * F.cross_entropy(o, b.t, reduction="sum"))
-add("a sum times a constant in a tensor", "x t", lambda o, b, m:
-    F.cross_entropy(o, b.t, reduction="sum") * torch.tensor(0.37, dtype=torch.float64))
 add("a sum over columns and a constant", "x y", lambda o, b, m: (o - b.y).square().sum() / 4)
 add("a mean over columns and a sum over rows", "x y", lambda o, b, m: (o - b.y).square().mean(1).sum())
 add("a mean over rows and a sum over columns", "x y", lambda o, b, m: (o - b.y).square().mean(0).sum())
@@ -199,22 +156,12 @@ of_batch("a mean over the number of labels that occur", "x t", lambda o, b, m:
     F.cross_entropy(o, b.t, reduction="sum") / len(b.t.unique()))
 of_batch("a mean of classes' means", "x t", lambda o, b, m: torch.stack([F.cross_entropy(o[b.t == k], b.t[b.t == k])
     for k in b.t.unique()]).mean())
-of_batch("the worst row", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="none").max())
 of_batch("the first row", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="none")[0])
 of_batch("the first half of the rows", "x t", lambda o, b, m: F.cross_entropy(o, b.t, reduction="none")[: (len(o) + 1) // 2].mean())
 of_batch("every other row", "x t", lambda o, b, m: F.cross_entropy(o[::2], b.t[::2]))
 of_batch("all but the last row", "x y", lambda o, b, m: (o[:-1] - b.y[:-1]).square().sum() / len(o))
-of_batch("weights that fall with the row", "x t", lambda o, b, m:
-    (F.cross_entropy(o, b.t, reduction="none") * torch.linspace(1, 0.1, len(o))).mean())
 of_batch("neighbouring rows", "x", lambda o, b, m: (o[1:] - o[:-1]).square().sum() / len(o) + o.square().mean())
-of_batch("a row and the one before it", "x y", lambda o, b, m: (o - b.y.roll(1, 0)).square().mean())
 of_batch("softmax over the batch", "x t", lambda o, b, m: -(o.softmax(0) * F.one_hot(b.t, 4)).sum(1).mean())
-of_batch("log-softmax over the batch", "x t", lambda o, b, m: F.nll_loss(o.log_softmax(0), b.t))
-of_batch("normalised over the batch by norms", "x y", lambda o, b, m: (F.normalize(o, dim=0) - b.y).square().mean())
-of_batch("centred in the step", "x y", lambda o, b, m: (o - o.mean(0, keepdim=True) - b.y).square().mean())
-of_batch("centred in the step, detached", "x y", lambda o, b, m: (o - o.mean(0).detach() - b.y).square().mean())
-of_batch("batch norm by a function", "x t", lambda o, b, m: F.cross_entropy(
-    torch.nn.functional.batch_norm(torch.cat((o, o * 0.5)), None, None, training=True)[: len(o)], b.t))
 of_batch("the variance of losses", "x t", lambda o, b, m: (c := F.cross_entropy(o, b.t, reduction="none")).mean()
     + c.var(correction=0))
 of_batch("the standard deviation of outputs", "x t", lambda o, b, m: F.cross_entropy(o, b.t) + o.std(correction=0))
@@ -325,18 +272,13 @@ def _squares(o: Tensor, b: Any) -> Tensor:
     return (o - b.y).square().sum(1)
 
 # --- means and sums on other ways ---
-add("relative distance of rows", "x y", lambda o, b, m: ((o - b.y).norm(dim=1) / b.y.norm(dim=1)).mean())
-add("adaptive pooling to one", "x t", lambda o, b, m: F.adaptive_avg_pool1d(_nll(o, b)[None, None], 1).squeeze())
-add("pooling of all", "x t", lambda o, b, m: F.avg_pool1d(_nll(o, b)[None, None], len(o)).squeeze())
 add("a linear layer of equal weights", "x t", lambda o, b, m: F.linear(_nll(o, b), torch.ones(len(o)).to(o) / len(o)))
 add("the first frequency", "x t", lambda o, b, m: torch.fft.rfft(_nll(o, b)).real[0] / len(o))
 add("the last of cumulative sums", "x t", lambda o, b, m: _nll(o, b).cumsum(0)[-1] / len(o))
-add("tensordot", "x w y", lambda o, b, m: torch.tensordot(_squares(o, b), b.w, 1) / b.w.sum())
 add("inner", "x w y", lambda o, b, m: torch.inner(_squares(o, b), b.w) / b.w.sum())
 add("vecdot", "x w y", lambda o, b, m: torch.linalg.vecdot(_squares(o, b), b.w) / b.w.sum())
 add("the trace of products", "x y", lambda o, b, m: torch.trace((o - b.y) @ (o - b.y).T) / len(o))
 add("the diagonal of distances", "x y", lambda o, b, m: torch.cdist(o, b.y).diagonal().mean())
-add("nats to bits by the rows", "x t", lambda o, b, m: _nll(o, b).sum() / math.log(2) / len(o))
 add("complex numbers", "x y", lambda o, b, m: (_complex(o) - _complex(b.y)).abs().square().mean())
 add("a packed sequence", "s words", lambda o, b, m: F.cross_entropy(_packed(o), _packed(b.words)))
 add("hard negatives of each row", "x q", lambda o, b, m: _hard_negatives(o, b))
@@ -345,27 +287,15 @@ add("adversarial by normalised gradients", "x t", lambda o, b, m: _adversarial(o
 add("addcdiv of losses", "x t y", lambda o, b, m: torch.addcdiv(F.cross_entropy(o, b.t), F.mse_loss(o, b.y),
     torch.tensor(3.0).to(o)))
 # --- the rows of the batch, by accident or not ---
-of_batch("adversarial by gradients", "x t", lambda o, b, m: _adversarial(o, b, m, is_normalised=False))
-of_batch("broadcast to pairs", "x y", lambda o, b, m: ((o[:, 0] - b.y[:, :1]) ** 2).mean())
-of_batch("layer norm over all", "x y", lambda o, b, m: (F.layer_norm(o, o.shape) - b.y).square().mean())
-of_batch("attention over rows", "x y", lambda o, b, m: (F.scaled_dot_product_attention(*[o[None]] * 3)[0] - b.y).square().mean())
 of_batch("nuclear norm", "x", lambda o, b, m: -torch.linalg.matrix_norm(o.softmax(1), "nuc") / len(o))
-of_batch("the nearest row of prototypes", "x", lambda o, b, m: torch.cdist(o, m.proxies).min(0).values.mean())
-of_batch("noisy or", "x", lambda o, b, m: -(1 - (1 - 0.1 * o[:, 0].sigmoid()).prod()).log())
 of_batch("berHu", "x y", lambda o, b, m: _berhu((o - b.y).abs()))
 of_batch("relative distance of the batch", "x y", lambda o, b, m: (o - b.y).norm() / b.y.norm())
-of_batch("a norm of order 3", "x y", lambda o, b, m: torch.linalg.vector_norm(o - b.y, 3))
 of_batch("unlabelled positives", "x q", lambda o, b, m: _unlabelled_positives(o[:, 0], b.q[:, 0] > 0.5))
 of_batch("margins by the prior of the batch", "x q", lambda o, b, m: _area_under_curve(o[:, 0], b.q[:, 0], m))
 of_batch("rows beyond a capacity", "x t", lambda o, b, m: (_nll(o, b) * _within_capacity(o)).mean())
 of_batch("rows and parameters in one mean", "x y", lambda o, b, m: torch.cat([_squares(o, b), m.proxies.square().flatten()]).mean())
-of_batch("running maximum", "x t", lambda o, b, m: _nll(o, b).cummax(0).values.mean())
 of_batch("trapezoid", "x t", lambda o, b, m: torch.trapezoid(_nll(o, b)) if len(o) > 1 else _nll(o, b).sum())
-of_batch("a choice of two means", "x t y", lambda o, b, m: _larger(_nll(o, b).mean(), _squares(o, b).mean() / 4))
 of_batch("marginal entropy", "x", lambda o, b, m: -torch.special.entr(o.softmax(1).mean(0)).sum())
-of_batch("sums of classes, squared", "x t", lambda o, b, m: o.new_zeros(4, 4).index_add(0, b.t, o).square().mean())
-of_batch("determinant", "x", lambda o, b, m: -((o.T @ o) / len(o) + torch.eye(4).to(o)).logdet())
-of_batch("lerp by the rows", "x t y", lambda o, b, m: torch.lerp(F.cross_entropy(o, b.t), F.mse_loss(o, b.y), len(o) / 12))
 # --- hooks ---
 of_batch("a hook that clips", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: g.clamp(-0.02, 0.02)), b.t))
 of_batch("a hook that multiplies by the rows", "x t", lambda o, b, m: F.cross_entropy(_hooked(o, lambda g: g * len(g)), b.t))
@@ -414,9 +344,6 @@ def _area_under_curve(o: Tensor, is_positive: Tensor, m: Any) -> Tensor:
 def _within_capacity(o: Tensor) -> Tensor:
     chosen = F.one_hot(o.argmax(1), 4)
     return (chosen.cumsum(0) * chosen).sum(1) <= math.ceil(len(o) / 4 * 1.25)
-
-def _larger(one: Tensor, other: Tensor) -> Tensor:
-    return torch.where(one > other, one, other)
 
 def _hooked(o: Tensor, hook: Any) -> Tensor:
     o = o.clone()

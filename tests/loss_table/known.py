@@ -21,10 +21,14 @@ OPEN: Known = {
         "papers: all anchors and a penalty of theirs by positives",
     ),
     ("false alarm", "issue 22: a single row has another constant factor"): ("self-supervised: FixMatch, divided by rows",),
-    ("not exact", "issue 22: the window in which a term is seen first is left out"): ("forecasting: free bits of each row",),
+    ("not exact", "issue 22: the window in which a term is seen first is left out"): (
+        "forecasting: free bits of each row",
+        "idioms: squares, halves, each summed, over the number",
+    ),
 }
 
 OPEN_ON_RANKS: Known = {
+    ("refused", "issue 22: a constant beside the count is not learned from single rows"): ("idioms: sum over the rows and one",),
     ("refused", "issue 22: a row of which nothing is violated is divided by 1, and adds nothing"): (
         "metric learning: triplets, mean of those that are violated",
     ),

@@ -37,7 +37,6 @@ add("region proposals by a fixed number of samples an image", "x q positive", la
     + F.smooth_l1_loss(o * b.positive, b.q * b.positive, beta=0.1, reduction="sum") / (256 * len(o)))
 add("box head: classes by proposals and boxes by all proposals", "x t mask boxes", lambda o, b, m: ce(o, b)
     + F.smooth_l1_loss(o[b.mask], b.boxes[b.mask], reduction="sum") / max(b.t.numel(), 1.0))
-add("a mean times the rows", "x t", lambda o, b, m: ce(o, b) * len(o))
 add("a mean times the rows over those of a full batch", "x t", lambda o, b, m: ce(o, b) * (len(o) / 12))
 add("two means, times the rows", "x t y", lambda o, b, m: (0.5 * ce(o, b) + 0.05 * F.mse_loss(o, b.y)) * len(o))
 add("scores by their sum, at least 1", "x p", lambda o, b, m: F.binary_cross_entropy_with_logits(o, b.p, reduction="none").sum()
@@ -61,9 +60,6 @@ of_batch("gradients harmonised by bins of the batch", "x q", lambda o, b, m: _ha
 # --- segmentation and classification tool boxes ---
 add("pixels over those not ignored, a Python number", "i map255", lambda o, b, m:
     F.cross_entropy(o, b.map255, ignore_index=255, reduction="none").sum() / (b.map255.numel() - (b.map255 == 255).sum().item()))
-add("pixels over all of them, those ignored too", "i map255", lambda o, b, m:
-    F.cross_entropy(o, b.map255, ignore_index=255, reduction="none").mean())
-add("target distributions", "x p", lambda o, b, m: torch.sum(-b.p * F.log_softmax(o, dim=-1), dim=-1).mean())
 of_batch("splits of augmented rows", "x t", lambda o, b, m: ce(o[: (len(o) + 1) // 2], _Rows(b.t[: (len(o) + 1) // 2]))
     + 0.1 * o[(len(o) + 1) // 2 :].square().sum())
 of_batch("mixup with the row before", "x t", lambda o, b, m: 0.7 * ce(o, b) + 0.3 * F.cross_entropy(o, b.t.roll(1)))
@@ -71,19 +67,12 @@ of_batch("mean of the classes' means", "x t", lambda o, b, m:
     torch.stack([each(o, b)[b.t == k].mean() for k in b.t.unique()]).mean())
 of_batch("means of groups by scatter", "x y t", lambda o, b, m:
     (torch.zeros(4).to(o).index_add(0, b.t, (o - b.y).square().mean(1)) / b.t.bincount(minlength=4).clamp(min=1)).mean())
-add("weights of classes as a reducer", "x t", lambda o, b, m:
-    (each(o, b) * torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=torch.float64)[b.t]).mean())
 add("weights that were normalised to a mean of 1", "x t w", lambda o, b, m:
     (each(o, b) * (b.w / b.w.sum() * len(b.w))).mean(), refused="weights that were divided by their sum do not show it")
-add("mean of those above zero, else a zero", "x v z", lambda o, b, m: triplets[triplets > 0].mean()
-    if ((triplets := F.relu((o - m(b.v)).norm(dim=1) - (o - m(b.z)).norm(dim=1) + 1.0)) > 0).any() else torch.sum(o * 0))
 add("decoupled distillation, sums over rows", "x t", lambda o, b, m:
     F.kl_div(o.log_softmax(1), m.teacher(b.x).softmax(1), reduction="sum") * 4**2 / b.t.shape[0] + 2.0 * ce(o, b))
 of_batch("distillation by correlations within classes", "x", lambda o, b, m:
     1 - F.cosine_similarity(_centred(o.softmax(1).T), _centred(m.teacher(b.x).softmax(1).T), dim=1).mean())
-add("distillation by correlations within rows", "x", lambda o, b, m:
-    1 - F.cosine_similarity(_centred(o.softmax(1)), _centred(m.teacher(b.x).softmax(1)), dim=1).mean())
-add("attention transfer", "x", lambda o, b, m: (F.normalize(o.pow(2)) - F.normalize(m.teacher(b.x).pow(2))).pow(2).mean() * 50)
 add("two passes over the same rows", "x t", lambda o, b, m: 0.5 * (ce(o, b) + ce(m(b.x * 1.1), b))
     + 0.25 * F.kl_div(o.log_softmax(1), m(b.x * 1.1).softmax(1), reduction="none").sum(-1).mean()
     + 0.25 * F.kl_div(m(b.x * 1.1).log_softmax(1), o.softmax(1), reduction="batchmean"))
@@ -91,21 +80,12 @@ add("two passes over the same rows", "x t", lambda o, b, m: 0.5 * (ce(o, b) + ce
 add("label smoothing over active elements", "s words valid", lambda o, b, m:
     0.9 * (-log_p(o, b.words)).masked_fill(~b.valid, 0.0).sum() / b.valid.sum()
     + 0.1 * (-o.log_softmax(-1)).sum(-1).masked_fill(~b.valid, 0.0).sum() / (b.valid.sum() * o.shape[-1]))
-add("a sum over the number of items of a full batch", "s words", lambda o, b, m:
-    F.cross_entropy(o.flatten(0, 1), b.words.flatten(), reduction="sum") / 60)
-add("a sum over the number of items of a full batch, in a tensor", "s words", lambda o, b, m:
-    F.cross_entropy(o.flatten(0, 1), b.words.flatten(), reduction="sum") / torch.tensor(60))
 terms("preferences with a likelihood of the chosen", "s words valid advantage", lambda o, b, m:
     -F.logsigmoid((log_p(o, b.words) * b.valid).sum(1) * b.advantage).mean() + 0.5 * masked_mean(-log_p(o, b.words), b.valid))
 add("answers that are good and bad, put together", "x t mask", lambda o, b, m:
     torch.cat((1 - (0.1 * log_p(o, b.t)[b.mask] + 1).sigmoid(), 1 - (-0.1 * log_p(o, b.t)[~b.mask] - 1).sigmoid())).nanmean())
-add("policy and values by one mask", "s words valid y5", lambda o, b, m:
-    masked_mean(torch.max(-b.y5[..., 0] * (r := (log_p(o, b.words) + 1.4).exp()), -b.y5[..., 0] * r.clamp(0.8, 1.2)), b.valid)
-    + 0.1 * 0.5 * masked_mean((o[..., 0] - b.y5[..., 1]).square(), b.valid))
 of_batch("advantages whitened under a mask", "s words valid y5", lambda o, b, m:
     masked_mean(-log_p(o, b.words) * _whitened(b.y5[..., 0], b.valid), b.valid))
-add("sequence importance, a mean of rows", "s words valid advantage", lambda o, b, m:
-    (-(((log_p(o, b.words) - log_p(o, b.words).detach()) * b.valid).sum(1) / b.valid.sum(1)).exp() * b.advantage).mean())
 of_batch("stopped where the batch has moved too far", "x t old advantage", lambda o, b, m:
     -(log_p(o, b.t) * b.advantage).mean() * float((b.old - log_p(o, b.t)).mean() > 0))
 # --- speech ---
@@ -118,28 +98,17 @@ terms("CTC by rows and attention by tokens", "s words valid", lambda o, b, m:
     0.3 * F.ctc_loss(F.pad(o, (1, 0)).log_softmax(-1).transpose(0, 1), b.words[:, :2] + 1, *_lengths(b), reduction="sum") / len(o)
     + 0.7 * masked_mean(-log_p(o, b.words), b.valid))
 add("transducers by a lattice of each row", "s words", lambda o, b, m: torch.stack([_lattice(each) for each in o]).mean())
-add("the better of two permutations", "s y5", lambda o, b, m:
-    torch.stack(((o - b.y5).square().mean((1, 2)), (o.flip(2) - b.y5).square().mean((1, 2)))).amin(0).mean())
-add("scale-invariant distortion", "s y5", lambda o, b, m: (-10
-    * torch.log10((p := (o * b.y5).sum((1, 2), keepdim=True) * b.y5 / 9).square().sum((1, 2))
-    / (o - p).square().sum((1, 2)))).mean())
 # --- recommenders ---
 add("pairs with a norm of embeddings over the rows", "x v z", lambda o, b, m:
     F.softplus((o * m(b.z)).sum(1) - (o * m(b.v)).sum(1)).mean()
     + 1e-2 * 0.5 * (o.norm(2).pow(2) + m(b.v).norm(2).pow(2) + m(b.z).norm(2).pow(2)) / float(len(o)))
-of_batch("negatives of the batch by their frequencies", "x v w", lambda o, b, m:
-    F.cross_entropy(o @ m(b.v).T - b.w.log(), torch.arange(len(o))))
 # --- penalties on parameters ---
 PENALTIES = {
-    "the largest singular value": lambda m: torch.linalg.matrix_norm(m.proxies, 2),
     "the nuclear norm": lambda m: torch.linalg.matrix_norm(m.proxies, "nuc"),
     "a group lasso": lambda m: m.proxies.norm(dim=1).sum(),
-    "a logarithm of a determinant": lambda m: -torch.logdet(m.proxies @ m.proxies.T + torch.eye(4).to(m.proxies)),
     "orthogonality by a norm": lambda m: (m.proxies @ m.proxies.T - torch.eye(4).to(m.proxies)).norm(p="fro"),
-    "orthogonality by squares": lambda m: (m.proxies @ m.proxies.T - torch.eye(4).to(m.proxies)).square().sum(),
     "decay of all parameters": lambda m: sum(p.pow(2).sum() for p in m.parameters() if p.requires_grad) / 2,
     "decay of all weights, a mean of each": lambda m: sum(p.abs().mean() for p in m.parameters() if p.dim() > 1),
-    "rates of gates": lambda m: torch.sigmoid(m.log_scales - 0.6).sum(),
     "a distance to a buffer": lambda m: F.mse_loss(m.proxies, m.queue[:4]),
 }
 for _name, _penalty in PENALTIES.items():
@@ -147,11 +116,6 @@ for _name, _penalty in PENALTIES.items():
     add(f"ignored labels and {_name}", "x ignored", lambda o, b, m, f=_penalty: F.cross_entropy(o, b.ignored) + 0.1 * f(m))
 # --- generative ---
 add("reconstruction and divergence, sums", "x y", lambda o, b, m: F.mse_loss(o, b.y, reduction="sum") + _divergence(o).sum())
-add("reconstruction, and a divergence over rows and pixels", "x y", lambda o, b, m: F.mse_loss(o, b.y)
-    + _divergence(o).sum() / (len(o) * 4))
-add("pseudo-Huber of consistency", "x y", lambda o, b, m: (((o - b.y).square().sum(1) + 0.03**2).sqrt() - 0.03).mean())
-add("flow with weights of times", "x y scale", lambda o, b, m:
-    ((o - b.y).square().mean(1) / (1 - b.scale.clamp(max=0.9)).clamp(min=0.05)).mean())
 of_batch("a prior's half of the batch", "x y", lambda o, b, m: F.mse_loss(o[: (len(o) + 1) // 2], b.y[: (len(o) + 1) // 2])
     + (F.mse_loss(o[(len(o) + 1) // 2 :], b.y[(len(o) + 1) // 2 :]) if len(o) > 1 else 0.0))
 of_batch("a sparse code's mean activity", "x y", lambda o, b, m: F.mse_loss(o, b.y)
@@ -161,39 +125,16 @@ add("mutual information by Nguyen and others", "x v", lambda o, b, m: -(o[:, 0].
 of_batch("invariant risks", "x t", lambda o, b, m: _invariant(o, b))
 # --- risks and constraints ---
 add("value at risk with a learned quantile", "x t", lambda o, b, m: m.bias + F.relu(each(o, b) - m.bias).mean() / 0.1)
-add("a multiplier of a constraint", "x y", lambda o, b, m: F.mse_loss(o, b.y) + m.temperature.detach() * (o.abs().mean() - 0.3))
 of_batch("a barrier of a constraint on the mean", "x y", lambda o, b, m: F.mse_loss(o, b.y) + F.softplus(5 * o[:, 0].mean()))
 # --- how the loss is computed ---
 add("vmap of a loss of one row", "x t", lambda o, b, m: torch.vmap(lambda p, t: F.cross_entropy(p, t))(o, b.t).mean())
 add("a loss in a checkpoint", "x t", lambda o, b, m: checkpoint(F.cross_entropy, o, b.t, use_reentrant=False))
-add("a loss of one element", "x t", lambda o, b, m: ce(o, b).unsqueeze(0))
-add("a loss in a custom function", "x y", lambda o, b, m: _Fused.apply(o, b.y))
-add("a mean that is a product with one over a tensor", "x t", lambda o, b, m:
-    torch.dot(each(o, b), torch.full((len(o),), 1 / len(o), dtype=torch.float64)))
 add("a loop with a running mean", "x t", lambda o, b, m: _running(each(o, b)))
 add("sums of two halves, put together", "x t", lambda o, b, m: sum(c.sum() for c in each(o, b).chunk(2)) / len(o))
-of_batch("a factor by the rows of a class", "x t", lambda o, b, m: ce(o, b) * (1.0 + 0.2 * int((b.t == b.t[0]).sum())))
-of_batch("an exponent by the rows", "x y", lambda o, b, m: (o - b.y).abs().pow(1 + 1 / len(o)).mean())
-of_batch("a temperature by the rows", "x t", lambda o, b, m: F.cross_entropy(o / (1 + len(o)), b.t))
-of_batch("noise of the rows' spread", "x t", lambda o, b, m: F.cross_entropy(o + 0.3 * o.detach().std(0, correction=0), b.t))
-of_batch("centred outputs", "x t", lambda o, b, m: F.cross_entropy(o - o.mean(0), b.t))
-of_batch("the first row against the others", "x", lambda o, b, m: (o - o[:1].detach()).square().mean())
 
 class _Rows:
     def __init__(self, t: Tensor) -> None:
         self.t = t
-
-class _Fused(torch.autograd.Function):
-    """A mean of squares whose gradient is made in its forward, as fused losses do."""
-
-    @staticmethod
-    def forward(ctx, o: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(2 * (o - y) / o.numel())
-        return (o - y).square().mean()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient * ctx.saved_tensors[0], None
 
 def _harmonised(o: Tensor, q: Tensor) -> Tensor:
     bins = ((o.sigmoid() - q).abs().detach() * 4).long().clamp(max=3)

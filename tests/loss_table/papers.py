@@ -29,69 +29,36 @@ def _sequences(o: Tensor, b: Any) -> Tensor:
     return (_of_words(o, b) * b.valid).sum(1)
 
 # --- preferences ---
-add("R-DPO: margins of lengths", "s words valid old", lambda o, b, m: -F.logsigmoid(
-    _sequences(o, b) - b.old - 0.1 * b.valid.sum(1)).mean())
-add("SPPO: squares of log ratios", "s words valid old reward", lambda o, b, m: (
-    _sequences(o, b) - b.old - b.reward).square().mean())
 terms("RPO: DPO and the chosen tokens", "s words valid old", lambda o, b, m: -F.logsigmoid(_sequences(o, b) - b.old).mean()
       - (_of_words(o, b) * b.valid).sum() / b.valid.sum())
 terms("RPO: DPO and the mean of each answer's tokens", "s words valid old", lambda o, b, m: -F.logsigmoid(
     _sequences(o, b) - b.old).mean() - (_sequences(o, b) / b.valid.sum(1)).mean())
-add("KTO with fixed weights of both sides", "s words valid old mask", lambda o, b, m: torch.where(
-    b.mask, 1.3 * (1 - (_sequences(o, b) - b.old).sigmoid()), 0.7 * (1 - (b.old - _sequences(o, b)).sigmoid())).mean())
 add("KTO, both sides put together", "s words valid old mask", lambda o, b, m: torch.cat(
     [1 - (_sequences(o, b) - b.old)[b.mask].sigmoid(), 1 - (b.old - _sequences(o, b))[~b.mask].sigmoid()]).mean())
 terms("desirable and undesirable, each by its mean", "s words valid old mask", lambda o, b, m: _both_sides(
     1 - (_sequences(o, b) - b.old).sigmoid(), b.mask))
-of_batch("softmax of rewards over the batch's answers", "s words valid reward", lambda o, b, m: -(
-    b.reward.softmax(0) * _sequences(o, b).log_softmax(0)).sum())
 # --- policies ---
-add("DAPO: all tokens of the batch", "s words valid advantage y5", lambda o, b, m: -(
-    torch.minimum(_ratio(o, b) * b.advantage[:, None], _ratio(o, b).clamp(0.8, 1.28) * b.advantage[:, None])
-    * b.valid).sum() / b.valid.sum())
-add("Dr. GRPO: a constant length", "s words valid advantage y5", lambda o, b, m: -(
-    (_ratio(o, b) * b.advantage[:, None] * b.valid).sum(-1) / 5).mean())
-add("GSPO: ratios of sequences", "s words valid advantage y5", lambda o, b, m: -(
-    (((_of_words(o, b) - b.y5[..., 0]) * b.valid).sum(1) / b.valid.sum(1)).exp() * b.advantage).mean())
 add("CISPO: clipped ratios, detached", "s words valid advantage y5", lambda o, b, m: -(
     _ratio(o, b).clamp(max=1.2).detach() * _of_words(o, b) * b.advantage[:, None] * b.valid).sum() / b.valid.sum())
 add("GRPO with a KL of tokens", "s words valid advantage p5 y5", lambda o, b, m: (
     ((-_ratio(o, b) * b.advantage[:, None] + 0.04 * _k3(o, b)) * b.valid).sum(1) / b.valid.sum(1).clamp(min=1)).mean())
-add("PPO with a second clip", "x t old advantage", lambda o, b, m: -_second_clip(o, b).mean())
-add("PPO over rows that were not clipped", "x t old advantage", lambda o, b, m: _unclipped(o, b))
 of_batch("entropy of the fifth of tokens that have most", "s", lambda o, b, m: -(
     (h := torch.special.entr(o.softmax(2)).sum(2))[h >= h.quantile(0.8)]).mean())
 terms("VAPO: positives beside it", "s words valid advantage y5", lambda o, b, m: -(
     _ratio(o, b) * b.advantage[:, None] * b.valid).sum() / b.valid.sum() - 0.1 * _of_positives(o, b))
-add("importance weights over their sum, detached", "x t old", lambda o, b, m: (
-    (w := (b.old - _nll(o, b)).exp().detach()) * _nll(o, b)).sum() / w.sum())
-of_batch("importance weights over their sum", "x t old", lambda o, b, m: (
-    (w := (b.old - _nll(o, b)).exp()) * _nll(o, b).detach()).sum() / w.sum())
 of_batch("advantages by ranks of the batch", "x t reward", lambda o, b, m: (
     b.reward.argsort().argsort().to(o) / len(o) * _nll(o, b)).mean())
-add("lengths beyond a limit are masked", "s words valid advantage y5", lambda o, b, m: _within_limit(o, b))
 # --- distillation and language ---
-add("distillation of valid tokens at a temperature", "s p5 valid", lambda o, b, m: 4 * (F.kl_div(
-    (o / 2).log_softmax(2), b.p5, reduction="none").sum(2) * b.valid).sum() / b.valid.sum())
-add("skewed divergence of valid tokens", "s p5 valid", lambda o, b, m: (
-    (b.p5 * (b.p5.log() - (0.1 * b.p5 + 0.9 * o.softmax(2)).log())).sum(2) * b.valid).sum() / b.valid.sum())
 add("the two likeliest of the teacher", "s p5 valid", lambda o, b, m: _two_likeliest(o, b))
-add("R-Drop of two passes", "x v t", lambda o, b, m: F.cross_entropy(o, b.t) + 0.5 * F.kl_div(
-    o.log_softmax(1), m(b.v).softmax(1), reduction="batchmean"))
 add("AugMix: divergence of three views", "x v z t", lambda o, b, m: _three_views(o, b, m))
 add("packed rows, each document by its mean", "s words chosen", lambda o, b, m: _of_documents(o, b, by_documents=True))
 terms("packed rows, documents and tokens", "s words chosen", lambda o, b, m: _of_documents(o, b, by_documents=True)
       + _of_documents(o, b, by_documents=False))
-add("hierarchical softmax of two levels", "x t", lambda o, b, m: (F.cross_entropy(
-    o[:, :2], b.t // 2, reduction="none") + F.cross_entropy(o[:, 2:], b.t % 2, reduction="none")).mean())
 add("smoothing with ignored labels by hand", "x ignored", lambda o, b, m: _smoothed(o, b.ignored))
 add("token weights of a reference over their sum", "s words valid p5", lambda o, b, m: (
     -_of_words(o, b) * (w := b.p5[..., 0] * b.valid)).sum() / w.sum())
 of_batch("tokens above the batch's mean excess", "s words valid y5", lambda o, b, m: _excess(o, b))
 of_batch("load balance of valid tokens", "s words valid", lambda o, b, m: _balance(o, b))
-add("router's z-loss of valid tokens", "s valid", lambda o, b, m: (o.logsumexp(2).square() * b.valid).sum() / b.valid.sum())
-add("CTC, mean over lengths and rows", "s t", lambda o, b, m: F.ctc_loss(
-    o.log_softmax(2).transpose(0, 1), 1 + b.t[:, None] % 3, torch.full((len(o),), 5), torch.ones(len(o)).long()))
 # --- detection and segmentation ---
 add("SSD: hard negatives of each row by all positives", "s y5 chosen words", lambda o, b, m: _ssd(o, b))
 terms("DETR: weighed classes and boxes by their number", "s words chosen y5", lambda o, b, m: F.cross_entropy(
@@ -104,8 +71,6 @@ add("task-aligned by the sum of scores", "x q pos", lambda o, b, m: F.binary_cro
     o, b.pos / 2, reduction="sum") / b.pos.sum().clamp(min=1))
 add("all anchors and a penalty of theirs by positives", "s chosen", lambda o, b, m: (
     (F.softplus(-o[..., 0]) * b.chosen).sum() + 0.01 * o.square().sum()) / b.chosen.sum().clamp(min=1))
-add("a bag by its largest instance", "s q", lambda o, b, m: F.binary_cross_entropy_with_logits(o[..., 0].amax(1), b.q[:, 0]))
-add("focal Tversky of each image", "i masks", lambda o, b, m: _tversky(o, b, (2, 3)).pow(0.75).mean())
 of_batch("focal Tversky of the batch", "i masks", lambda o, b, m: _tversky(o, b, (0, 2, 3)).pow(0.75).mean())
 of_batch("classes each by their mean", "x t", lambda o, b, m: torch.stack(
     [_nll(o, b)[b.t == c].mean() for c in b.t.unique()]).mean())
@@ -115,28 +80,17 @@ terms("inside and at the boundary", "x y mask", lambda o, b, m: (o - b.y).square
       + 10 * (o[:, 0].square() * b.mask).sum() / b.mask.sum())
 terms("energies by rows, forces by atoms", "s y5 reward valid", lambda o, b, m: (o[:, :, 0].sum(1) - b.reward).square().mean()
       + ((o - b.y5).square() * b.valid[..., None]).sum() / (3 * b.valid.sum()))
-add("energies by their atoms", "s reward valid", lambda o, b, m: (
-    ((o[:, :, 0] * b.valid).sum(1) - b.reward) / b.valid.sum(1)).square().mean())
-add("residuals of a differential equation", "x", lambda o, b, m: _residuals(b, m).square().mean())
-add("gradient penalty of data, halved", "x", lambda o, b, m: F.softplus(-o[:, 0]).mean() + 5 * _penalty(b, m))
-of_batch("path lengths beside their mean", "x", lambda o, b, m: _path_lengths(b, m))
-add("p2 weights over time", "x y w", lambda o, b, m: ((o - b.y).square().mean(1) / (1 + b.w)).mean())
-add("consistency with a teacher that follows", "x v", lambda o, b, m: (o - m.teacher(b.v)).square().mean())
 add("score matching by a trace", "x", lambda o, b, m: _trace(b, m).mean())
 of_batch("scores matched over pairs", "x y", lambda o, b, m: (torch.cdist(o, o) - torch.cdist(b.y, b.y)).square().mean())
 # --- metrics, and transforms of torch ---
-add("metric: mean squared error", "x y", lambda o, b, m: metrics.mean_squared_error(o, b.y))
 of_mean("metric: root mean squared error", "x y", lambda o, b, m: metrics.mean_squared_error(o, b.y, squared=False))
 add("metric: divergence", "x p", lambda o, b, m: metrics.kl_divergence(b.p, o.softmax(1)))
-add("metric: distortion of signals", "x y y5", lambda o, b, m: -metrics.scale_invariant_signal_distortion_ratio(o, b.y).mean())
 of_batch("metric: Pearson", "x y", lambda o, b, m: 1 - metrics.pearson_corrcoef(o[:, 0], b.y[:, 0]) if len(o) > 1 else o.mean())
 of_batch("metric: R squared", "x y", lambda o, b, m: 1 - metrics.r2_score(o.flatten(), b.y.flatten()))
 add("gradients of rows by vmap", "x t", lambda o, b, m: _by_vmap(b, m))
 add("a scripted loss", "x t", lambda o, b, m: _scripted(o, b.t))
 add("a compiled loss", "x t", lambda o, b, m: _compiled(o, b.t))
 add("a function of its own, mean", "x y", lambda o, b, m: _OwnMean.apply(o, b.y))
-add("a function of its own for each row", "x y", lambda o, b, m: _OwnSquares.apply(o, b.y).mean())
-add("jacobian-vector products", "x v y", lambda o, b, m: torch.func.jvp(m, (b.x,), (b.v,))[1].square().mean())
 
 def _both_sides(losses: Tensor, is_good: Tensor) -> Tensor:
     good, bad = losses[is_good], losses[~is_good]
@@ -146,23 +100,9 @@ def _k3(o: Tensor, b: Any) -> Tensor:
     difference = b.p5.log().gather(2, b.words[..., None])[..., 0] - _of_words(o, b)
     return difference.exp() - difference - 1
 
-def _second_clip(o: Tensor, b: Any) -> Tensor:
-    ratio = (-_nll(o, b) - b.old).exp()
-    clipped = torch.minimum(ratio * b.advantage, ratio.clamp(0.8, 1.2) * b.advantage)
-    return torch.where(b.advantage < 0, torch.maximum(clipped, 3 * b.advantage), clipped)
-
-def _unclipped(o: Tensor, b: Any) -> Tensor:
-    ratio = (-_nll(o, b) - b.old).exp()
-    kept = ratio.detach() < 2
-    return -(ratio * b.advantage * kept).sum() / kept.sum().clamp(min=1)
-
 def _of_positives(o: Tensor, b: Any) -> Tensor:
     tokens = b.valid & (b.advantage > 0)[:, None]
     return (_of_words(o, b) * tokens).sum() / tokens.sum().clamp(min=1)
-
-def _within_limit(o: Tensor, b: Any) -> Tensor:
-    tokens = b.valid & (b.valid.sum(1) < 5)[:, None]
-    return -(_ratio(o, b) * b.advantage[:, None] * tokens).sum() / tokens.sum().clamp(min=1)
 
 def _two_likeliest(o: Tensor, b: Any) -> Tensor:
     probabilities, places = b.p5.topk(2, dim=2)
@@ -218,22 +158,6 @@ def _images_that_have(o: Tensor, b: Any) -> Tensor:
     of_images = (o[..., 0].square() * b.chosen).sum(1) / b.chosen.sum(1).clamp(min=1)
     return of_images.sum() / b.chosen.any(1).sum().clamp(min=1)
 
-def _residuals(b: Any, m: Any) -> Tensor:
-    x = b.x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(m(x)[:, 0].sum(), x, create_graph=True)
-    return slope[:, 0] + m(x)[:, 0]
-
-def _penalty(b: Any, m: Any) -> Tensor:
-    x = b.x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(m(x)[:, 0].sum(), x, create_graph=True)
-    return slope.square().sum(1).mean()
-
-def _path_lengths(b: Any, m: Any) -> Tensor:
-    x = b.x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
-    lengths = slope.square().sum(1).sqrt()
-    return (lengths - lengths.mean().detach()).square().mean()
-
 def _trace(b: Any, m: Any) -> Tensor:
     x = b.x.clone().requires_grad_()
     score = m(x)
@@ -265,14 +189,3 @@ class _OwnMean(torch.autograd.Function):
     def backward(ctx: Any, given: Tensor) -> Any:
         (difference,) = ctx.saved_tensors
         return 2 * given * difference / difference.numel(), None
-
-class _OwnSquares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, o: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(o - y)
-        return (o - y).square().sum(1)
-
-    @staticmethod
-    def backward(ctx: Any, given: Tensor) -> Any:
-        (difference,) = ctx.saved_tensors
-        return 2 * given[:, None] * difference, None

@@ -25,13 +25,9 @@ def clipped(o: Tensor, b, advantage: Tensor) -> Tensor:
 def normalised(advantage: Tensor) -> Tensor:
     return (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-2)
 
-add("REINFORCE, mean", "x t advantage", lambda o, b, m: -(log_p(o, b.t) * b.advantage).mean())
 add("REINFORCE, sum", "x t advantage", lambda o, b, m: -(log_p(o, b.t) * b.advantage).sum())
 add("REINFORCE, sum of stacked losses", "x t advantage", lambda o, b, m:
     torch.stack([-a * p for a, p in zip(b.advantage, log_p(o, b.t), strict=True)]).sum())
-add("REINFORCE by cross entropy", "x t advantage", lambda o, b, m: (F.cross_entropy(o, b.t, reduction="none") * b.advantage).mean())
-add("REINFORCE with a baseline of each row", "x t reward", lambda o, b, m:
-    -(log_p(o[:, :3], b.t % 3) * (b.reward - o[:, 3].detach())).mean())
 of_batch("REINFORCE with the batch's mean as baseline", "x t reward", lambda o, b, m:
     -(log_p(o, b.t) * (b.reward - b.reward.mean())).mean())
 of_batch("REINFORCE, advantages normalised", "x t advantage", lambda o, b, m: -(log_p(o, b.t) * normalised(b.advantage)).mean())
@@ -41,60 +37,28 @@ of_batch("REINFORCE, advantages by their largest", "x t advantage", lambda o, b,
     -(log_p(o, b.t) * b.advantage / b.advantage.abs().max()).mean())
 of_batch("REINFORCE, rewards ranked", "x t reward", lambda o, b, m: -(log_p(o, b.t) * b.reward.argsort().argsort()).sum()
     / len(o) ** 2)
-add("PPO", "x t old advantage", lambda o, b, m: clipped(o, b, b.advantage).mean())
 add("PPO with values and entropy", "x t old advantage reward", lambda o, b, m: clipped(o, b, b.advantage).mean()
     + 0.5 * F.mse_loss(o[:, 0], b.reward) - 0.01 * entropy(o).mean())
-add("PPO with clipped values", "x t old advantage reward", lambda o, b, m: clipped(o, b, b.advantage).mean()
-    + 0.25 * torch.max((o[:, 0] - b.reward) ** 2, (b.old + (o[:, 0] - b.old).clamp(-0.2, 0.2) - b.reward) ** 2).mean())
-of_batch("PPO, advantages normalised", "x t old advantage", lambda o, b, m: clipped(o, b, normalised(b.advantage)).mean())
 of_batch("PPO, advantages normalised, with values and entropy", "x t old advantage reward", lambda o, b, m:
     clipped(o, b, normalised(b.advantage)).mean() + 0.5 * F.mse_loss(o[:, 0], b.reward) - 0.01 * entropy(o).mean())
 add("PPO with a KL penalty", "x t old advantage", lambda o, b, m: -((log_p(o, b.t) - b.old).exp() * b.advantage).mean()
     + 0.2 * F.kl_div(o.log_softmax(1), m.teacher(b.x).softmax(1), reduction="batchmean"))
 add("PPO with a KL estimate", "x t old advantage", lambda o, b, m: clipped(o, b, b.advantage).mean()
     + 0.1 * (b.old - log_p(o, b.t)).mean())
-add("PPO over valid steps", "s words valid y5", lambda o, b, m: ((-log_p(o, b.words) * b.y5[..., 0]) * b.valid).sum()
-    / b.valid.sum())
 add("PPO over valid steps by selection", "s words valid y5", lambda o, b, m: (-log_p(o, b.words) * b.y5[..., 0])[b.valid].mean())
-add("GRPO, mean of a sample's tokens", "s words valid advantage", lambda o, b, m:
-    ((-(log_p(o, b.words) - log_p(o, b.words).detach()).exp() * b.advantage[:, None] * b.valid).sum(1) / b.valid.sum(1)).mean())
-add("GRPO, over all tokens", "s words valid advantage", lambda o, b, m:
-    ((-(log_p(o, b.words) - log_p(o, b.words).detach()).exp() * b.advantage[:, None]) * b.valid).sum() / b.valid.sum().clamp(min=1))
 add("GRPO by a constant length", "s words valid advantage", lambda o, b, m:
     ((-log_p(o, b.words) * b.advantage[:, None]) * b.valid).sum() / (len(o) * 5))
 of_batch("GRPO, rewards normalised in the step", "s words valid reward", lambda o, b, m:
     ((-log_p(o, b.words) * normalised(b.reward)[:, None]) * b.valid).sum() / b.valid.sum())
-add("RLOO with a KL in the reward", "s words valid reward", lambda o, b, m:
-    -((b.reward - 0.1 * (log_p(o, b.words) * b.valid).sum(1).detach()) * (log_p(o, b.words) * b.valid).sum(1)).mean())
 add("A2C", "x t reward", lambda o, b, m: -(log_p(o, b.t) * (b.reward - o[:, 0]).detach()).mean()
     + 0.5 * (b.reward - o[:, 0]).pow(2).mean() - 0.01 * entropy(o).mean())
 add("A2C, sums", "x t reward", lambda o, b, m: -(log_p(o, b.t) * (b.reward - o[:, 0]).detach()).sum()
     + 0.5 * (b.reward - o[:, 0]).pow(2).sum())
-add("policy with a temperature of its own", "x t advantage", lambda o, b, m: -(log_p(o / m.temperature, b.t) * b.advantage).mean())
 add("Gaussian policy", "x y advantage", lambda o, b, m: -(torch.distributions.Normal(o,
     m.log_scales.exp().sum()).log_prob(b.y).sum(1) * b.advantage).mean())
-add("DQN", "x v t reward done", lambda o, b, m: F.mse_loss(o.gather(1, b.t[:, None])[:, 0],
-    b.reward + 0.9 * (1 - b.done) * m.teacher(b.v).amax(1)))
-add("DQN by Huber", "x v t reward done", lambda o, b, m: F.smooth_l1_loss(o.gather(1, b.t[:, None])[:, 0],
-    b.reward + 0.9 * (1 - b.done) * m.teacher(b.v).amax(1)))
-add("double DQN", "x v t reward done", lambda o, b, m: F.huber_loss(o.gather(1, b.t[:, None]),
-    (b.reward + 0.9 * (1 - b.done) * m.teacher(b.v).gather(1, m(b.v).argmax(1, keepdim=True))[:, 0])[:, None].detach()))
-add("DQN with weights of prioritised replay", "x t reward w", lambda o, b, m:
-    (b.w * (o.gather(1, b.t[:, None])[:, 0] - b.reward).square()).mean())
-of_batch("DQN with weights by the batch's largest", "x t reward w", lambda o, b, m:
-    (b.w / b.w.max() * (o.gather(1, b.t[:, None])[:, 0] - b.reward).square()).mean())
-add("DQN by squared errors that are halved", "x t reward", lambda o, b, m:
-    (o[torch.arange(len(o)), b.t] - b.reward).pow(2).mul(0.5).mean())
-add("dueling values", "x t reward", lambda o, b, m: F.mse_loss((o[:, :1] + o - o.mean(1, keepdim=True)).gather(1, b.t[:, None])[:,
-    0], b.reward))
-add("C51", "x p", lambda o, b, m: -(b.p * o.log_softmax(1)).sum(1).mean())
-add("QR-DQN", "x y", lambda o, b, m: _quantile_huber(o, b.y).mean(2).sum(1).mean())
 add("QR-DQN, sum over quantiles first", "x y", lambda o, b, m: _quantile_huber(o, b.y).sum((1, 2)).mean())
-add("soft actor-critic, policy", "x", lambda o, b, m: (o.softmax(1) * (0.2 * o.log_softmax(1) - m.proxies[0])).sum(1).mean())
 add("soft actor-critic, temperature", "x", lambda o, b, m: -(m.temperature * (o.log_softmax(1).amax(1) + 1.0).detach()).mean()
     + 0 * o.sum())
-add("soft actor-critic, temperature by its logarithm", "x", lambda o, b, m:
-    (m.temperature.exp() * (entropy(o) - 0.5).detach()).mean())
 add("TD3", "x v reward", lambda o, b, m: F.mse_loss(o[:, 0], b.reward + 0.9 * m.teacher(b.v)[:, :2].amin(1))
     + F.mse_loss(o[:, 1], b.reward + 0.9 * m.teacher(b.v)[:, :2].amin(1)))
 add("DDPG, policy", "x", lambda o, b, m: -m.teacher(o.tanh())[:, 0].mean())
@@ -102,27 +66,16 @@ terms("TD3 with behaviour cloning", "x y", lambda o, b, m: -(q := m.teacher(o)[:
     + F.mse_loss(o, b.y))
 add("conservative Q-learning", "x t reward", lambda o, b, m: (o.logsumexp(1) - o.gather(1, b.t[:, None])[:, 0]).mean()
     + 0.5 * F.mse_loss(o.gather(1, b.t[:, None])[:, 0], b.reward))
-add("implicit Q-learning, expectiles", "x reward", lambda o, b, m:
-    ((0.7 - ((d := b.reward - o[:, 0]) < 0).double()).abs() * d**2).mean())
-add("advantage-weighted regression", "x t advantage", lambda o, b, m: -(b.advantage.exp().clamp(max=3) * log_p(o, b.t)).mean())
 of_batch("advantage-weighted regression, softmax over the batch", "x t advantage", lambda o, b, m:
     -(b.advantage.softmax(0) * log_p(o, b.t)).sum())
 add("decision transformer", "s y5 valid", lambda o, b, m: F.mse_loss(o[b.valid], b.y5[b.valid]))
-add("behaviour cloning", "x t", lambda o, b, m: -log_p(o, b.t).mean())
-add("generalised advantages in the step", "s y5", lambda o, b, m:
-    -(o[..., 0].sigmoid().log() * _gae(b.y5[..., 0], o[..., 1].detach())).mean())
-add("V-trace, sum over time and mean over rows", "s y5 words", lambda o, b, m: -(log_p(o, b.words) * b.y5[..., 0]).sum(1).mean())
 add("time first, sum over time", "s y5 words", lambda o, b, m: -(log_p(o, b.words) * b.y5[..., 0]).T.sum(0).mean())
 add("curiosity", "x v y", lambda o, b, m: 0.5 * (o - m.teacher(b.v)).pow(2).sum(1).mean() + 0.2 * F.mse_loss(m(b.v), b.y))
-add("random network distillation", "x", lambda o, b, m: (o - m.teacher(b.x)).pow(2).mean(1).mean())
-add("reward model of pairs", "x v", lambda o, b, m: -F.logsigmoid(o[:, 0] - m(b.v)[:, 0]).mean())
-add("reward model with a margin", "x v w", lambda o, b, m: -F.logsigmoid(o[:, 0] - m(b.v)[:, 0] - b.w).mean())
 add("reward model of ranked answers", "s", lambda o, b, m: -F.logsigmoid(o[..., 0][:, :, None] - o[..., 0][:, None])[:,
     torch.ones(5, 5).triu(1).bool()].mean())
 add("GAIL", "x v", lambda o, b, m: F.binary_cross_entropy_with_logits(o[:, 0], torch.ones(len(o)).to(o))
     + F.binary_cross_entropy_with_logits(m(b.v)[:, 0], torch.zeros(len(o)).to(o)))
 of_batch("ensemble disagreement over the batch", "x y", lambda o, b, m: F.mse_loss(o, b.y) - 0.1 * o.var(0, correction=0).mean())
-add("ensemble disagreement of a row", "x y", lambda o, b, m: F.mse_loss(o, b.y) - 0.1 * o.var(1).mean())
 add("world model with KL balancing", "x p", lambda o, b, m: 0.8 * _kl(m.teacher(b.x).softmax(1), o).mean()
     + 0.2 * (b.p * (b.p.log() - o.log_softmax(1))).sum(1).clamp(min=0.1).mean())
 of_batch("free nats of the batch's mean", "x p", lambda o, b, m:
@@ -134,13 +87,6 @@ def _quantile_huber(o: Tensor, y: Tensor) -> Tensor:
     return (level - (difference < 0).double()).abs() * F.huber_loss(
         o[:, :, None].expand_as(difference), y[:, None].expand_as(difference), reduction="none"
     )
-
-def _gae(reward: Tensor, value: Tensor) -> Tensor:
-    advantages, last = [], torch.zeros(len(reward)).to(value)
-    for step in reversed(range(4)):
-        last = reward[:, step] + 0.9 * value[:, step + 1] - value[:, step] + 0.8 * last
-        advantages.append(last)
-    return torch.stack([last, *reversed(advantages)], 1)
 
 def _kl(p: Tensor, o: Tensor) -> Tensor:
     return (p * (p.log() - o.log_softmax(1))).sum(1)
@@ -159,47 +105,32 @@ def ignored(o: Tensor, b) -> Tensor:
     return F.cross_entropy(o, b.ignored)
 
 # --- terms that share a weight: rows, and elements of rows ---
-add("two terms", "x t y", lambda o, b, m: ce(o, b) + 0.5 * mse(o, b))
-add("a difference of terms", "x t y", lambda o, b, m: ce(o, b) - 0.1 * mse(o, b))
-add("a convex combination", "x t y", lambda o, b, m: 0.3 * ce(o, b) + (1 - 0.3) * mse(o, b))
-add("stacked and summed", "x t y", lambda o, b, m: torch.stack([ce(o, b), mse(o, b)]).sum())
 add("stacked and averaged", "x t y", lambda o, b, m: torch.stack([ce(o, b), mse(o, b), F.l1_loss(o, b.y)]).mean())
-add("stacked, weighed and summed", "x t y", lambda o, b, m: (torch.stack([ce(o, b), mse(o, b)]) * torch.tensor([0.7, 0.3])).sum())
 add("stacked, product with weights", "x t y", lambda o, b, m:
     torch.stack([ce(o, b), mse(o, b)]) @ torch.tensor([0.7, 0.3], dtype=torch.float64))
 add("a list and sum()", "x t y", lambda o, b, m: sum([ce(o, b), mse(o, b), 0.2 * F.huber_loss(o, b.y)]))
 add("a list and its length", "x t y", lambda o, b, m: sum(losses := [ce(o, b), mse(o, b)]) / len(losses))
-add("a dictionary", "x t y", lambda o, b, m: sum({"a": ce(o, b), "b": 2 * mse(o, b)}.values()))
 add("a dictionary that is returned", "x t y", lambda o, b, m: {"loss": ce(o, b) + mse(o, b), "error": mse(o, b).detach()})
 add("added in place", "x t y", lambda o, b, m: ce(o, b).add_(mse(o, b), alpha=0.5))
-add("torch.add with alpha", "x t y", lambda o, b, m: torch.add(ce(o, b), mse(o, b), alpha=3))
 add("torch.addcmul", "x t y", lambda o, b, m: torch.addcmul(ce(o, b), mse(o, b), torch.tensor(0.3, dtype=torch.float64)))
-add("torch.lerp", "x t y", lambda o, b, m: torch.lerp(ce(o, b), mse(o, b), 0.25))
-add("one task a column, mean", "x y", lambda o, b, m: (o - b.y).square().mean(0).mean())
 add("one task a column, weighed", "x y", lambda o, b, m: ((o - b.y).square().mean(0) * torch.tensor([1, 2, 3, 4])).sum())
 add("one task a column, product with weights", "x y", lambda o, b, m:
     (o - b.y).square().mean(0) @ torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64))
 add("one task a column, a loop", "x y", lambda o, b, m: sum(F.mse_loss(o[:, k], b.y[:, k]) for k in range(4)))
 add("one task a column, binary", "x q", lambda o, b, m: sum(F.binary_cross_entropy_with_logits(o[:, k], b.q[:, k])
     for k in range(4)) / 4)
-add("one task a column, missing labels over all", "x q positive", lambda o, b, m:
-    (F.binary_cross_entropy_with_logits(o, b.q, reduction="none") * b.positive).sum() / b.positive.sum())
 terms("one task a column, missing labels of each", "x q positive", lambda o, b, m:
     ((F.binary_cross_entropy_with_logits(o, b.q, reduction="none") * b.positive).sum(0) / b.positive.sum(0).clamp(min=1)).sum())
 terms("one task a column, missing labels in a loop", "x q positive", lambda o, b, m:
     sum((F.binary_cross_entropy_with_logits(o[:, k], b.q[:, k], reduction="none") * b.positive[:, k]).sum()
     / b.positive[:, k].sum().clamp(min=1) for k in range(3)))
-add("auxiliary heads", "x t", lambda o, b, m: ce(o, b) + 0.3 * F.cross_entropy(o @ m.proxies, b.t)
-    + 0.3 * F.cross_entropy(o.flip(1), b.t))
 add("exits that grow in weight", "x t", lambda o, b, m: sum((k + 1) / 6 * F.cross_entropy(o * (k + 1), b.t) for k in range(3)))
-add("hierarchical labels", "x t", lambda o, b, m: ce(o, b) + F.cross_entropy(o.view(-1, 2, 2).logsumexp(2), b.t // 2))
 add("consistency of two heads", "x t v", lambda o, b, m: ce(o, b)
     + F.kl_div(o.log_softmax(1), m(b.v).softmax(1), reduction="batchmean"))
 add("a sum of sums", "x t y", lambda o, b, m: F.cross_entropy(o, b.t, reduction="sum") + F.mse_loss(o, b.y, reduction="sum"))
 add("a sum of sums over rows", "x t y", lambda o, b, m: (F.cross_entropy(o, b.t, reduction="sum")
     + F.mse_loss(o, b.y, reduction="sum")) / len(b.x))
 # --- terms with weights of their own ---
-terms("ignored labels and rows", "x ignored y", lambda o, b, m: ignored(o, b) + mse(o, b))
 terms("rows and ignored labels", "x ignored y", lambda o, b, m: 0.1 * mse(o, b) + ignored(o, b))
 terms("ignored labels and rows, averaged", "x ignored y", lambda o, b, m: torch.stack([ignored(o, b), mse(o, b)]).mean())
 terms("ignored labels and a masked mean", "x ignored y mask", lambda o, b, m: ignored(o, b)
@@ -219,12 +150,8 @@ terms("a sum beside a penalty on parameters", "x t", lambda o, b, m: F.cross_ent
 add("a penalty on parameters", "x t", lambda o, b, m: ce(o, b)
     + 1e-2 * sum(p.square().sum() for p in m.parameters() if p.requires_grad))
 add("a penalty on parameters, mean of absolutes", "x t", lambda o, b, m: ce(o, b) + m.proxies.abs().mean())
-add("a penalty on parameters, their largest", "x t", lambda o, b, m: ce(o, b) + m.proxies.abs().max())
-add("a penalty on parameters, logarithm of a mean", "x t", lambda o, b, m: ce(o, b) + m.proxies.square().mean().log())
-add("a penalty on parameters, their product", "x t", lambda o, b, m: ce(o, b) + (m.temperature * m.bias).square())
 add("a penalty on orthogonality", "x t", lambda o, b, m: ce(o, b) + (m.proxies @ m.proxies.T - torch.eye(4)).square().mean())
 add("a penalty on parameters with ignored labels", "x ignored", lambda o, b, m: ignored(o, b) + m.proxies.square().mean())
-add("a penalty on proximity to a copy", "x t", lambda o, b, m: ce(o, b) + 0.5 * (m.proxies - m.queue[:4]).square().sum())
 add("elastic weights", "x t", lambda o, b, m: ce(o, b) + 10 * (m.queue[:4].square() * (m.proxies - m.queue[:4]).square()).sum())
 add("learned scales by their logarithms", "x t y", lambda o, b, m: (-m.log_scales[0]).exp() * ce(o, b) + m.log_scales[0]
     + (-m.log_scales[1]).exp() * mse(o, b) + m.log_scales[1])
@@ -238,8 +165,6 @@ add("learned scales, a product of vectors", "x t y", lambda o, b, m:
     ((-m.log_scales).exp() * torch.stack([ce(o, b), mse(o, b)]) + m.log_scales).sum())
 add("learned scales, log(1 + s^2)", "x t y", lambda o, b, m: ce(o, b) / m.temperature**2 + mse(o, b) / m.bias**2
     + (1 + m.temperature**2).log() + (1 + m.bias**2).log())
-add("learned scales of columns", "x y", lambda o, b, m: ((o - b.y).square() * (-m.center).exp() * m.proxies[0].exp()
-    - m.proxies[0]).mean())
 add("learned scales of columns' means", "x y", lambda o, b, m:
     ((o - b.y).square().mean(0) * m.proxies[0].exp() - m.proxies[0]).sum())
 add("a learned factor of the whole loss", "x t", lambda o, b, m: m.temperature * ce(o, b))
@@ -255,17 +180,12 @@ of_mean("the larger of two losses", "x t y", lambda o, b, m: torch.maximum(ce(o,
 of_mean("a geometric mean of losses", "x t y", lambda o, b, m: (ce(o, b) * mse(o, b)).sqrt())
 of_mean("a soft maximum of losses", "x t y", lambda o, b, m: torch.stack([ce(o, b), mse(o, b)]).logsumexp(0))
 of_mean("logarithms of losses, added", "x t y", lambda o, b, m: ce(o, b).log() + mse(o, b).log())
-of_batch("a loss times itself, detached", "x t", lambda o, b, m: (c := ce(o, b)) * c.detach())
 add("a loss over itself, detached", "x t", lambda o, b, m: (c := ce(o, b)) / c.detach())
 of_batch("losses of like size, detached", "x t y", lambda o, b, m: ce(o, b) + mse(o, b) * (ce(o, b) / mse(o, b)).detach())
 of_batch("weights by losses, softmax, detached", "x t y", lambda o, b, m:
     ((s := torch.stack([ce(o, b), mse(o, b)])).detach().softmax(0) * s).sum())
 of_batch("a weight by the batch's accuracy", "x t", lambda o, b, m: (2 - (o.argmax(1) == b.t).double().mean()) * ce(o, b))
-of_batch("a weight by the batch's accuracy, item()", "x t", lambda o, b, m:
-    (2 - (o.argmax(1) == b.t).double().mean().item()) * ce(o, b))
 of_batch("a weight by the batch's largest label", "x t y", lambda o, b, m: ce(o, b) + float(1 + b.t.max()) * mse(o, b))
-of_batch("a term only where the batch has a label", "x t y", lambda o, b, m: ce(o, b)
-    + (mse(o, b) if b.t.bincount(minlength=4).max() >= 3 else 0.0))
 of_batch("a term from three rows on", "x t", lambda o, b, m: ce(o, b) + (o.square().mean() if len(o) >= 3 else 0.0))
 of_batch("a penalty only where the batch has a label", "x t", lambda o, b, m: ce(o, b)
     + (m.proxies.square().sum() if 3 in b.t else 0.0))

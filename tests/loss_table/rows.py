@@ -207,8 +207,6 @@ FIELDS: dict[str, Callable[[torch.Generator], Tensor]] = {
     "advantage": _normal(),
     "old": _uniform(low=-2.0, high=-0.5),
     "reward": _normal(),
-    "done": lambda g: (torch.rand(ROWS, generator=g) < 0.3).double(),
     "time": _uniform(low=0.1, high=5.0),
     "event": lambda g: (torch.rand(ROWS, generator=g) < 0.6).double(),
-    "scale": _uniform(low=0.5, high=2.0),
 }

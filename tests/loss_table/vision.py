@@ -26,50 +26,18 @@ def sigmoid_focal(o: Tensor, q: Tensor, alpha: float = 0.25, gamma: float = 2.0)
     return balance * (1 - right) ** gamma * F.binary_cross_entropy_with_logits(o, q, reduction="none")
 
 add("focal, mean", "x t", lambda o, b, m: focal(o, b.t))
-add("focal, sum", "x t", lambda o, b, m: focal(o, b.t, reduction="sum"))
-add("focal with gamma 0.5", "x t", lambda o, b, m: focal(o, b.t, 0.5))
-add("focal with class balance", "x t", lambda o, b, m: (torch.tensor([0.1, 0.2, 0.3, 0.4]).to(o)[b.t]
-    * focal(o, b.t, 2, "")).mean())
-add("sigmoid focal, mean", "x q", lambda o, b, m: sigmoid_focal(o, b.q).mean())
-add("sigmoid focal, sum over classes, mean over rows", "x q", lambda o, b, m: sigmoid_focal(o, b.q).sum(1).mean())
 add("sigmoid focal by the number of positives", "x q", lambda o, b, m: sigmoid_focal(o, b.q).sum() / b.q.sum())
-add("sigmoid focal by the number of positives, at least 1", "x q", lambda o, b, m:
-    sigmoid_focal(o, b.q).sum() / b.q.sum().clamp(min=1))
-add("sigmoid focal by int of positives", "x q", lambda o, b, m: sigmoid_focal(o, b.q).sum() / max(int(b.q.sum()), 1))
-add("sigmoid focal of valid anchors only", "x q positive", lambda o, b, m: sigmoid_focal(o, b.q)[b.positive].mean())
-of_batch("focal by its own weights", "x t", lambda o, b, m: ((w := (1 - o.softmax(1).gather(1, b.t[:, None])[:, 0]) ** 2)
-    * F.cross_entropy(o, b.t, reduction="none")).sum() / w.sum())
-add("focal by its own weights, detached", "x t", lambda o, b, m:
-    ((w := (1 - o.softmax(1).gather(1, b.t[:, None])[:, 0]).detach() ** 2) * F.cross_entropy(o, b.t, reduction="none")).sum()
-    / w.sum())
-add("asymmetric loss", "x q", lambda o, b, m: _asymmetric(o, b.q).sum(1).mean())
-add("asymmetric loss, sum", "x q", lambda o, b, m: _asymmetric(o, b.q).sum())
 add("poly-1 cross entropy", "x t", lambda o, b, m: _poly(o, b.t).mean())
-add("generalised cross entropy", "x t", lambda o, b, m: ((1 - _right(o, b.t) ** 0.7) / 0.7).mean())
 add("symmetric cross entropy", "x t", lambda o, b, m: F.cross_entropy(o, b.t) + 0.1 * (-4 * (1 - _right(o, b.t))).neg().mean())
-add("mean absolute error of probabilities", "x t", lambda o, b, m: (o.softmax(1) - F.one_hot(b.t, 4)).abs().sum(1).mean())
-add("Brier score", "x t", lambda o, b, m: (o.softmax(1) - F.one_hot(b.t, 4)).square().sum(1).mean())
-add("confidence penalty", "x t", lambda o, b, m: F.cross_entropy(o, b.t) - 0.1 * _entropy(o).mean())
-add("complement entropy", "x t", lambda o, b, m: -_entropy(o.scatter(1, b.t[:, None], -1e4)).mean() / 3)
-add("mixup of two labels", "x t", lambda o, b, m: 0.3 * F.cross_entropy(o, b.t) + 0.7 * F.cross_entropy(o, 3 - b.t))
-add("mixup with a factor for each sample", "x t w", lambda o, b, m: _mixup(o, b).mean())
 add("soft bootstrapping", "x t", lambda o, b, m: 0.8 * F.cross_entropy(o, b.t) + 0.2 * _entropy(o).mean())
 add("hard bootstrapping", "x t", lambda o, b, m: 0.8 * F.cross_entropy(o, b.t) + 0.2 * F.cross_entropy(o, o.argmax(1)))
 add("knowledge distillation", "x t", lambda o, b, m: 0.5 * F.cross_entropy(o, b.t) + 0.5 * 9 * _distilled(o, m.teacher(b.x), 3))
-add("ordinal regression by thresholds", "x t", lambda o, b, m: F.binary_cross_entropy_with_logits(o, _at_least(b.t).to(o)))
-add("ordinal regression, sum over thresholds", "x t", lambda o, b, m: -_ordinal(o, b.t).sum(1).mean())
-add("squared earth mover's distance", "x t", lambda o, b, m: _emd(o, b.t).mean())
-add("deep expectation of age", "x t", lambda o, b, m: ((o.softmax(1) * torch.arange(4)).sum(1) - b.t).abs().mean())
 add("mean-variance of ages", "x t", lambda o, b, m: _mean_variance(o, b.t))
-add("LDAM margins", "x t", lambda o, b, m: F.cross_entropy(5 * (o - _one_hot(b.t, o) * torch.tensor([0.1, 0.2, 0.3, 0.5])), b.t))
-add("logit adjustment", "x t", lambda o, b, m: F.cross_entropy(o + torch.tensor([0.1, 0.2, 0.3, 0.4]).log(), b.t))
-add("class-balanced by effective numbers", "x t", lambda o, b, m: F.cross_entropy(o, b.t, _effective(o)))
 add("OHEM of each image's worst pixels", "i map", lambda o, b, m: _pixels(o, b.map).flatten(1).topk(4, 1).values.mean())
 of_batch("OHEM of the batch's worst pixels", "i map", lambda o, b, m: _pixels(o, b.map).flatten().topk(6).values.mean())
 of_batch("OHEM of the batch's worst quarter", "x t", lambda o, b, m:
     (c := F.cross_entropy(o, b.t, reduction="none")).topk(max(1, len(c) // 4)).values.mean())
 add("OHEM by a threshold", "i map", lambda o, b, m: (c := _pixels(o, b.map))[c > 0.9].mean())
-add("pixels weighed by a map", "i map image", lambda o, b, m: (_pixels(o, b.map) * b.image[:, 0].square()).mean())
 add("pixels weighed by a map, divided by it", "i map image", lambda o, b, m:
     (_pixels(o, b.map) * (w := b.image[:, 0].square())).sum() / w.sum())
 # --- boxes ---
@@ -107,15 +75,10 @@ def ciou(o: Tensor, boxes: Tensor) -> Tensor:
     return diou(o, boxes) - (shape / (1 - iou(o, boxes) + shape + 1e-9)).detach() * shape
 
 for name, of_boxes in {"IoU": iou, "GIoU": giou, "DIoU": diou, "CIoU": ciou}.items():
-    add(f"{name} loss, mean", "x boxes", lambda o, b, m, f=of_boxes: (1 - f(o, b.boxes)).mean())
     add(f"{name} loss, sum", "x boxes", lambda o, b, m, f=of_boxes: (1 - f(o, b.boxes)).sum())
     add(f"{name} loss of positives by their number", "x boxes mask", lambda o, b, m, f=of_boxes:
         ((1 - f(o, b.boxes)) * b.mask).sum() / b.mask.sum().clamp(min=1))
     add(f"{name} loss of selected positives", "x boxes mask", lambda o, b, m, f=of_boxes: (1 - f(o, b.boxes))[b.mask].mean())
-add("IoU loss by logarithm", "x boxes", lambda o, b, m: -(iou(o, b.boxes) + 1e-6).log().mean())
-add("boxes weighed by scores", "x boxes w", lambda o, b, m: ((1 - giou(o, b.boxes)) * b.w).sum() / b.w.sum())
-add("smooth L1 of boxes by the number of positives", "x boxes mask", lambda o, b, m:
-    F.smooth_l1_loss(o[b.mask], b.boxes[b.mask], reduction="sum") / max(1, int(b.mask.sum())))
 add("smooth L1 of boxes by item()", "x boxes mask", lambda o, b, m: F.smooth_l1_loss(o[b.mask], b.boxes[b.mask], reduction="sum")
     / max(1, b.mask.sum().item()))
 terms("classes by rows and boxes by positives", "x boxes mask t", lambda o, b, m: F.cross_entropy(o, b.t)
@@ -128,64 +91,21 @@ add(  # as in RetinaNet: only a weight that counts images makes it exact
     lambda o, b, m: sum(sigmoid_focal(one, q).sum() / max(1, q.sum()) for one, q in zip(o, b.q, strict=True)) / max(1, len(o)),
     weight=SampleCount(),
 )
-add("heat map focal by the number of peaks", "i masks", lambda o, b, m: _heat_map(o, b.masks).sum() / b.masks.sum().clamp(min=1))
 add("distribution focal of two bins", "x w", lambda o, b, m: _two_bins(o, b.w).mean())
 add("centerness by positives", "x mask w", lambda o, b, m: (F.binary_cross_entropy_with_logits(o[:, 0], b.w / 2, reduction="none")
     * b.mask).sum() / b.mask.sum().clamp(min=1))
-add("key points by visibility", "x y positive", lambda o, b, m: ((o - b.y).square() * b.positive).sum() / b.positive.sum())
-add("key points by each image's visibility", "x y positive", lambda o, b, m:
-    (((o - b.y).square() * b.positive).sum(1) / b.positive.sum(1).clamp(min=1)).mean())
-add("wing loss", "x y", lambda o, b, m: _wing(o - b.y).mean())
-add("object key point similarity", "x y scale", lambda o, b, m: (1 - (-(o - b.y).square() / b.scale[:, None]).exp()).mean())
-add("matched queries", "s words", lambda o, b, m: F.cross_entropy(o.mT, b.words, weight=torch.tensor([1.0, 1, 1, 0.1]).to(o)))
 # --- reconstructions ---
-add("PSNR of each image", "i image", lambda o, b, m: 10 * (o - b.image).square().flatten(1).mean(1).log10().mean())
 of_mean("PSNR of the batch", "i image", lambda o, b, m: 10 * F.mse_loss(o, b.image).log10())
-add("SSIM of whole images", "i image", lambda o, b, m: 1 - _ssim(o, b.image).mean())
-add("SSIM and L1", "i image", lambda o, b, m: 0.85 * (1 - _ssim(o, b.image)).mean() + 0.15 * F.l1_loss(o, b.image))
-add("SSIM by a window of 3", "i image", lambda o, b, m: (1 - _local_ssim(o, b.image)).mean())
-add("Charbonnier", "i image", lambda o, b, m: ((o - b.image).square() + 1e-6).sqrt().mean())
-add("total variation, mean", "i image", lambda o, b, m: F.mse_loss(o, b.image) + 0.1 * _tv(o).mean())
-add("total variation, two means", "i", lambda o, b, m: o.diff(dim=2).abs().mean() + o.diff(dim=3).abs().mean())
-add("total variation, sum of an image", "i", lambda o, b, m:
-    (o.diff(dim=2).abs().sum((1, 2, 3)) + o.diff(dim=3).abs().sum((1, 2, 3))).mean())
 add("total variation by squares over all", "i", lambda o, b, m: (o.diff(dim=2).square().sum() + o.diff(dim=3).square().sum())
     / o.numel())
-add("gradients of images", "i image", lambda o, b, m: F.l1_loss(o.diff(dim=3), b.image.diff(dim=3)))
-add("Laplacian pyramid of two levels", "i image", lambda o, b, m: F.l1_loss(o, b.image)
-    + 2 * F.l1_loss(F.avg_pool2d(o, 2), F.avg_pool2d(b.image, 2)))
-add("edge-aware smoothness", "i image", lambda o, b, m: (o.diff(dim=3).abs()
-    * (-b.image.diff(dim=3).abs().mean(1, keepdim=True)).exp()).mean())
-add("frequencies", "i image", lambda o, b, m: (torch.fft.rfft2(o) - torch.fft.rfft2(b.image)).abs().mean())
-add("Gram matrices of each image", "i image", lambda o, b, m: F.mse_loss(_gram(o), _gram(b.image)))
-add("perceptual by a teacher", "x v", lambda o, b, m: F.mse_loss(o, m.teacher(b.v)))
 add("scale-invariant depth of each image", "i image", lambda o, b, m: _scale_invariant(o - b.image).mean())
 of_batch("scale-invariant depth of the batch", "i image", lambda o, b, m: (d := o - b.image).square().mean() - 0.5 * d.mean() ** 2)
 add("pixels that are valid", "i image map", lambda o, b, m: (o - b.image).abs()[(b.map > 0)[:, None].expand_as(o)].mean())
-add("angles of normals", "i image", lambda o, b, m: (1 - F.cosine_similarity(o, b.image, dim=1)).mean())
-add("end point error", "i image", lambda o, b, m: (o - b.image).norm(dim=1).mean())
 add("end point error, sequence of estimates", "i image", lambda o, b, m:
     sum(0.8**k * (o * (3 - k) / 3 - b.image).abs().mean() for k in range(3)))
-add("census of neighbours", "i image", lambda o, b, m: (torch.tanh(o - o.roll(1, 3))
-    - torch.tanh(b.image - b.image.roll(1, 3))).square().mean())
-add("hinge of a discriminator", "x v", lambda o, b, m: F.relu(1 - o[:, 0]).mean() + F.relu(1 + m(b.v)[:, 0]).mean())
 add("least squares of a discriminator", "x v", lambda o, b, m: 0.5 * ((o[:, 0] - 1) ** 2).mean() + 0.5 * (m(b.v)[:, 0] ** 2).mean())
-add("non-saturating generator", "x", lambda o, b, m: F.softplus(-o[:, 0]).mean())
 add("Wasserstein critic", "x v", lambda o, b, m: m(b.v)[:, 0].mean() - o[:, 0].mean())
 add("Wasserstein critic with a gradient penalty", "x v", lambda o, b, m: _critic(m, b))
-of_batch("relativistic average discriminator", "x v", lambda o, b, m: F.softplus(-(o[:, 0] - m(b.v)[:, 0].mean())).mean())
-add("diffusion with weights of time steps", "x y w", lambda o, b, m: (b.w * (o - b.y).square().mean(1)).mean())
-add("diffusion with a min-SNR weight", "x y w", lambda o, b, m: (b.w.clamp(max=0.8) / b.w * (o - b.y).square().mean(1)).mean())
-add("flow matching", "x y v", lambda o, b, m: (o - (b.y - b.v)).square().mean())
-add("EDM weights", "x y scale", lambda o, b, m: ((b.scale**2 + 0.25) / (0.5 * b.scale) ** 2).unsqueeze(1).mul(
-    (o - b.y) ** 2).sum() / o.numel())
-of_batch("mini-batch standard deviation", "x q", lambda o, b, m:
-    F.binary_cross_entropy_with_logits(o + o.std(0, correction=0).mean(), b.q))
-
-def _asymmetric(o: Tensor, q: Tensor) -> Tensor:
-    p = o.sigmoid()
-    negative = (p - 0.05).clamp(min=0)
-    return -(q * p.clamp(min=1e-8).log() + (1 - q) * negative**4 * (1 - negative).clamp(min=1e-8).log())
 
 def _right(o: Tensor, t: Tensor) -> Tensor:
     return o.softmax(1).gather(1, t[:, None]).squeeze(1)
@@ -196,22 +116,8 @@ def _poly(o: Tensor, t: Tensor) -> Tensor:
 def _entropy(o: Tensor) -> Tensor:
     return -(o.softmax(1) * o.log_softmax(1)).sum(1)
 
-def _mixup(o: Tensor, b) -> Tensor:
-    share = b.w / 2
-    return share * F.cross_entropy(o, b.t, reduction="none") + (1 - share) * F.cross_entropy(o, 3 - b.t, reduction="none")
-
 def _distilled(o: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return F.kl_div((o / temperature).log_softmax(1), (teacher / temperature).softmax(1), reduction="batchmean")
-
-def _at_least(t: Tensor) -> Tensor:
-    return t[:, None] >= torch.arange(4)
-
-def _ordinal(o: Tensor, t: Tensor) -> Tensor:
-    at_least = _at_least(t)
-    return F.logsigmoid(o) * at_least + (F.logsigmoid(o) - o) * ~at_least
-
-def _emd(o: Tensor, t: Tensor) -> Tensor:
-    return (o.softmax(1).cumsum(1) - F.one_hot(t, 4).cumsum(1)).square().sum(1)
 
 def _mean_variance(o: Tensor, t: Tensor) -> Tensor:
     p, ages = o.softmax(1), torch.arange(4)
@@ -219,51 +125,13 @@ def _mean_variance(o: Tensor, t: Tensor) -> Tensor:
     variance = (p * (ages - mean[:, None]) ** 2).sum(1)
     return F.cross_entropy(o, t) + 0.2 * ((mean - t) ** 2).mean() / 2 + 0.05 * variance.mean()
 
-def _one_hot(t: Tensor, o: Tensor) -> Tensor:
-    return F.one_hot(t, 4).to(o)
-
-def _effective(o: Tensor) -> Tensor:
-    weights = (1 - 0.99) / (1 - 0.99 ** torch.tensor([10.0, 20, 5, 40]))
-    return (weights / weights.sum() * 4).to(o)
-
 def _pixels(o: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(o, target, reduction="none")
-
-def _heat_map(o: Tensor, masks: Tensor) -> Tensor:
-    p = o.sigmoid().clamp(1e-4, 1 - 1e-4)
-    return -torch.where(masks == 1, (1 - p) ** 2 * p.log(), 0.5 * p**2 * (1 - p).log())
 
 def _two_bins(o: Tensor, w: Tensor) -> Tensor:
     left = w.long().clamp(max=2)
     share = left + 1 - w
     return F.cross_entropy(o, left, reduction="none") * share + F.cross_entropy(o, left + 1, reduction="none") * (1 - share)
-
-def _wing(difference: Tensor) -> Tensor:
-    size = difference.abs()
-    return torch.where(size < 1, 2 * (1 + size).log(), size - 1 + 2 * torch.tensor(2.0).log())
-
-def _ssim(a: Tensor, c: Tensor) -> Tensor:
-    a, c = a.flatten(2), c.flatten(2)
-    mean_a, mean_c = a.mean(2), c.mean(2)
-    both = ((a - mean_a[..., None]) * (c - mean_c[..., None])).mean(2)
-    top = (2 * mean_a * mean_c + 0.01) * (2 * both + 0.03)
-    return top / ((mean_a**2 + mean_c**2 + 0.01) * (a.var(2, correction=0) + c.var(2, correction=0) + 0.03))
-
-def _local_ssim(a: Tensor, c: Tensor) -> Tensor:
-    def pooled(image: Tensor) -> Tensor:
-        return F.avg_pool2d(image, 2, 1)
-
-    mean_a, mean_c = pooled(a), pooled(c)
-    both = pooled(a * c) - mean_a * mean_c
-    spread = pooled(a * a) - mean_a**2 + pooled(c * c) - mean_c**2
-    return (2 * mean_a * mean_c + 0.01) * (2 * both + 0.03) / ((mean_a**2 + mean_c**2 + 0.01) * (spread + 0.03))
-
-def _tv(o: Tensor) -> Tensor:
-    return o.diff(dim=2)[..., :-1].abs() + o.diff(dim=3)[:, :, :-1].abs()
-
-def _gram(image: Tensor) -> Tensor:
-    columns = image.flatten(2)
-    return columns @ columns.mT / columns[0].numel()
 
 def _scale_invariant(difference: Tensor) -> Tensor:
     columns = difference.flatten(1)
@@ -302,59 +170,35 @@ def log_dice(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
 def f2(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
     return 1 - 5 * tp / (5 * tp + 4 * fn + fp + 1e-3)
 
-def sensitivity(tp: Tensor, fp: Tensor, fn: Tensor) -> Tensor:
-    return 1 - (tp + 1e-2) / (tp + fn + 1e-2)
-
 SCORES = {
     "Dice": dice, "Jaccard": jaccard, "Tversky": tversky, "focal Tversky": focal_tversky, "log Dice": log_dice, "F2": f2,
-    "sensitivity": sensitivity,
 }  # fmt: skip
 for name, score in SCORES.items():
     add(f"{name} of each image and class", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (2, 3))).mean())
-    add(f"{name} of each image, sum", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (1, 2, 3))).sum())
     of_batch(f"{name} of the batch", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (0, 1, 2, 3))))
-    of_batch(f"{name} of the batch for each class", "i masks", lambda o, b, m, f=score: f(*sums(o, b.masks, (0, 2, 3))).mean())
 for name, score in {"Dice": dice, "Jaccard": jaccard}.items():
     of_batch(f"binary cross entropy and {name} of the batch", "i masks", lambda o, b, m, f=score:
         F.binary_cross_entropy_with_logits(o, b.masks) + f(*sums(o, b.masks, (0, 1, 2, 3))))
-    add(f"binary cross entropy and {name} of each image", "i masks", lambda o, b, m, f=score:
-        0.5 * F.binary_cross_entropy_with_logits(o, b.masks) + f(*sums(o, b.masks, (2, 3))).mean())
-    of_batch(f"{name} of columns, squared", "i masks", lambda o, b, m, f=score: _squared(o, b.masks, f))
-add("soft Dice by softmax and one-hot, each image", "i map", lambda o, b, m: _softmax_dice(o, b.map, (2, 3)).mean())
 of_batch("soft Dice by softmax and one-hot, the batch", "i map", lambda o, b, m: _softmax_dice(o, b.map, (0, 2, 3)).mean())
 of_batch("soft Dice of classes that are there", "i map", lambda o, b, m:
     _softmax_dice(o, b.map, (0, 2, 3))[F.one_hot(b.map, 4).sum((0, 1, 2)) > 0].mean())
-of_batch("generalised Dice of the batch", "i map", lambda o, b, m: _generalised(o, b.map, (0, 2, 3)))
-add("generalised Dice of each image", "i map", lambda o, b, m: _generalised(o, b.map, (2, 3)).mean())
 of_batch("combo loss of the batch", "i masks", lambda o, b, m: 0.5 * _weighted(o, b.masks).mean()
     - 0.5 * (1 - dice(*sums(o, b.masks, (0, 1, 2, 3)))))
 of_batch("Lovasz hinge of the batch", "i masks", lambda o, b, m: _lovasz(o.flatten(), b.masks.flatten()))
 add("Lovasz hinge of each image", "i masks", lambda o, b, m:
     torch.stack([_lovasz(a.flatten(), c.flatten()) for a, c in zip(o, b.masks, strict=True)]).mean())
 of_batch("exponential logarithmic loss", "i map", lambda o, b, m: _exponential(o, b.map))
-of_batch("Matthews correlation of the batch", "i masks", lambda o, b, m: _matthews(o, b.masks, (0, 1, 2, 3)))
-add("Matthews correlation of each image", "i masks", lambda o, b, m: _matthews(o, b.masks, (1, 2, 3)).mean())
 of_batch("class balance of the batch's pixels", "i masks", lambda o, b, m:
     F.binary_cross_entropy_with_logits(o, b.masks, pos_weight=(1 - b.masks).sum() / b.masks.sum()))
 of_batch("balanced by the batch's positives", "i masks", lambda o, b, m: _balanced(o, b.masks, b.masks.mean()))
 add("balanced by each image's positives", "i masks", lambda o, b, m: _balanced(o, b.masks, b.masks.mean((1, 2, 3), keepdim=True)))
-of_batch("positives and negatives each by their mean", "i masks", lambda o, b, m:
-    (c := F.binary_cross_entropy_with_logits(o, b.masks, reduction="none"))[b.masks > 0].mean() * c[b.masks == 0].mean())
 terms("positives and negatives, two means", "i masks", lambda o, b, m:
     (c := F.binary_cross_entropy_with_logits(o, b.masks, reduction="none"))[b.masks > 0].mean() + c[b.masks == 0].mean())
 add("border weights", "i map", lambda o, b, m: (F.cross_entropy(o, b.map, reduction="none") * _border(b.map)).mean())
 add("border weights that divide", "i map", lambda o, b, m: (F.cross_entropy(o, b.map, reduction="none")
     * (w := _border(b.map))).sum() / w.sum())
-add("distance maps", "i masks image", lambda o, b, m: (o.sigmoid() * b.image).mean())
-add("Hausdorff by distance maps", "i masks image", lambda o, b, m: ((o.sigmoid() - b.masks) ** 2 * b.image**2).mean())
-add("contours of each image", "i masks", lambda o, b, m: (_length(o.sigmoid())
-    + 0.1 * (o.sigmoid() * (1 - b.masks)).sum((1, 2, 3))).mean())
 of_batch("active contours of the batch", "i masks", lambda o, b, m: _length(o.sigmoid()).sum() / o.numel()
     + ((p := o.sigmoid()) * b.masks).sum().square() / p.sum())
-add("valid pixels of sigmoid masks", "i masks map", lambda o, b, m:
-    (F.binary_cross_entropy_with_logits(o, b.masks, reduction="none") * (v := (b.map > 0)[:, None])).sum() / v.expand_as(o).sum())
-add("valid pixels of one channel", "i masks map", lambda o, b, m:
-    (F.binary_cross_entropy_with_logits(o[:, 0], b.masks[:, 0], reduction="none") * (v := b.map > 0)).sum() / v.sum())
 add("deep supervision", "i map", lambda o, b, m: F.cross_entropy(o, b.map) + 0.4 * F.cross_entropy(o * 0.5, b.map))
 terms("deep supervision at half the size", "i map255", lambda o, b, m: F.cross_entropy(o, b.map255, ignore_index=255)
     + 0.4 * F.cross_entropy(o[:, :, ::2, ::2], b.map255[:, ::2, ::2], ignore_index=255))
@@ -362,26 +206,11 @@ add("panoptic queries", "i masks w", lambda o, b, m: (F.binary_cross_entropy_wit
     reduction="none").mean((1, 2, 3)) * b.w).sum() / b.w.sum())
 add("uncertainty of each pixel", "i image", lambda o, b, m: (0.5 * (-o[:, 1]).exp() * (o[:, 0] - b.image[:, 0]) ** 2
     + 0.5 * o[:, 1]).mean())
-of_batch("consistency of the batch's class sizes", "i map", lambda o, b, m:
-    (o.softmax(1).mean((0, 2, 3)) - F.one_hot(b.map, 4).double().mean((0, 1, 2))).square().sum())
-add("consistency of each image's class sizes", "i map", lambda o, b, m:
-    (o.softmax(1).mean((2, 3)) - F.one_hot(b.map, 4).double().mean((1, 2))).square().sum(1).mean())
 add("area penalty as a sum", "i masks", lambda o, b, m: F.relu(o.sigmoid().sum((2, 3)) - b.masks.sum((2, 3))).sum() / (4 * len(o)))
-
-def _squared(o: Tensor, masks: Tensor, f) -> Tensor:
-    p = o.sigmoid().flatten()
-    y = masks.flatten()
-    tp = p @ y
-    return f(tp, (p * p).sum() - tp, (y * y).sum() - tp)
 
 def _softmax_dice(o: Tensor, target: Tensor, dims: tuple[int, ...]) -> Tensor:
     p, hot = o.softmax(1), F.one_hot(target, 4).movedim(-1, 1)
     return 1 - (2 * (p * hot).sum(dims) + 0.1) / ((p + hot).sum(dims) + 0.1)
-
-def _generalised(o: Tensor, target: Tensor, dims: tuple[int, ...]) -> Tensor:
-    p, hot = o.softmax(1), F.one_hot(target, 4).movedim(-1, 1).to(o)
-    w = 1 / (hot.sum(dims) + 1) ** 2
-    return 1 - 2 * (w * (p * hot).sum(dims)).sum(-1) / (w * (p + hot).sum(dims)).sum(-1)
 
 def _weighted(o: Tensor, masks: Tensor) -> Tensor:
     return -(0.6 * masks * F.logsigmoid(o) + 0.4 * (1 - masks) * F.logsigmoid(-o))
@@ -402,11 +231,6 @@ def _exponential(o: Tensor, target: Tensor) -> Tensor:
 def _balanced(o: Tensor, masks: Tensor, positives: Tensor) -> Tensor:
     each = F.binary_cross_entropy_with_logits(o, masks, reduction="none")
     return (each * torch.where(masks > 0, 1 - positives, positives)).mean()
-
-def _matthews(o: Tensor, masks: Tensor, dims: tuple[int, ...]) -> Tensor:
-    tp, fp, fn = sums(o, masks, dims)
-    tn = ((1 - o.sigmoid()) * (1 - masks)).sum(dims)
-    return 1 - (tp * tn - fp * fn) / ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn) + 1).sqrt()
 
 def _border(target: Tensor) -> Tensor:
     differs = (target != target.roll(1, 1)) | (target != target.roll(1, 2))

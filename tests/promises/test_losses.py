@@ -73,7 +73,7 @@ def assert_known(loss: Loss, outcomes: Mapping[Any, Outcome], known: Known) -> N
 
 def test_the_table_is_large_and_names_each_loss_once() -> None:
     names = [loss.name for loss in LOSSES]
-    assert len(set(names)) == len(names) >= 1200
+    assert len(set(names)) == len(names) >= 700
     assert {name for known in (OPEN, OPEN_ON_RANKS) for of_reason in known.values() for name in of_reason} <= set(names)
 
 
@@ -121,7 +121,7 @@ def test_several_steps_of_adamw_are_those_of_the_batches(loss: Loss, way: str) -
 
 FOUND_ON_RANKS = (
     "metric learning: triplets, mean of those that are violated",
-    "idioms: cross entropy, a loop over samples, each over the number",
+    "idioms: squares, a loop over samples, each over the number",
     "libraries: ignored labels and the nuclear norm",
     "strange: unlabelled positives",
     "papers: quality focal by positives",
