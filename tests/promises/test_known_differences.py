@@ -188,6 +188,7 @@ def test_what_a_step_logs_or_prints_by_itself_is_there_once_a_micro_batch(where:
 
 # --- 29: around the package ---
 def test_the_example_of_the_command_line_runs_twice_in_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # which LightningCLI sets
     options = ["--trainer.max_epochs", "1", "--data.batch_size", "2048", "--trainer.enable_progress_bar", "false"]
     monkeypatch.setattr(sys, "argv", ["cli.py", "fit", "--config", str(EXAMPLES / "cli.yaml"), *options])

@@ -219,6 +219,7 @@ PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.some_cases(4)
+@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("loss", [classes, contrastive])
@@ -300,11 +301,6 @@ def test_the_peak_is_a_few_layers_and_not_all_of_them(memory: OtherMemory) -> No
 
 
 # --- the check --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
-def test_a_window_of_one_batch_takes_any_loss_and_any_layer() -> None:
-    fit(Images(contrastive), images(), offloaded())
 
 
 @pytest.mark.parametrize("policy", [{"micro_batch": 4}, {"window": 2}, {"window": 2, "micro_batch": "offload"}])

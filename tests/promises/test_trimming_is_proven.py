@@ -64,7 +64,7 @@ def mean_of_tokens(module: Reader, batch: Row) -> Tensor:
 
 def error_over_padding(module: Reader, batch: Row) -> Tensor:
     mask = batch["attention_mask"][..., None]
-    return F.mse_loss(module.head(module.token(batch["input_ids"])) * mask, mask.expand(-1, -1, 3).double())
+    return F.mse_loss(module.head(module.token(batch["input_ids"])) * mask, mask.expand(-1, -1, 3).to(module.head.weight))
 
 
 def pooled_over_padding(module: Reader, batch: Row) -> Tensor:
