@@ -30,7 +30,7 @@ CEILINGS = {
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 43,
     "assignments to an attribute of another object": 305,
-    "lines of tests": 30_450,
+    "lines of tests": 29_600,
     "lines of tests in files that import private modules": 1_000,
 }
 
