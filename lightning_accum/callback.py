@@ -18,7 +18,7 @@ from lightning_accum.asked import Asked
 from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.engine import Engine
-from lightning_accum.hook_table import callbacks_of
+from lightning_accum.loops.hooks import callbacks_of
 from lightning_accum.manual.windows import ManualWindows
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize

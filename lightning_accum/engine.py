@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
-from lightning_accum.gradient_reads import GradientReads
-from lightning_accum.hook_table import HookTable, already_on_cpu
 from lightning_accum.loops import trainer_state
+from lightning_accum.loops.hooks import already_on_cpu, has_own_transfer
 from lightning_accum.loops.watch import Watch
 from lightning_accum.manual.optimization import ManualOptimization
 from lightning_accum.metrics import WindowMetrics
@@ -57,7 +56,7 @@ class Engine(Strategy):
     policy: Policy = Policy()
     estimated_windows: int | None = None
     """How many windows of tokens a training will have; None where it was not asked."""
-    gradient_reads: GradientReads | None = None
+    gradient_reads: AbstractContextManager[Any] | None = None
     """Notices hooks that look at gradients inside of a window."""
     listener: WindowListener | None = None
     has_varying_windows: bool = False
@@ -82,8 +81,6 @@ class Engine(Strategy):
     """Runs submodules in micro-batches, in steps that see the whole batch; None where nothing was asked to."""
     offload: Offload | None = None
     """Moves what autograd saves; None where it stays."""
-    hooks: HookTable
-    """Which of Lightning's hooks somebody overrides; there with :attr:`accumulation`."""
     session: Session
     """Runs loader batches; there with :attr:`accumulation`."""
 
@@ -164,12 +161,11 @@ class Engine(Strategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.accumulation is None or self.hooks.has_own_transfer:
-            return super().batch_to_device(batch, device, dataloader_idx)
-        if self.hooks.has_no_transfer and (there := already_on_cpu(batch)) is not None:
-            return there
-        splitting = self.accumulation.splitting
-        if self.root_device.type != "cpu" and splitting is not None and batch is not None and self.trainer().training:
+        splitting = None if self.accumulation is None else self.accumulation.splitting
+        if self.root_device.type == "cpu" and self.accumulation is not None:
+            if (there := already_on_cpu(self.trainer(), batch)) is not None:
+                return there
+        elif splitting is not None and batch is not None and self.trainer().training and not has_own_transfer(self.trainer()):
             splitting.planner.look_at(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 

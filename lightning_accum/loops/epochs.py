@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.trainer import call
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
@@ -17,10 +16,9 @@ from typing_extensions import override
 from lightning_accum import seams
 from lightning_accum.boundary import Boundary
 from lightning_accum.engine import Engine
-from lightning_accum.hook_table import already_on_cpu
 from lightning_accum.loops.first_batch import check_first_batch
+from lightning_accum.loops.hooks import call_checkpoints, call_step_counters
 from lightning_accum.loops.optimization import WindowOptimization
-from lightning_accum.loops.step_hooks import call_checkpoints, call_step_counters
 from lightning_accum.loops.uneven import is_agreeing
 from lightning_accum.loops.validation import ValidatingEpochLoop
 from lightning_accum.splitting.micro_batch import Tokens
@@ -67,58 +65,13 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        trainer, strategy, progress = self.trainer, self.strategy, self.batch_progress
+        strategy = self.strategy
         if not strategy.watch.is_in_epoch:
             raise seams.broken("_TrainingEpochLoop.advance was called, but not by _TrainingEpochLoop.run.")
-        self._advanced = progress.total.ready + 1
+        self._advanced = self.batch_progress.total.ready + 1
         if strategy.manual is not None:
             strategy.manual.windows.begin_loader_batch()
-        if strategy.accumulation is None:
-            super().advance(data_fetcher)
-            return
-        hooks = strategy.hooks
-        hooks.look_again()  # also where training goes on: the LR finder has put its own callback there
-        if hooks.is_more_than_callbacks or self._is_restarting_or_unknown(data_fetcher):
-            super().advance(data_fetcher)
-            return
-        # as Lightning does, without the calls of hooks that nobody has: they cost 100 us
-        if trainer.world_size > 1:
-            self._broadcast_sigterm_tensor()
-        connector = trainer._logger_connector
-        batch, batch_idx, outputs = next(data_fetcher)[0], self.batch_idx + 1, None
-        progress.is_last_batch = data_fetcher.done
-        batch = trainer.precision_plugin.convert_input(batch)
-        moved = already_on_cpu(batch) if hooks.has_no_transfer else None
-        batch = strategy.batch_to_device(batch, dataloader_idx=0) if moved is None else moved
-        progress.increment_ready()
-        if connector._first_loop_iter is False:  # what the rest of it comes to
-            self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, None, None
-        else:
-            connector.on_batch_start(batch)
-        if batch is None:
-            self._warning_cache.warn("The train_dataloader yielded None. If this was on purpose, ignore this warning.")
-        else:
-            if hooks.has_batch_start:
-                call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
-            progress.increment_started()
-            kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
-            outputs = self.automatic_optimization.run(strategy.optimizers[0], batch_idx, kwargs)
-        progress.increment_processed()
-        self.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if self._num_ready_batches_reached():
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if hooks.has_batch_end:
-            call._call_callback_hooks(trainer, "on_train_batch_end", outputs, batch, batch_idx)
-        if self._results:
-            connector.on_batch_end()
-        else:  # nothing was logged: it would only drop the batch
-            self._results.batch = self._results.batch_size = None
-        progress.increment_completed()
-        if trainer.loggers and (self._is_inside_since is not None or not self._should_accumulate()):
-            connector.update_train_step_metrics()
-
-    def _is_restarting_or_unknown(self, data_fetcher: _DataFetcher) -> bool:
-        return self.restarting or self.val_loop.restarting or not isinstance(data_fetcher, _PrefetchDataFetcher)
+        super().advance(data_fetcher)
 
     @property
     @override
@@ -357,7 +310,9 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         """
         steps = self.global_step
         self._step_without_batch(is_inside_batch)
-        call_step_counters(self.trainer, self.strategy, steps, self.batch, self.batch_idx)
+        accumulation = self.strategy.accumulation
+        loss = None if accumulation is None or accumulation.closed is None else accumulation.closed.loss
+        call_step_counters(self.trainer, steps, loss, self.batch, self.batch_idx)
         self._rows.flush()
         self._update_learning_rates("step", update_plateau_schedulers=False)
         self._update_learning_rates("step", update_plateau_schedulers=True)

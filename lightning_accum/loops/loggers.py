@@ -45,10 +45,20 @@ class WindowRows(_LoggerConnector):
     @override
     def update_train_step_metrics(self) -> None:
         """Log what the module logs, at the step of the last window that ended in the loader batch."""
+        if not self.trainer.loggers:
+            return
         if not (self.since is not None and self.trainer.fit_loop._should_accumulate()):
             super().update_train_step_metrics()
         elif self.should_update_logs:  # the last of the windows that ended in the loader batch is the step before
             self.log_metrics(self.metrics["log"], step=self.trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+
+    @override
+    def on_batch_end(self) -> None:
+        results = self.trainer.fit_loop.epoch_loop._results
+        if results:
+            super().on_batch_end()
+        else:  # nothing was logged, which takes Lightning long to find
+            results.batch = results.batch_size = None
 
     def hold(self, metrics: Mapping[str, float]) -> None:
         """Have ``metrics`` in the next row."""

@@ -11,13 +11,12 @@ from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from typing_extensions import override
 
 from lightning_accum.ended_window import EndedWindow
-from lightning_accum.hook_table import window_listeners
 from lightning_accum.window_totals import ClosedWindow
 
 if TYPE_CHECKING:
     from lightning_accum.engine import Engine
 from lightning_accum.loops.epochs import AccumulatingEpochLoop
-from lightning_accum.loops.step_hooks import call_window_hooks
+from lightning_accum.loops.hooks import call_window_hooks
 
 
 class WindowManualOptimization(_ManualOptimization):
@@ -61,10 +60,9 @@ class WindowManualOptimization(_ManualOptimization):
             loader_batches: of each rank.
             before: optimizer steps before its last loader batch.
         """
-        has_stepped = self.optim_step_progress.total.completed > before
-        if has_stepped and (listeners := window_listeners(self.trainer)):
+        if self.optim_step_progress.total.completed > before:
             first = closed[0] if closed else ClosedWindow(math.nan, math.nan, 1)
-            call_window_hooks(self.trainer, listeners, EndedWindow.of(first, loader_batches))
+            call_window_hooks(self.trainer, lambda: EndedWindow.of(first, loader_batches))
 
     @override
     def _on_before_step(self) -> None:

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.optimization.closure import AbstractClosure
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,9 +26,8 @@ from lightning_accum.errors import UsageError
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.first_batch import check_first_batch, unlogged_step
+from lightning_accum.loops.hooks import call_window_hooks, current_hook, is_lightnings, is_silent
 from lightning_accum.loops.results import collecting_logs, show_logs
-from lightning_accum.loops.step_hooks import call_window_hooks
-from lightning_accum.session import already_run
 from lightning_accum.splitting.batch_log import BatchLog
 from lightning_accum.splitting.proofs import Verdict
 from lightning_accum.splitting.trimming import difference_by_padding
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
 
 _NOTHING: dict[str, Any] = {}
+_BACKWARD, _LIGHTNINGS_BACKWARD = Engine.backward, Strategy.backward
 _NOTHING_AROUND = nullcontext()
 
 
@@ -78,7 +79,7 @@ class WindowOptimization(_AutomaticOptimization):
                 self.step(closure)
             else:
                 closure()
-            outputs = closure.consume_outputs(is_seen=strategy.hooks.has_batch_hooks)
+            outputs = closure.consume_outputs()
         accumulation.end_loader_batch(closure.seen)
         if strategy.session.ends_by_tokens:
             self.epoch_loop.end_full_window()
@@ -87,14 +88,11 @@ class WindowOptimization(_AutomaticOptimization):
     def _closure_of(self, kwargs: OrderedDict[str, Any], accumulation: Accumulation) -> WindowClosure:
         """What runs a loader batch that begins now."""
         strategy = self.strategy
-        if strategy.hooks.has_batch_hooks:  # which may have brought in others
-            strategy.hooks.look_again()
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
             accumulation.window.discard()
         ends_window = self.epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
         batch, *others = kwargs.values()
-        if strategy.hooks.step_counters:
-            self.epoch_loop.batch = batch
+        self.epoch_loop.batch = batch
         if accumulation.splitting is not None:
             accumulation.splitting.begin(batch, partial(self._difference_by_padding, kwargs))
         if accumulation.checks_left and not self._skip_backward:
@@ -147,17 +145,10 @@ class WindowOptimization(_AutomaticOptimization):
 
     def zero_grad(self) -> None:
         """Clear the gradients of an earlier window."""
-        strategy, optimizer = self.strategy, self.strategy.optimizers[0]
-        if strategy.hooks.has_backward:
-            with strategy.watch.zero_grad(optimizer) if strategy.watch.is_close else _NOTHING_AROUND:
-                self._on_before_zero_grad(optimizer)
-                self._optimizer_zero_grad(self.epoch_loop.batch_idx, optimizer)
-            return
-        progress = self.optim_progress.optimizer.zero_grad
-        progress.increment_ready()
-        progress.increment_started()
-        optimizer.zero_grad()
-        progress.increment_completed()
+        optimizer, watch = self.strategy.optimizers[0], self.strategy.watch
+        with watch.zero_grad(optimizer) if watch.is_close else _NOTHING_AROUND:
+            self._on_before_zero_grad(optimizer)
+            self._optimizer_zero_grad(self.epoch_loop.batch_idx, optimizer)
 
     def end_window_inside_batch(self) -> None:
         """End the window if it has come to its tokens, after a micro-batch that is not the last of its loader batch."""
@@ -169,18 +160,11 @@ class WindowOptimization(_AutomaticOptimization):
         assert accumulation is not None
         optimizer, progress, watch = strategy._lightning_optimizers[0], self.optim_progress.optimizer.step, strategy.watch
         watch.begin_step(optimizer._optimizer, accumulation)
-        if strategy.hooks.has_batch_hooks:
-            strategy.hooks.look_again()
         accumulation.closed = accumulation.gradient_norm = None
         progress.increment_ready()
-        if strategy.hooks.has_step or accumulation.is_passthrough():
+        with noting_gradient_norm(trainer, strategy):
             arguments = (trainer.current_epoch, self.epoch_loop.batch_idx, optimizer, closure)
-            with noting_gradient_norm(trainer, strategy):
-                call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
-        else:
-            window_loss = closure()  # as `Engine.optimizer_step`, and then Lightning, which has hooks to call
-            if not accumulation.is_closed_empty:
-                optimizer._optimizer.step(already_run(closure, window_loss, optimizer._optimizer))
+            call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
         progress.increment_completed()
         closed, ranks = accumulation.closed, accumulation.ranks
         is_empty = closed is not None and closed.is_empty
@@ -199,9 +183,9 @@ class WindowOptimization(_AutomaticOptimization):
             strategy.metrics.log_window(accumulation)
         if strategy.has_varying_windows and strategy.listener is not None:
             strategy.listener.set_size(trainer)
-        if strategy.hooks.window_listeners and accumulation.is_step and closed is not None:
+        if accumulation.is_step and closed is not None:
             numbers = accumulation.closed_loader_batches, accumulation.gradient_norm, is_changed
-            call_window_hooks(trainer, strategy.hooks.window_listeners, EndedWindow.of(closed, *numbers))
+            call_window_hooks(trainer, lambda: EndedWindow.of(closed, *numbers))
 
 
 class WindowClosure(Closure):
@@ -228,24 +212,23 @@ class WindowClosure(Closure):
         self._others = others
         self._runs = 0
         self._outcome: Outcome | None = None
-        self._module = module = optimization.trainer.lightning_module
-        self._training_step = module.training_step if strategy.hooks.is_step_bare else strategy.training_step
+        self._module = optimization.trainer.lightning_module
         self._changes = accumulation.changes
-        self._has_hooks = strategy.hooks.has_backward
-        if not self._has_hooks:
+        self._is_silent = _is_silent(optimization.trainer, strategy)
+        if self._is_silent:
             self.backward = backward  # type: ignore[method-assign, assignment]
 
     @override
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         return ClosureResult(self(*args, **kwargs))
 
-    def consume_outputs(self, is_seen: bool) -> dict[str, Any]:
+    def consume_outputs(self) -> dict[str, Any]:
         """What ``on_train_batch_end`` gets."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             self.consume_result()  # raises that the closure was not called
             return {}
-        loss, extra = outcome.returned() if is_seen else (None, {})
+        loss, extra = outcome.returned()
         return {} if loss is None else {"loss": loss.detach().clone(), **extra}
 
     @override
@@ -259,14 +242,8 @@ class WindowClosure(Closure):
                 " window of several loader batches cannot be run again: their data is gone. Use a window of 1, or another"
                 " optimizer."
             )
-        attributes = vars(self._module)  # as `current_hook` does: a context would take longer than the rest
-        before = attributes["_current_fx_name"]
-        attributes["_current_fx_name"] = "training_step"
-        try:
-            with _NOTHING_AROUND if torch.is_grad_enabled() else torch.enable_grad():
-                outcome = self._outcome = self._strategy.session.run(self, self._batch, self.seen, self.ends_window)
-        finally:
-            attributes["_current_fx_name"] = before
+        with current_hook(self._module, "training_step"), _NOTHING_AROUND if torch.is_grad_enabled() else torch.enable_grad():
+            outcome = self._outcome = self._strategy.session.run(self, self._batch, self.seen, self.ends_window)
         loss = outcome.window_loss
         return None if loss is None else loss.detach()  # as Lightning's closure
 
@@ -274,7 +251,7 @@ class WindowClosure(Closure):
 
     def forward(self, batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """``training_step``: the loss of a micro-batch, and what else it returned."""
-        step = self._training_step_with_hooks if self._has_hooks else self._training_step
+        step = self._module.training_step if self._is_silent else self._training_step_with_hooks
         changes = self._changes
         with changes.leaving_gradients() if changes.is_under_way else _NOTHING_AROUND:
             output: Any = step(batch, *self._others)
@@ -299,7 +276,7 @@ class WindowClosure(Closure):
     def backward(self, loss: Tensor, grad_output: Tensor | None) -> None:
         """Add the gradients of ``loss`` to those of the window, times ``grad_output`` (None for 1)."""
         strategy, kwargs = self._strategy, {}
-        if "backward" not in strategy.hooks.own_hooks:
+        if is_lightnings(self._module, "backward"):
             _check_has_graph(loss)
         elif grad_output is not None:  # it may not pass its keyword arguments on: it gets the product instead
             loss, grad_output = loss * grad_output, None
@@ -319,6 +296,14 @@ class WindowClosure(Closure):
     def show_logs(self, log: BatchLog, is_left_out: bool) -> None:
         """Log what was collected."""
         show_logs(self._optimization.trainer, log, is_left_out)
+
+
+def _is_silent(trainer: pl.Trainer, strategy: Engine) -> bool:
+    """``training_step`` and backward of the loader batch under way need nothing around them."""
+    is_engines = "backward" not in vars(strategy) and type(strategy).backward is _BACKWARD
+    is_theirs = getattr(super(Engine, strategy).backward, "__func__", None) is _LIGHTNINGS_BACKWARD
+    is_plain = strategy.watch.is_read and strategy.gradient_reads is None
+    return is_engines and is_theirs and is_plain and is_silent(trainer)
 
 
 def _arguments_of_step(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> OrderedDict[str, Any]:

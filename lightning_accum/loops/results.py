@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_accum.engine import Engine
 from lightning_accum.exact import exact
+from lightning_accum.loops.hooks import current_hook
 from lightning_accum.splitting.batch_log import Arguments, BatchLog, name_of_reduction
 
 
@@ -144,15 +145,3 @@ def _metrics_in(module: pl.LightningModule) -> list[Metric]:
     wrappers = (m for m in metrics if isinstance(m, WrapperMetric) and not isinstance(m, passing_on))
     held = {id(child) for wrapper in wrappers for child in wrapper.modules() if child is not wrapper}
     return [metric for metric in metrics if id(metric) not in held]
-
-
-@contextmanager
-def current_hook(module: pl.LightningModule, name: str) -> Iterator[None]:
-    """The hook that ``module.log`` is called in."""
-    attributes = vars(module)  # of a Module, setting one takes microseconds
-    before = module._current_fx_name
-    attributes["_current_fx_name"] = name
-    try:
-        yield
-    finally:
-        attributes["_current_fx_name"] = before

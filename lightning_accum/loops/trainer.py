@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_accum.boundary import count_windows
 from lightning_accum.engine import Engine
-from lightning_accum.hook_table import callbacks_of
+from lightning_accum.loops.hooks import callbacks_of
 from lightning_accum.policy import Policy
 from lightning_accum.randomness import generators_kept
 from lightning_accum.splitting.micro_batch import Tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_accum import seams
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.loops.hooks import is_lightnings
 
 CLOSE_WINDOWS = 3
 """The windows in which the watch is close where all of Lightning's methods are those that were read."""
@@ -27,10 +28,11 @@ class Watch:
     Which loader batches ran, and how often, the loops compare by the numbers that they have (``epochs.py``).
 
     Args:
-        own_hooks: those that the module overrides at the moment: what they do is left to it.
+        module: what the hooks do that it overrides is left to it.
         progress: Lightning's, of the loader batches of training.
 
     Attributes:
+        is_read: all of Lightning's methods are those that were read.
         is_close: what needs hooks on tensors is looked at too: in the first windows, or always where a method was not read.
         is_set_up: the strategy is.
         has_data: the loaders are set up.
@@ -39,9 +41,9 @@ class Watch:
         may_skip_steps: nothing is wrong where the optimizer has not stepped.
     """
 
-    def __init__(self, own_hooks: Callable[[], Container[str]], progress: Any) -> None:
-        self._is_read = not seams.changed()
-        self._close_windows = CLOSE_WINDOWS if self._is_read else math.inf
+    def __init__(self, module: pl.LightningModule, progress: Any) -> None:
+        self.is_read = not seams.changed()
+        self._close_windows = CLOSE_WINDOWS if self.is_read else math.inf
         self._progress = progress
         self.is_close = True
         self.is_set_up = self.has_data = self._has_begun = self.is_unfinished = self.is_in_epoch = self.may_skip_steps = False
@@ -54,7 +56,10 @@ class Watch:
         self._versions: list[tuple[Tensor, int]] = []
         self._own: Tensor | None = None
         self._left: set[bool] = set()
-        self._own_hooks = own_hooks
+        self._module = module
+
+    def _is_lightnings(self, hook: str) -> bool:
+        return is_lightnings(self._module, hook)
 
     # --- epochs ---------------------------------------------------------------------------------------------------------
 
@@ -121,18 +126,16 @@ class Watch:
             scale: what a GradScaler multiplies it by; None where it cannot be known.
         """
         own, self._own = self._own if self._own is not None else loss, None
-        if "backward" in self._own_hooks() or not own.requires_grad or scale is None:
+        if not self._is_lightnings("backward") or not own.requires_grad or scale is None:
             yield
             return
-        arrived: list[Tensor] = []
-        handle = own.register_hook(arrived.append)  # type: ignore[no-untyped-call]
+        expected = scale * (1.0 if gradient is None else float(gradient))
+        arrived: list[Tensor] = []  # copies: a backward may write into the gradient that it gets
+        handle = own.register_hook(lambda found: arrived.append(found.clone()))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             handle.remove()
-        if len(arrived) == 1 and arrived[0] is gradient and scale == 1:
-            return
-        expected = scale * (1.0 if gradient is None else float(gradient))
         found = [float(number) for number in arrived]
         is_right = len(found) == 1 and abs(found[0] - expected) <= _TOLERANCE * abs(expected)
         if not is_right and math.isfinite(expected) and (not found or math.isfinite(found[0])):
@@ -144,9 +147,8 @@ class Watch:
     @contextmanager
     def zero_grad(self, optimizer: Optimizer) -> Iterator[None]:
         """The gradients of an earlier window are cleared in here."""
-        is_lightnings = "optimizer_zero_grad" not in self._own_hooks()
         with_gradient = (parameter for parameter in parameters_of(optimizer) if parameter.grad is not None)
-        parameter = next(with_gradient, None) if is_lightnings else None
+        parameter = next(with_gradient, None) if self._is_lightnings("optimizer_zero_grad") else None
         gradient = None if parameter is None else parameter.grad
         before = None if gradient is None else gradient._version
         yield
@@ -183,7 +185,7 @@ class Watch:
         self.attend(optimizer, accumulation)
         self._depth, self._steps, self._is_stepping = 0, 0, True
         self._has_stepped = not self._forget_optimizer  # no hook can be registered
-        if not self._is_read:
+        if not self.is_read:
             self._versions = [(parameter, parameter._version) for parameter in parameters_of(optimizer)]
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -194,7 +196,7 @@ class Watch:
             return  # a step that calls that of the class it extends is one; and between loader batches it is the user who steps
         self._steps += 1
         has_ended = self._is_stepping and (accumulation.closed is not None or accumulation.is_passthrough())
-        if (self._steps > 1 or not has_ended) and "optimizer_step" not in self._own_hooks():
+        if (self._steps > 1 or not has_ended) and self._is_lightnings("optimizer_step"):
             seen = "for the second time in a window" if has_ended else "no window has ended"
             raise seams.broken(f"The optimizer steps, {seen} ({_OF_A_STEP}).")
 
@@ -211,7 +213,7 @@ class Watch:
         versions, self._versions = [pair for pair in self._versions if pair[0].grad is not None], []
         has_changed = not versions or any(parameter._version != version for parameter, version in versions)
         may_be_skipped = is_empty or self.may_skip_steps or self._has_stepped or bool(self._steps) or has_changed
-        if closed is not None and not may_be_skipped and "optimizer_step" not in self._own_hooks():
+        if closed is not None and not may_be_skipped and self._is_lightnings("optimizer_step"):
             raise seams.broken(f"A window ended, and the optimizer did not step ({_OF_A_STEP}).")
         self._is_stepping, self._steps = False, 0
         return self._has_stepped
@@ -243,7 +245,7 @@ class Watch:
         before = [scheduler.last_epoch for scheduler in counted]
         yield
         ticked = [scheduler.last_epoch - count for scheduler, count in zip(counted, before, strict=True)]
-        if ticked != [sum(s is other for other in counted) for s in counted] and "lr_scheduler_step" not in self._own_hooks():
+        if ticked != [sum(s is other for other in counted) for s in counted] and self._is_lightnings("lr_scheduler_step"):
             raise seams.broken(
                 f"Schedulers stepped {ticked} times where one step was due (_TrainingEpochLoop._update_learning_rates,"
                 " LightningModule.lr_scheduler_step)."

@@ -69,7 +69,6 @@ loops.fit_loop._FitLoop
     _should_accumulate | - | asks the epoch loop whether a loader batch ends its window | 76e16d73
 loops.training_epoch_loop._TrainingEpochLoop
     _results | BatchResults | what was logged | -
-    _warning_cache | - | warns once of a batch that is None | -
     _batches_that_stepped | - | the step that loggers get | -
     done | AccumulatingEpochLoop | a window that was counted before it ran is not left inside | 20215631
     run | AccumulatingEpochLoop | an unfinished window ends with its epoch | ad885a6e

@@ -25,7 +25,7 @@ from lightning_accum.check import MOST_BATCHES
 from lightning_accum.checkpointing.resume import PartialWindow
 from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
 from lightning_accum.engine import Engine
-from lightning_accum.hook_table import HookTable, callbacks_of, gradient_reads, warn_of_hooks_of_parameters
+from lightning_accum.loops.hooks import callbacks_of, gradient_reads, warn_of_hooks_of_parameters
 from lightning_accum.loops.installation import handle_sigterm_before_training, installed
 from lightning_accum.loops.launch import naming_launcher
 from lightning_accum.loops.specialised import own_attributes
@@ -82,7 +82,7 @@ class AccumulationMixin(Engine):
         for callback in callbacks_of(trainer):
             families.adopt(callback, trainer)
         self._from_before, self._fit = frozenset(vars(self)), ExitStack()
-        self.watch = Watch(lambda: self.hooks.own_hooks, trainer.fit_loop.epoch_loop.batch_progress)
+        self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress)
         self._fit.callback(self._forget_fit)
         self._fit.callback(lambda: None if self.ranks is None else self.ranks.close())
         self._fit.enter_context(installed(trainer))
@@ -196,7 +196,6 @@ class AccumulationMixin(Engine):
         self.watch.attend(self.optimizers[0], self.accumulation)
         self.watch.may_skip_steps = self._may_skip_steps
         self._fit.callback(self.watch.forget_optimizer)
-        self.hooks = HookTable(trainer)
         if callback is not None:
             callback.connect(self.accumulation, self.partial_window)
 

@@ -148,7 +148,6 @@ BELOW_THE_LINE = (
     "demo",
     "engine",
     "gradient_norm",  # of the Trainer's precision plugin
-    "hook_table",
     "loops",
     "manual",
     "metrics",

@@ -1,0 +1,249 @@
+"""Hooks of the user's: who has one, and those that Lightning does not call.
+
+A call of Lightning's takes longer than a small micro-batch. What nobody listens to is left out, which is found anew at each loader
+batch, by comparison with the functions that Lightning shipped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter
+from types import CodeType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_accum.ended_window import EndedWindow
+from lightning_accum.user_warnings import listed
+
+# --- what nobody listens to -------------------------------------------------------------------------------------------
+
+_BACKWARD = ("on_before_backward", "on_after_backward")
+_TRANSFER = ("on_after_batch_transfer", "transfer_batch_to_device")
+
+
+def _shipped(base: type, *names: str) -> Callable[[Any], bool]:
+    """Whether an object has Lightning's own of these hooks: neither it nor its class has another by now."""
+    get = attrgetter(*names)
+    lightnings = get(base)
+    return lambda owner: get(type(owner)) == lightnings and vars(owner).keys().isdisjoint(names)
+
+
+_OWNED_BY_MODULE = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+_OF_MODULE = {hook: _shipped(pl.LightningModule, hook) for hook in _OWNED_BY_MODULE}
+_is_callback_silent = _shipped(pl.Callback, *_BACKWARD)
+_is_module_silent = _shipped(pl.LightningModule, *_BACKWARD, "backward")
+_is_precision_silent = _shipped(Precision, "pre_backward", "backward", "post_backward", "train_step_context", "forward_context")
+_is_strategy_silent = _shipped(Strategy, "pre_backward", "post_backward", "training_step", "post_training_step")
+_is_moved_by_lightning = _shipped(pl.LightningModule, *_TRANSFER)
+_is_data_silent = _shipped(pl.LightningDataModule, *_TRANSFER)
+
+
+def is_lightnings(module: pl.LightningModule, hook: str) -> bool:
+    """Whether a module leaves ``hook`` to Lightning."""
+    return _OF_MODULE[hook](module)
+
+
+def is_silent(trainer: pl.Trainer) -> bool:
+    """Nobody listens to Lightning's calls around ``training_step`` and the backward of a micro-batch."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    return (
+        _is_not_profiled(trainer)
+        and strategy.model is module
+        and _is_module_silent(module)
+        and all(map(_is_callback_silent, callbacks_of(trainer)))
+        and _is_precision_silent(trainer.precision_plugin)
+        and _is_strategy_silent(strategy)
+    )
+
+
+def has_own_transfer(trainer: pl.Trainer) -> bool:
+    """A batch may be another on the device than on the host: augmented, or moved by the user's own rules."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    return not (_is_moved_by_lightning(trainer.lightning_module) and (data is None or _is_data_silent(data)))
+
+
+def already_on_cpu(trainer: pl.Trainer, batch: Any) -> Any:
+    """What Lightning makes of a batch that is to be moved to the CPU and is there: its tensors, in a container of its own.
+
+    None if the batch is more than tensors in a tuple, list or dict, or somebody listens.
+    """
+    kind = type(batch)
+    parts = (batch,) if kind is Tensor else batch.values() if kind is dict else batch if kind in (list, tuple) else (None,)
+    if has_own_transfer(trainer) or not _is_not_profiled(trainer):
+        return None
+    if not all(type(part) is Tensor and part.is_cpu for part in parts):
+        return None
+    return kind(batch) if kind in (dict, list) else batch
+
+
+def _is_not_profiled(trainer: pl.Trainer) -> bool:
+    return type(trainer.profiler) is PassThroughProfiler  # type: ignore[attr-defined]  # set by a connector
+
+
+# --- what Lightning does not call -------------------------------------------------------------------------------------
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The Trainer's callbacks, to read and to add to."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector, unseen by type checkers
+    return callbacks
+
+
+@contextmanager
+def current_hook(module: pl.LightningModule, name: str) -> Iterator[None]:
+    """The hook that ``module.log`` is called in."""
+    attributes = vars(module)  # of a Module, setting one takes microseconds
+    before = module._current_fx_name
+    attributes["_current_fx_name"] = name
+    try:
+        yield
+    finally:
+        attributes["_current_fx_name"] = before
+
+
+def call_window_hooks(trainer: pl.Trainer, ended: Callable[[], EndedWindow]) -> None:
+    """Call ``on_window_end`` of the callbacks and of the module that have it."""
+    module = trainer.lightning_module
+    owners: list[Any] = [*callbacks_of(trainer), module]
+    listeners = [owner for owner in owners if callable(getattr(owner, "on_window_end", None))]
+    if not listeners:
+        return
+    window = ended()
+    with _logging(trainer):
+        for owner in listeners:
+            owner.on_window_end(*((window,) if owner is module else (trainer, module, window)))
+
+
+def call_step_counters(trainer: pl.Trainer, since: int, loss: Any, batch: Any, batch_idx: int) -> None:
+    """Have Lightning's averages see an optimizer step that no end of a loader batch comes after."""
+    module = trainer.lightning_module
+    if trainer.global_step > since:
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, WeightAveraging):
+                callback.on_train_batch_end(trainer, module, {"loss": loss}, batch, batch_idx)
+
+
+def call_checkpoints(trainer: pl.Trainer, since: int, batch: Any, batch_idx: int) -> None:
+    """Have ModelCheckpoint save where one of its every n optimizer steps was not the last of its loader batch.
+
+    A checkpoint is one of whole loader batches, since training cannot go on inside of one: it is taken at the end of the batch.
+    """
+    for callback in callbacks_of(trainer):
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        every = callback._every_n_train_steps
+        if every > 0 and trainer.global_step // every > since // every:
+            callback._every_n_train_steps = _Reached(every)
+            try:
+                callback.on_train_batch_end(trainer, trainer.lightning_module, None, batch, batch_idx)
+            finally:
+                callback._every_n_train_steps = every
+
+
+class _Reached(int):
+    """A number of which any number of steps is a multiple; its name in checkpoints is the same."""
+
+    def __rmod__(self, steps: int) -> int:
+        return 0
+
+
+@contextmanager
+def _logging(trainer: pl.Trainer) -> Iterator[None]:
+    """``self.log`` works in here as in ``on_train_batch_end``, also while the logs of micro-batches are collected."""
+    module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
+    attributes = vars(module)
+    collecting = attributes.get("log")
+    is_collecting = collecting is not None and collecting is getattr(results, "log_of_module", None)
+    if is_collecting:
+        del attributes["log"]
+    try:
+        with current_hook(module, "on_train_batch_end"):
+            yield
+    finally:
+        if is_collecting:
+            attributes["log"] = collecting
+
+
+# --- hooks that see gradients inside of a window -----------------------------------------------------------------------
+
+_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
+_GRADIENT: Any = Tensor.grad
+"""Its getter and its setter are of this."""
+
+
+def warn_of_hooks_of_parameters(module: pl.LightningModule, warn: Callable[[str], None]) -> None:
+    """Name parameters with hooks that run after every micro-batch. Those of tensors are found by the checks, which run them."""
+    hooked = [name for name, parameter in module.named_parameters() if getattr(parameter, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        warn(
+            f"{listed(hooked)}: register_post_accumulate_grad_hook runs a function after every micro-batch, on what the window has"
+            " accumulated so far, before that is normalised. What it changes, or an optimizer that it steps, is not what it would"
+            " be in the full batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
+        )
+
+
+def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> TorchFunctionMode | None:
+    """Notices an ``on_after_backward``, or the module's ``backward``, that looks at gradients, which are not those of a window yet.
+
+    None where nobody has one.
+    """
+    hooks: dict[CodeType, str] = {}
+    owners = [(owner, "on_after_backward") for owner in (*callbacks_of(trainer), trainer.lightning_module)]
+    for owner, name in (*owners, (trainer.lightning_module, "backward")):
+        hook: Any = getattr(owner, name, None)
+        hook = inspect.unwrap(getattr(hook, "func", hook)) if callable(hook) else None
+        code = getattr(hook, "__code__", None)
+        if code is not None and not hook.__module__.startswith(_LIBRARIES):
+            hooks[code] = f"{name} of {type(owner).__name__}"
+    return GradientReads(hooks, warn) if hooks else None
+
+
+class GradientReads(TorchFunctionMode):
+    """In here hooks that get or set the gradient of a tensor are noticed.
+
+    Args:
+        hooks: their code, their name and whose they are.
+        warn: takes a warning to be seen once.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> def hook(is_due):
+        ...     return weight.grad if is_due else None
+        >>> with GradientReads({hook.__code__: "on_after_backward of Net"}, print):
+        ...     hook(is_due=False)
+        ...     hook(is_due=True)  # doctest: +ELLIPSIS
+        on_after_backward of Net looks at gradients. ...
+    """
+
+    def __init__(self, hooks: Mapping[CodeType, str], warn: Callable[[str], None]) -> None:
+        super().__init__()
+        self._left = dict(hooks)
+        self._warn = warn
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._left and getattr(func, "__self__", None) is _GRADIENT:
+            self._look_who_asks()
+        return func(*args, **(kwargs or {}))
+
+    def _look_who_asks(self) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code not in self._left:
+            # what runs in the middle of a backward is no part of the hook that called it
+            frame = None if frame.f_code.co_name == "_engine_run_backward" else frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            self._warn(
+                f"{self._left.pop(frame.f_code)} looks at gradients. It runs after every micro-batch, on what"
+                " the window has accumulated so far, before that is normalised: what it changes or measures is not what it would"
+                " in the full batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
+            )
