@@ -38,8 +38,6 @@ def _shipped(base: type, *names: str) -> Callable[[Any], bool]:
     return lambda owner: get(type(owner)) == lightnings and vars(owner).keys().isdisjoint(names)
 
 
-_OWNED_BY_MODULE = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
-_OF_MODULE = {hook: _shipped(pl.LightningModule, hook) for hook in _OWNED_BY_MODULE}
 _is_callback_silent = _shipped(pl.Callback, *_BACKWARD)
 _is_module_silent = _shipped(pl.LightningModule, *_BACKWARD, "backward")
 _is_precision_silent = _shipped(Precision, "pre_backward", "backward", "post_backward", "train_step_context", "forward_context")
@@ -49,8 +47,8 @@ _is_data_silent = _shipped(pl.LightningDataModule, *_TRANSFER)
 
 
 def is_lightnings(module: pl.LightningModule, hook: str) -> bool:
-    """Whether a module leaves ``hook`` to Lightning."""
-    return _OF_MODULE[hook](module)
+    """Whether a module leaves ``hook`` to Lightning, of whatever release."""
+    return getattr(type(module), hook) is getattr(pl.LightningModule, hook) and hook not in vars(module)
 
 
 def is_silent(trainer: pl.Trainer) -> bool:
