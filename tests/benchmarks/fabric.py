@@ -50,6 +50,7 @@ def main(rounds: int = 20, window: int = 8, clock: str = "wall") -> None:
         "one layer": (lambda: nn.Linear(64, 10), labelled(4, 64, 10, 32), 800),
         "small GPT": (lambda: GPT(256, 64, 2, 32), [(rows[:, :-1], rows[:, 1:].flatten()) for rows in tokens], 80),
     }
+    measured = {}
     for name, (make, distinct, micro_batches) in models.items():
         batches = TimedBatches(distinct, 6 * window, micro_batches // window * window, CLOCKS[clock])
         for where, fabric in (("plain torch", None), ("Fabric", Fabric(accelerator="cpu", devices=1))):
@@ -66,8 +67,8 @@ def main(rounds: int = 20, window: int = 8, clock: str = "wall") -> None:
                 return run
 
             sides = {"by hand": side(by_hand), "Accumulator": side(with_accumulator)}
-            print(f"\n{name}, {where}")
-            compare(interleaved(sides, rounds), "us per micro-batch", "by hand")
+            measured[f"{name}, {where}"] = interleaved(sides, rounds)
+    compare(measured, "us per micro-batch", "by hand")
 
 
 if __name__ == "__main__":

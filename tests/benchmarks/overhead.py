@@ -62,7 +62,7 @@ def main(rounds: int = 20, micro_batches: int = 1000, window: int = 8, clock: st
     }
     if importlib.util.find_spec("accelerate") is not None:
         sides["Accelerate"] = side(accelerated, None, window=window)
-    compare(interleaved(sides, rounds), "us per micro-batch", "hand-written loop", "Lightning")
+    compare({"one layer": interleaved(sides, rounds)}, "us per micro-batch", "hand-written loop", "Lightning")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Sharded(Module):
 
 
 def measure(rank: int, folder: str, options: dict[str, Any]) -> None:
-    """One of the processes. The first prints the tables."""
+    """One of the processes. The first prints the table."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS), GROUP_RANK="0")
     be_quiet()
     generator, clock, samples, length = torch.Generator().manual_seed(rank), options["clock"], options["samples"], options["length"]
@@ -117,11 +117,11 @@ def measure(rank: int, folder: str, options: dict[str, Any]) -> None:
         dist.destroy_process_group()
         return RANKS * batches.counted * samples * length / seconds.item()
 
+    measured = {}
     for engine in options["engines"]:
-        measured = interleaved({name: partial(train, *side) for name, side in SIDES[engine].items()}, options["rounds"])
-        if rank == 0:
-            print(f"\n{engine}")
-            compare(measured, "tokens per second", "Lightning")
+        measured[engine] = interleaved({name: partial(train, *side) for name, side in SIDES[engine].items()}, options["rounds"])
+    if rank == 0:
+        compare(measured, "tokens per second", "Lightning")
 
 
 def main(

@@ -110,15 +110,16 @@ def show(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |", flush=True)
 
 
-def compare(measured: Mapping[str, Sequence[float]], unit: str, *others: str) -> None:
-    """Print the median of each side, its ratios to those of others, and the quartiles of the last ratio, taken in each round."""
-    medians = {name: statistics.median(numbers) for name, numbers in measured.items()}
+def compare(measured: Mapping[str, Mapping[str, Sequence[float]]], unit: str, *others: str) -> None:
+    """Print the median of each side of each model, its ratios to others, and quartiles of the last ratio, taken in each round."""
     rows = []
-    for name, numbers in measured.items():
-        ratios = [own / other for own, other in zip(numbers, measured[others[-1]], strict=True)]
-        by_round = quartiles(ratios) if name != others[-1] else ""
-        rows.append([name, f"{medians[name]:.1f}", *(f"{medians[name] / medians[other]:.3f}" for other in others), by_round])
-    show(["", unit, *(f"/ {other}" for other in others), "round by round"], rows)
+    for model, sides in measured.items():
+        medians = {name: statistics.median(numbers) for name, numbers in sides.items()}
+        for name, numbers in sides.items():
+            times = [f"{medians[name] / medians[other]:.3f}" for other in others]
+            ratios = [own / other for own, other in zip(numbers, sides[others[-1]], strict=True)]
+            rows.append([model, name, f"{medians[name]:.1f}", *times, quartiles(ratios) if name != others[-1] else ""])
+    show(["model", "side", unit, *(f"/ {other}" for other in others), "round by round"], rows)
 
 
 def quartiles(numbers: Sequence[float]) -> str:

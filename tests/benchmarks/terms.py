@@ -1,34 +1,32 @@
-"""What several terms with different denominators cost: a window of one weight, beside windows of two terms, on the same shapes.
+"""What several terms with different denominators cost: windows of a cross entropy over tokens plus an error over samples.
 
-The loss of two terms is a cross entropy over tokens plus an error over samples. Sides, interleaved in one process, each in windows
-of the same number of loader batches of the same shape:
+Sides, interleaved in one process, each in windows of the same number of loader batches of the same shape:
 
-one weight            the cross entropy alone, no token ignored
-constant proportion   both terms, no token ignored: tokens and samples are proportional, so one weight is exact
+one term              the cross entropy alone, no token ignored
+a plain window        both terms, no token ignored: tokens and samples are proportional, so one weight is exact
 counted first         both terms, tokens ignored at the end of rows, no argument: each window runs its forwards once more
 weight=[...]          the same, with ``weight=[TokenCount(), SampleCount()]``: loader batches are counted ahead, without a forward
 
-The check, and whatever else a first window costs, falls into the warm-up. The ratios are those of medians, to one weight; the last
-column is the median of the ratios of each round, and its quartiles.
+The check, and whatever else a first window costs, falls into the warm-up. The ratios are those of medians; the last column is the
+median of the ratios of each round to a plain window, and its quartiles.
 
-    python tests/benchmarks/terms.py --rounds 10
+    python tests/benchmarks/terms.py --rounds 5
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from side_by_side import CLOCKS, GPT, IGNORED, Module, TimedBatches, command_line, fit, interleaved, quartiles, show
+from side_by_side import CLOCKS, GPT, IGNORED, Module, TimedBatches, command_line, compare, fit, interleaved
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accum import SampleCount, TokenCount
 
 ROWS, LENGTH, VOCABULARY, FEATURES = 8, 32, 256, 64
-ONE_WEIGHT = "one weight"
+PLAIN = "a plain window"
 Batch = dict[str, Tensor]
 
 
@@ -76,11 +74,11 @@ def made(number: int, has_ignored: bool) -> list[Batch]:
     return batches
 
 
-def main(rounds: int = 10, windows: int = 20, window: int = 8, clock: str = "wall") -> None:
+def main(rounds: int = 5, windows: int = 10, window: int = 8, clock: str = "cpu") -> None:
     """Print one table for all models."""
     full, ragged = made(4 * window, has_ignored=False), made(4 * window, has_ignored=True)
     each = [TokenCount(shift=False), SampleCount()]
-    table = []
+    measured = {}
     for model, make in MODELS.items():
 
         def side(
@@ -93,20 +91,14 @@ def main(rounds: int = 10, windows: int = 20, window: int = 8, clock: str = "wal
 
             return run
 
-        measured = interleaved(
-            {
-                ONE_WEIGHT: side(tokens_alone, full),
-                "constant proportion": side(tokens_and_samples, full),
-                "counted first": side(tokens_and_samples, ragged),
-                "weight=[...]": side(tokens_and_samples, ragged, weight=each),
-            },
-            rounds,
-        )
-        for name, times in measured.items():
-            median, by_round = statistics.median(times), [own / one for own, one in zip(times, measured[ONE_WEIGHT], strict=True)]
-            ratio = median / statistics.median(measured[ONE_WEIGHT])
-            table.append([model, name, f"{median:.0f}", f"{ratio:.3f}", quartiles(by_round) if name != ONE_WEIGHT else ""])
-    show(["model", "loss and weight", "us per micro-batch", f"/ {ONE_WEIGHT}", "round by round"], table)
+        sides = {
+            "one term": side(tokens_alone, full),
+            PLAIN: side(tokens_and_samples, full),
+            "counted first": side(tokens_and_samples, ragged),
+            "weight=[...]": side(tokens_and_samples, ragged, weight=each),
+        }
+        measured[model] = interleaved(sides, rounds)
+    compare(measured, "us per micro-batch", "one term", PLAIN)
 
 
 if __name__ == "__main__":
