@@ -31,6 +31,9 @@ from lightning_accum.window_loss import WindowLoss
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
+MOST_DOUBTS = 8
+"""Windows that are looked at since the weight of a micro-batch may be none."""
+
 
 class BackwardObserver(Protocol):
     """What is called around the backward of a micro-batch."""
@@ -59,9 +62,7 @@ class Accumulation(Windows):
         sums: MainGradients | None = None,
     ) -> None:
         super().__init__(policy, ranks, warn)
-        self.splitting = splitting
-        self.world_size = ranks.size
-        """The ranks that have batches of their own."""
+        self.splitting, self.world_size = splitting, ranks.size
         self.window = Window(ranks.device, ranks.size, ranks.group, counts_left_out=policy.on_nonfinite == "skip")
         self._again: tuple[Contribution, torch.dtype, Weighed] | None = None
         """What the last micro-batch of this window brought into it, where one that is weighed as it was brings in the same."""
@@ -69,21 +70,18 @@ class Accumulation(Windows):
         if isinstance(policy.weight, tuple):
             self.count_first()
         self.sums = sums
-        """Where gradients are added up, if in a wider type than that of their parameters."""
         self._loss = WindowLoss(self.window, self.weigher, sums)
         self.closed: ClosedWindow | None = None
         """The last window that ended; None while the next is about to end, and where its closure was not called."""
         self.gradient_norm: Tensor | None = None
         """The norm of its gradient, where it was clipped by norm."""
         self.closed_loader_batches = 0
-        """How many loader batches it took."""
         self.is_zero_grad_due = True
         """The gradients are those of an earlier window: they are cleared before the first backward of the next."""
         self._unread: UnreadableLossError | None = None
         self.is_shadow_batch = False
         """The loader batch that was drawn last is one that this rank runs for the sake of the others. Set by what draws it."""
-        self._has_run_without_loss = False
-        """In this window training_step has returned None."""
+        self._has_run_without_loss = False  # training_step has returned None in this window
         self.is_step = False
         """The window that ended last counts as an optimizer step: it has weight, or, as in Lightning, no loss at all."""
         self.observer: BackwardObserver | None = None
@@ -91,27 +89,24 @@ class Accumulation(Windows):
         self.checks_left = 0
         """At how many loader batches more the check may be tried: until enough rows were looked at on every rank."""
         self.row_wise: RowWise | None = None
-        """Runs submodules in micro-batches."""
         self.has_joint_loss = False
         """The loss of a rank takes the rows of all ranks together."""
         self.verdict: Verdict | None = None
-        """What the check found in this fit."""
         self.checked_rows: Any = None
         """A few rows of the last loader batch that was checked."""
         self.fitting: Mapping[int, Mapping[Any, float]] = {}
         """What each term weighed by each mode, in the whole of the rows that were checked last."""
-        self.doubted: Any = None
-        """A micro-batch of the window whose loss has terms that were not checked; None if there is none."""
+        self.doubted: list[tuple[Denominator, Any]] = []
+        """Micro-batches of the window whose loss was not checked, if the number beside them, which a device may hold, is not 0."""
+        self.doubts_left = MOST_DOUBTS
+        """How many windows more are looked at that have a micro-batch whose weight may be none."""
         self.may_count_first = False
-        """The terms of a window can be counted before it runs."""
-        self.counted_next: Sequence[int] | None = None
-        """Terms that turned out in this window to have weights of their own: it is left out, and the next ones are counted."""
+        self.counted_next: Sequence[int] | None = None  # it turned out in this window, which is left out
         self.stops_counting = False
         """From the next window on all terms have one weight."""
         self.rest_of_window: Callable[[], Iterator[tuple[Any, bool]]] | None = None
         """Draws the loader batches of a window after its first; None where they cannot be drawn ahead."""
-        self.look_at_doubted: Callable[[], None] = lambda: None
-        """Checks micro-batches of the window that has ended. Called on all ranks."""
+        self.look_at_doubted: Callable[[], None] = lambda: None  # checks them, at the end of their window. Called on all ranks
 
     def count_first(self, keys: Sequence[int] = ()) -> None:
         """From now on the terms of a window are counted before it runs, those with these keys and others."""
@@ -196,8 +191,11 @@ class Accumulation(Windows):
             if micro_batch.is_boundary:
                 self.reduce()
             return again[2]
-        if contribution.structure and not self.checks_left and self.weigher.is_new(contribution.structure):
-            self.window.has_doubts, self.doubted = True, micro_batch.batch
+        is_new = contribution.structure and not self.checks_left and self.weigher.is_new(contribution.structure)
+        doubt = 1.0 if is_new else contribution.doubt if self.doubts_left else 0.0
+        if isinstance(doubt, Tensor) or doubt:
+            self.doubted.append((doubt, micro_batch.batch))
+            self.window.has_doubts = sum(of_one for of_one, _ in self.doubted) != 0
         if self.window.counted is not None and contribution.of_terms is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:
@@ -345,6 +343,8 @@ class Accumulation(Windows):
             self.sums.write_to_grad()
         if not math.isfinite(self.closed.slope) and self.policy.on_nonfinite != "propagate":
             self.closed = self._without_slope(self.closed)
+        if not self.closed.has_doubts:
+            self.doubted.clear()
         if self.closed.is_flagged:
             self._agree_on_sizes()
         self._begin_window(seen, is_inside_batch)
@@ -413,6 +413,7 @@ class Accumulation(Windows):
     @override
     def discard(self, seen: int) -> int:
         self.closed = None
+        self.doubted.clear()
         return super().discard(seen)
 
     def _is_without_loss(self, closed: ClosedWindow) -> bool:

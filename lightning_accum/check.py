@@ -13,7 +13,7 @@ import torch
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.exact import exact_dtype, rounding_of_gradients
 from lightning_accum.looks import Checked, Rows, agree_on_rows, looks_at, warn_of_state
-from lightning_accum.prove import ALL, Fit, Look, aliases, fit_of, keys_of, looped, merged, modes_to_try, ratios
+from lightning_accum.prove import ALL, Fit, Look, aliases, fit_of, goes_by_rows, keys_of, looped, merged, modes_to_try, ratios
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
@@ -309,6 +309,7 @@ class Check:
             if len(terms) == 1 and next(iter(chosen.values())).mode != SUM and not is_sharded:
                 adopted_fit = self._adopted(looks, next(iter(terms)), eps)
                 weigher.hidden = None if adopted_fit is None else adopted_fit.mode
+            weigher.of_samples = frozenset(key for key, mode in weigher.modes.items() if goes_by_rows(looks, key, mode))
             refused = self._combine(looks, weigher, terms)
             if refused is not None:
                 return _Found(replace(verdict, deviation=math.inf, seen=refused[1]), False, weigher, {}, terms, refused[0])

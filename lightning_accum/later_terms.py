@@ -1,4 +1,4 @@
-"""The check of terms that the loader batches which were checked had not."""
+"""The check of terms that the loader batches which were checked had not, and of counts that may have been none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_accum.looks import Checked, Rows
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import CannotCheckError
-from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
+from lightning_accum.weighing.advice import OF_COUNTS_OF_ONE, OF_LATER_WEIGHTS
 
 
 def check_doubted(checked: Checked) -> None:
@@ -20,8 +20,11 @@ def check_doubted(checked: Checked) -> None:
         DoesNotAddUpError: they do not add up together with rows that were checked. On all ranks.
     """
     accumulation = checked.accumulation
-    doubted, accumulation.doubted = accumulation.doubted, None
-    rows = accumulation.checked_rows if doubted is None else doubted
+    rows = next((batch for doubt, batch in accumulation.doubted if doubt), accumulation.checked_rows)
+    accumulation.doubted.clear()
+    accumulation.doubts_left -= 1
+    if not accumulation.doubts_left:
+        accumulation.warn_once(OF_COUNTS_OF_ONE)
     if checked.on_any(rows is None):
         return
     checked.sync.reshard()

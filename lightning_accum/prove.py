@@ -244,6 +244,12 @@ def ratios(looks: Sequence[Look], first: tuple[int, Mode], other: tuple[int, Mod
     return least, most
 
 
+def goes_by_rows(looks: Sequence[Look], key: int, mode: Mode) -> bool:
+    """Whether a term weighs as many as there are rows, in each part."""
+    parts = [(part, size) for look in looks for part, size in zip(look.parts, look.sizes, strict=True)]
+    return all(part.weight(key, mode) in (0.0, size) for part, size in parts)
+
+
 def modes_to_try(term: Term) -> tuple[Mode, ...]:
     """Of a term, the likeliest first."""
     return (ONCE,) if term.is_penalty else (default_mode(term), *(mode for mode in MODES if mode != default_mode(term)))

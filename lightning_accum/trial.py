@@ -378,7 +378,9 @@ class Trial:
 def _on_host(term: Term) -> Term:
     """With shares that are numbers, and without its graph."""
     losses, total = float(term.losses), float(term.total)
-    return term._replace(losses=losses, total=total, number=float(term.number), leaf=None, edges=(), above=(), divisions=())
+    return term._replace(
+        losses=losses, total=total, number=float(term.number), leaf=None, edges=(), above=(), divisions=(), shares=()
+    )
 
 
 @contextmanager

@@ -87,8 +87,8 @@ class Window:
         self._function: FunctionOfMean | None = None
         self.left_out = 0
         """Micro-batches so far, on this rank, that were not finite, see :meth:`skip_nonfinite`."""
-        self.has_doubts = False
-        """A micro-batch of this rank was read in a way that the check has not seen; all ranks are to know of that."""
+        self.has_doubts: Denominator = False
+        """A micro-batch of this rank was read in a way that the check has not seen, or its weight may be none."""
         self._totals: Tensor | list[float] | None = None
         self._reduction: dist.Work | None = None
         if self.counted is not None:
@@ -278,7 +278,7 @@ class Window:
         of_terms = None if self.counted is None else self.counted.totals
         is_counted_empty = not any(of_terms or ()) and not any(None in (c.of_terms or {}).values() for c in self._contributions)
         function, contributions, weight, is_sum = self._function, self._contributions, self._total(numbers), bool(totals.sums)
-        has_doubts = self.has_doubts if self._world_size == 1 else totals.has_flag(HAS_NEWS)
+        has_doubts = totals.has_flag(HAS_NEWS)
         self.discard()
         is_function = function is not None if self._world_size == 1 else totals.has_flag(HAS_FUNCTION)
         totals.check()
@@ -318,7 +318,7 @@ class Window:
             has_doubts=has_doubts,
         )
 
-    def _flags(self) -> list[float]:
+    def _flags(self) -> list[Denominator]:
         has_function = self._world_size > 1 and self._function is not None
         flags = as_one_number(self.flag, self.is_last, self.has_doubts, has_function)
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]

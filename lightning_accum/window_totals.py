@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_accum.errors import ArgumentError
 from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.terms import Denominator
+from lightning_accum.weighing.terms import tensor_of as as_tensor
 
 
 class ClosedWindow(NamedTuple):
@@ -85,7 +86,8 @@ class Totals(NamedTuple):
     def empty_window(self, left_out: int) -> ClosedWindow:
         """What the window was, if it had no weight."""
         flags = self.has_flag(FLAG), self.has_flag(IS_LAST)
-        return ClosedWindow(math.nan, 0.0, int(self.micro_batches), left_out, 1.0, *flags, is_empty=True)
+        has_doubts = self.has_flag(HAS_NEWS)
+        return ClosedWindow(math.nan, 0.0, int(self.micro_batches), left_out, 1.0, *flags, is_empty=True, has_doubts=has_doubts)
 
     def window(self, loss: float, weight: float, left_out: int, slope: float, **doubts: bool) -> ClosedWindow:
         """What the window was, if it had weight; the ``doubts`` are fields of it."""
@@ -141,7 +143,7 @@ FLAG, IS_LAST, HAS_NEWS, HAS_FUNCTION = range(4)
 """Their places."""
 
 
-def as_one_number(flag: bool, is_last: bool, has_news: bool, has_function: bool) -> float:
+def as_one_number(flag: bool, is_last: bool, has_news: Denominator, has_function: bool) -> Denominator:
     """Flags of a rank, as a number that can be summed over ranks."""
     return flag + _MOST_RANKS * is_last + _MOST_RANKS**2 * has_news + _MOST_RANKS**3 * has_function
 
@@ -154,7 +156,7 @@ def has_weight(contribution: Contribution) -> bool:
     return isinstance(contribution.weight, Tensor) or contribution.weight != 0
 
 
-def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribution], flags: Sequence[float]) -> list[float]:
+def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribution], flags: Sequence[Denominator]) -> list[float]:
     """The numbers of micro-batches, in Python's."""
     weight = loss = negative = terms = spread = sums = d = d_squared = 0.0
     n: float | None = None
@@ -173,7 +175,7 @@ def sum_on_host(losses: Sequence[Denominator], contributions: Sequence[Contribut
         else:
             weight, loss, negative = weight + n, loss + l * n, negative + (n < 0)
             terms, spread = terms + d, spread + d_squared
-    return [weight, loss, negative, terms, spread, float(len(losses)), sums, *flags]
+    return [weight, loss, negative, terms, spread, float(len(losses)), sums, *map(float, flags)]
 
 
 def _of_terms(contribution: Contribution, n: float | None) -> tuple[float, float]:
@@ -190,7 +192,7 @@ def _of_terms(contribution: Contribution, n: float | None) -> tuple[float, float
 def sum_on_device(
     losses: Sequence[Denominator],
     contributions: Sequence[Contribution],
-    flags: Sequence[float],
+    flags: Sequence[Denominator],
     tensor_of: Callable[[Sequence[Denominator]], Tensor],
 ) -> Tensor:
     """The numbers of micro-batches, on the device that they are on: it is not waited for."""
@@ -243,5 +245,5 @@ def tensor_of(values: Sequence[Denominator], device: torch.device, dtype: torch.
     if values and all(isinstance(value, Tensor) for value in values):
         return torch.stack([value.detach() for value in values]).to(device, dtype)  # type: ignore[union-attr]
     if any(isinstance(value, Tensor) for value in values):
-        return torch.stack([torch.as_tensor(value, device=device).detach().to(dtype) for value in values])
+        return torch.stack([as_tensor(value, device, dtype).detach() for value in values])
     return torch.tensor(values, dtype=dtype, device=device)

@@ -17,6 +17,11 @@ OF_LATER_WEIGHTS = (
     " were checked had not. That window is left out: there is no optimizer step for it. From the next on each term is weighted by"
     " its own count."
 )
+OF_COUNTS_OF_ONE = (
+    "In several windows the loss of a micro-batch was divided by exactly 1. The first of them add up; later ones are not checked."
+    " If that 1 is a count of 0 which the loss raises, as by clamp(min=1), such windows are wrong: have the loader yield larger"
+    ' batches, or pass weight="equal" for the mean of means.'
+)
 OF_ANOTHER_MODE = (
     "The rows of the first loader batches showed another weight of the loss than those of this one, whose window has begun. Say"
     " what the mean is divided by: GradientAccumulation(weight=...) with TokenCount(), SampleCount() or a function of the batch; or"

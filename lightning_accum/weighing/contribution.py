@@ -20,6 +20,7 @@ class Contribution(NamedTuple):
         structure: the keys of its terms; empty where they are not looked at.
         of_terms: the weight of each term by itself, by its key, where they are counted first.
         of_factors: the ``factors`` of each of them.
+        doubt: not 0 where its weight may be none: see :func:`lightning_accum.weighing.modes.may_be_raised`.
     """
 
     weight: Denominator | None
@@ -29,3 +30,4 @@ class Contribution(NamedTuple):
     structure: frozenset[int] = frozenset()
     of_terms: Mapping[int, Denominator | None] | None = None
     of_factors: Mapping[int, Denominator] | None = None
+    doubt: Denominator = 0.0

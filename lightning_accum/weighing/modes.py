@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.exact import exact_dtype
-from lightning_accum.weighing.terms import Denominator, Term, size_of, tensor_of
+from lightning_accum.weighing.terms import Denominator, Term, on_host, size_of, tensor_of
 
 Mode: TypeAlias = "str | Callable[[Any], Any]"
 """One of :data:`MODES`, or a count of the batch."""
@@ -52,6 +52,20 @@ def weight_of(term: Term, mode: Mode, batch: Any = None, rows: int | None = None
     if mode == TOTAL:
         return _over(1.0, term.total)
     return _over(size_of(term.number) if mode == MEAN and term.is_mean else 1.0, term.losses)
+
+
+def may_be_raised(term: Term, mode: Mode, weight: Denominator | None) -> Denominator:
+    """Not 0 where a count of 0 may have been raised to 1 to divide by it: no mask leaves out a loss of its sum."""
+    if weight is None or not term.is_divided or mode not in (COUNT, MEAN, LOSSES, TOTAL):
+        return 0.0
+    is_one: Denominator = (weight - 1).abs() < _ROUNDING if isinstance(weight, Tensor) else abs(weight - 1) < _ROUNDING
+    for share in term.shares:
+        if isinstance(share, Tensor) and (isinstance(is_one, Tensor) or is_one):
+            is_one = on_host((share != 0).all() & (share.numel() > 1 or not share.dim()) & is_one)
+    return is_one
+
+
+_ROUNDING = 1e-6
 
 
 def _over(number: Denominator, share: Denominator) -> Denominator:

@@ -388,4 +388,5 @@ def _term(leaves: _Leaves, key: int) -> Term:
         edges=(way.edge,),
         above=(way.above,),
         divisions=tuple(dict.fromkeys(division for one in leaves.ways for division in one.divisions)),
+        shares=tuple(leaves.shares),
     )

@@ -32,6 +32,7 @@ class Term(NamedTuple):
         edges: where its gradient can be scaled: the last addition above it, and its place there; None for all of the node's.
         above: what each of them is multiplied by on the way to the loss.
         divisions: by tensors, on the way to it.
+        shares: those of its losses, one number each where they are all the same.
     """
 
     key: int
@@ -47,6 +48,7 @@ class Term(NamedTuple):
     edges: tuple[tuple[Node, int | None], ...] = ()
     above: tuple[Denominator, ...] = ()
     divisions: tuple[Node, ...] = ()
+    shares: tuple[Denominator, ...] = ()
 
 
 def on_host(value: Denominator) -> Denominator:
@@ -107,6 +109,7 @@ def _joined(key: int, terms: Sequence[Term]) -> Term:
         edges=tuple(edge for term in terms for edge in term.edges),
         above=tuple(above for term in terms for above in term.above),
         divisions=tuple(division for term in terms for division in term.divisions),
+        shares=tuple(share for term in terms for share in term.shares),
     )
 
 

@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_accum.errors import ArgumentError, UnreadableLossError, WrongTypeError
+from lightning_accum.errors import AccumulationError, ArgumentError, UnreadableLossError, WrongTypeError
 from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.counts import SampleCount, Weight
 from lightning_accum.weighing.functions import FoundFunction, function_of_mean
-from lightning_accum.weighing.modes import COUNT, MEAN, ONCE, SUM, TOTAL, Mode, default_mode, weight_of
+from lightning_accum.weighing.modes import COUNT, MEAN, ONCE, SUM, TOTAL, Mode, default_mode, may_be_raised, weight_of
 from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import terms_of
@@ -49,6 +49,7 @@ class Weigher:
         looped: see :func:`lightning_accum.weighing.terms.alike`.
         aliases: keys that are taken for others.
         units: what weights are multiplied by, of a term whose mode was another before.
+        of_samples: terms that weigh as many as there are rows, in all that was checked.
         others: another mode that adds up, and its unit, where a term has several.
         counts_first: terms have weights of their own: those of a window are counted before it runs.
         takes_functions: a loss may be a function of a mean.
@@ -64,6 +65,7 @@ class Weigher:
         self.aliases: dict[int, int] = {}
         self.units: dict[int, float] = {}
         self.others: dict[int, tuple[Mode, float]] = {}
+        self.of_samples: frozenset[int] = frozenset()
         self.counts_first = False
         self.hidden: Mode | None = None
         self.takes_functions = True
@@ -112,7 +114,7 @@ class Weigher:
             return self._listed(reading, batch, rows)
         weight = checked(count(self._weight, batch, rows), self._weight)
         self.criterion = self.criterion or name_of(self._weight)
-        return Contribution(weight, of_mean=of_mean)
+        return Contribution(weight, of_mean=of_mean, doubt=_is_lost(loss, weight, reading.terms))
 
     def another(self) -> Weigher:
         """One that reads as this one, and knows nothing of modes."""
@@ -133,7 +135,7 @@ class Weigher:
             if more is not None:
                 self.others[key] = (more, fits[mode] / fits[more] * self.units.get(key, 1.0))
         self.modes, self.ratios = {**self.modes, **other.modes}, {**self.ratios, **other.ratios}
-        self.looped, self.aliases = other.looped, other.aliases
+        self.looped, self.aliases, self.of_samples = other.looped, other.aliases, other.of_samples
         self.hidden, self.takes_functions = other.hidden, other.takes_functions
 
     def is_new(self, structure: frozenset[int]) -> bool:
@@ -162,7 +164,9 @@ class Weigher:
 
     def _weigh(self, reading: Reading, loss: Tensor, batch: Any, rows: int | None) -> Contribution:
         terms, modes = reading.terms, [self.mode_of(term) for term in reading.terms]
-        weights = [self._in_units(term, weight_of(term, mode, batch, rows)) for term, mode in zip(terms, modes, strict=True)]
+        weights = [weight_of(term, mode, batch, rows) for term, mode in zip(terms, modes, strict=True)]
+        doubt = self._doubt(reading, modes, weights, loss, batch, rows)
+        weights = [self._in_units(term, weight) for term, weight in zip(terms, weights, strict=True)]
         of_mean = None if reading.function is None else reading.function.of_mean(loss)
         structure = frozenset(term.key for term in terms)
         if self.counts_first:
@@ -174,7 +178,7 @@ class Weigher:
                 self.criterion = f"each term by its own ({names}), counted first by one more forward, which weight=[...] saves"
             of_terms = {term.key: weight for term, weight in zip(terms, weights, strict=True)}
             factors_of = {term.key: _factor(term, mode) for term, mode in zip(terms, modes, strict=True)}
-            return Contribution(None, structure=structure, of_terms=of_terms, of_factors=factors_of)
+            return Contribution(None, structure=structure, of_terms=of_terms, of_factors=factors_of, doubt=doubt)
         main = self._main(terms, modes)
         if main is None:
             raise UnreadableLossError(how_to_mend("nothing that depends on the batch" if not terms else terms[0].words or "a node"))
@@ -198,13 +202,32 @@ class Weigher:
             raise UnreadableLossError(how_to_mend("a sum of losses with several factors"))
         if self.criterion is None:
             self.criterion = words_of(term, mode)
-        contribution = Contribution(weight, tuple(others), factors, of_mean, structure)
+        contribution = Contribution(weight, tuple(others), factors, of_mean, structure, doubt=doubt)
         root: Node = loss.grad_fn
         kind = kind_of(root)
         is_criterion = len(terms) == 1 and mode in (COUNT, MEAN) and kind in CRITERIA and of_mean is None
         if is_criterion and root._saved_reduction == MEAN_REDUCTION:
             self._plain = (type(root), CRITERIA[kind][1], contribution)
         return contribution
+
+    def _doubt(
+        self,
+        reading: Reading,
+        modes: Sequence[Mode],
+        weights: Sequence[Denominator | None],
+        loss: Tensor,
+        batch: Any,
+        rows: int | None,
+    ) -> Denominator:
+        """Not 0 where a weight may be none."""
+        doubts: list[Denominator] = []
+        for term, mode, weight in zip(reading.terms, modes, weights, strict=True):
+            if callable(mode) and weight is not None and len(reading.terms) == 1:
+                doubts.append(_is_lost(loss, weight, reading.terms))
+            doubt = may_be_raised(term, mode, weight)
+            if isinstance(doubt, Tensor) or (doubt and not (term.key in self.of_samples and _samples(batch, rows) == 1)):
+                doubts.append(doubt)
+        return sum(doubts)
 
     def _in_units(self, term: Term, weight: Denominator | None) -> Denominator | None:
         """In the unit of the first; by another mode that added up, too, where it cannot be read by this one."""
@@ -265,6 +288,25 @@ class Weigher:
     def forget(self) -> None:
         """Keep nothing of the graph of the last loss."""
         self._terms, self._found = [], None
+
+
+def _is_lost(loss: Tensor, weight: Denominator, terms: Sequence[Term]) -> Denominator:
+    """Not 0 where a count is 0 of a loss that is not: its gradient is in no window."""
+    if any(term.is_penalty for term in terms):
+        return 0.0
+    if isinstance(weight, Tensor):
+        return (weight == 0) & (loss.detach() != 0) & loss.detach().isfinite()
+    return float(weight == 0 and bool(loss.detach() != 0) and bool(loss.detach().isfinite()))
+
+
+def _samples(batch: Any, rows: int | None) -> int:
+    """Of a micro-batch; 1 if that is not known."""
+    if rows is not None:
+        return rows
+    try:
+        return int(SampleCount()(batch))
+    except AccumulationError:
+        return 1
 
 
 def _factor(term: Term, mode: Mode) -> Denominator:

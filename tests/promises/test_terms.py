@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from lightning_accum import AccumulationError, AccumulationWarning, GradientAccumulation, Tokens
+from lightning_accum import AccumulationError, AccumulationWarning, DoesNotAddUpError, GradientAccumulation, Tokens
 from lightning_accum.testing import EXACT, Comparison, adamw, compare_window_with_batch, sgd
 
 SIZES = (3, 1, 5, 2, 2, 4, 1, 3, 1, 2, 6, 3)
@@ -259,3 +259,37 @@ def test_a_window_in_which_terms_are_no_longer_in_proportion_is_left_out(policy:
         )
     assert found.steps == (2, 2)
     assert max(found.parameters, found.losses) <= EXACT
+
+
+def focal(o: Any, b: Any, m: Any) -> Tensor:
+    """Divided by a count of what is chosen, or by 1, whatever is summed."""
+    return (o.values - b.y).square().sum() / max(int(b.some.sum()), 1)
+
+
+def focal_and_classes(o: Any, b: Any, m: Any) -> Tensor:
+    return (o.values - b.y).square().sum() / b.some.sum().clamp(min=1) + F.cross_entropy(o.classes, b.t)
+
+
+@pytest.mark.parametrize(
+    "policy", [{"window": 4}, {"window": 4, "weight": lambda batch: int(batch["some"].sum())}, {"micro_batch": 2}]
+)
+@pytest.mark.parametrize("loss", [focal, focal_and_classes])
+def test_a_count_that_is_raised_to_1_is_refused_before_its_step(loss: Function, policy: dict[str, Any]) -> None:
+    """In the rows that are checked something is chosen in each."""
+    batches = [[{**row, "some": row["some"] | (seed < 8)} for row in rows(3, seed, has_some=seed < 8)] for seed in range(12)]
+    own = windows_of([batches], 4) if "micro_batch" in policy else batches
+    module = OfTerms(loss)
+    with pytest.raises(DoesNotAddUpError):
+        fit(module, [default_collate(batch) for batch in own], GradientAccumulation(**policy))
+    assert module.trainer.global_step <= 2
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_sum_over_samples_is_looked_at_no_further(size: int) -> None:
+    def loss(o: Any, b: Any, m: Any) -> Tensor:
+        return (o.values - b.y).square().sum() / len(b.t)
+
+    batches = [rows(size, seed) for seed in range(16)]
+    assert_one_window_one_batch(
+        *(partial(OfTerms, loss), [batches], windows_of([batches], 2), GradientAccumulation(2)), collate=default_collate
+    )
