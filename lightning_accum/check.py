@@ -12,9 +12,9 @@ import torch
 
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.exact import exact_dtype, rounding_of_gradients
-from lightning_accum.looks import Checked, Rows, agree_on_rows, looks_at, warn_of_state
+from lightning_accum.looks import Checked, Rows, agree_on_rows, has_several_terms, looks_at, warn_of_state
 from lightning_accum.prove import ALL, Fit, Look, aliases, fit_of, goes_by_rows, keys_of, looped, merged, modes_to_try, ratios
-from lightning_accum.splitting.few_rows import FewRows, SplitRows
+from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
@@ -64,6 +64,9 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
             accumulation.checks_left = 0
             if not isinstance(reason, GathersError):  # a loss of all rows of its window, which it sees
                 _warn_that_it_is_unchecked(accumulation)
+            can_count = accumulation.policy.weight == "auto" and accumulation.window.counted is None and checked.may_count_first
+            if can_count and has_several_terms(checked, batches):
+                accumulation.count_first()
 
 
 class GathersError(CannotCheckError):
@@ -283,8 +286,10 @@ class Check:
                 weigher.looped |= failed
                 return self._decide(looks, weigher, trial)
             for key, fit in chosen.items():
-                if fit.mode is None and not fit.is_open:
-                    chosen[key] = self._adopted(looks, key, eps) or self._fit(looks, key, (ONCE,), eps)
+                if fit.mode is None and not fit.is_open:  # what is read as a sum, and is the same in each part, is of no rows
+                    of_no_rows = self._fit(looks, key, (ONCE,), eps)
+                    is_readable = of_no_rows.mode is not None and bool(terms[key].words)
+                    chosen[key] = of_no_rows if is_readable else self._adopted(looks, key, eps) or of_no_rows
                     if chosen[key].mode is None:
                         chosen[key] = fit
         elif isinstance(weight, tuple):
@@ -387,7 +392,7 @@ class Check:
             if math.isfinite(most) and least < math.inf:
                 weigher.ratios[key] = most
             is_one &= least < math.inf and math.isfinite(most) and most - least <= 1e-9 * most
-            is_few = self._rows.number < MOST_ROWS and not isinstance(self._rows.found, SplitRows)
+            is_few = self._rows.number < MOST_ROWS and self._accumulation.policy.split is None
             is_one &= is_function or not is_few  # few may be so by chance
         if is_one:
             return None

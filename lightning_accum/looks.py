@@ -20,6 +20,7 @@ from lightning_accum.sync import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
 from lightning_accum.weighing import advice
+from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher
 
 if TYPE_CHECKING:
@@ -128,6 +129,9 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewR
         raise UnsuitableRowsError("lazy layers are made by the first batch")
     if not batches or accumulation.is_shadow_batch:
         return None
+    if held := checked.snapshotter.iterators():
+        names = " and ".join(map(repr, held))
+        raise CannotCheckError(f"the module holds an iterator ({names}), and what training_step draws from it cannot be put back")
     if accumulation.policy.split is not None:
         return SplitRows(batches[0], accumulation.policy.split, size)
     before = [] if accumulation.checked_rows is None else [accumulation.checked_rows]
@@ -219,3 +223,13 @@ def warn_of_state(checked: Checked, trial: Trial, found: FewRows | SplitRows) ->
             checked.accumulation.warn_once(advice.of_buffers(of_buffers))
         if of_attributes:
             checked.accumulation.warn_once(advice.of_attributes(of_attributes))
+
+
+def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:
+    """Whether the loss of a loader batch, of which no rows can be looked at, has several. Called on all ranks."""
+    if checked.on_any(not batches or checked.accumulation.is_shadow_batch):
+        return False
+    trial, terms = checked.trial(), dict[int, Term]()
+    with suppress(CannotCheckError), trial.held():
+        terms = trial.measure(lambda: batches[0], Weigher("auto"), None, 0).terms
+    return checked.on_any(sum(not term.is_penalty for term in terms.values()) > 1)

@@ -52,6 +52,8 @@ def _may_count_first(trainer: pl.Trainer, strategy: Engine) -> bool:
     is_long = policy.may_be_longer_than_one(trainer.accumulate_grad_batches)
     if is_long and (strategy.accumulation is None or strategy.accumulation.rest_of_window is None):
         return False  # training_step draws its batches by itself
+    if strategy.snapshotter.iterators():
+        return False  # what it draws from one cannot be put back
     return policy.may_count_first(is_long)
 
 

@@ -126,7 +126,7 @@ def measured(generator: Generator) -> dict[str, Tensor]:
     return {"x": inputs, "values": values, "is_there": is_there, "label": torch.randint(3, (), generator=generator)}
 
 
-@real_module("continual learning", dealt(measured), windows_today=Refused())
+@real_module("continual learning", dealt(measured))
 class ElasticWeightConsolidation(LightningModule):
     """A penalty holds parameters at what they were after the task before."""
 
@@ -206,7 +206,7 @@ def graphs_of(batch: dict[str, Tensor], size: int) -> list[Any]:
     *("interatomic potentials, packed graphs", dealt(graph)),
     collate=packed_graphs,
     split=Refused(UnsplittableBatchError, {"split": graphs_of}),
-    windows_today=Warned(deviation=math.inf),
+    windows_today=Warned(),
     split_today=Refused(),
 )
 class EnergiesForcesAndBonds(LightningModule):
@@ -342,7 +342,7 @@ def series_of(batch: list[PackedSequence], size: int) -> list[Any]:
     *("forecasts of packed series", dealt(series)),
     collate=packed_series,
     split=Refused(UnsplittableBatchError, {"split": series_of}),
-    windows_today=Warned(deviation=math.inf),
+    windows_today=Warned(),
 )
 class PackedTimeSeries(LightningModule):
     """A mean over steps, and one over series for what is known at their ends."""
@@ -383,8 +383,6 @@ class LogsToTheExperiment(Regression):
     dealt(measured),
     windows=Warned("replay"),
     split=Warned("replay"),
-    windows_today=Refused(),
-    split_today=Warned(deviation=math.inf),
 )
 class IteratorInAnAttribute(Regression):
     """Each step takes the next rows of a second loader, which has enough for training and no more."""

@@ -142,7 +142,7 @@ def image_with_instances(generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-@real_module("Mask2Former, instance segmentation", dealt(image_with_instances), collate=list, **warned(math.inf))
+@real_module("Mask2Former, instance segmentation", dealt(image_with_instances), collate=list)
 class InstanceMasks(LightningModule):
     """Masks: cross entropy over pixels and Dice over instances; classes over instances; whether there are many over images."""
 
