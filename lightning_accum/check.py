@@ -84,10 +84,10 @@ def _warn_that_it_is_unchecked(accumulation: Accumulation) -> None:
 
 def _end(checked: Checked) -> None:
     """Enough was looked at. What is known now, and was not when training began, is said."""
-    accumulation = checked.accumulation
-    if accumulation.checks_left < MOST_BATCHES - 1 and accumulation.verdict is not None:
-        checked.inform(f"GradientAccumulation: {accumulation.verdict}.")
-    accumulation.checks_left = 0
+    verdict = checked.accumulation.verdict
+    if checked.accumulation.checks_left < MOST_BATCHES - 1 and verdict is not None:
+        checked.inform(f"GradientAccumulation: {verdict}.")
+    checked.accumulation.checks_left = 0
 
 
 class _Found(NamedTuple):
@@ -172,8 +172,8 @@ class Check:
         deviation = checked.largest(found.verdict.deviation or 0.0)
         verdict = replace(found.verdict, looked_at=looked_at, deviation=None if is_open else deviation)
         if is_open:
-            elsewhere = Verdict(None, seen="another rank could not be")
-            verdict = before or (found.verdict if found.verdict.deviation is None else elsewhere)
+            own_verdict = found.verdict if found.verdict.deviation is None else Verdict(None, seen="another rank could not be")
+            verdict = before or own_verdict
         elif before is not None:
             verdict = replace(verdict, deviation=max(deviation, before.deviation or 0.0))
         accumulation.verdict = verdict
@@ -287,11 +287,9 @@ class Check:
                 return self._decide(looks, weigher, trial)
             for key, fit in chosen.items():
                 if fit.mode is None and not fit.is_open:  # what is read as a sum, and is the same in each part, is of no rows
-                    of_no_rows = self._fit(looks, key, (ONCE,), eps)
-                    is_readable = of_no_rows.mode is not None and bool(terms[key].words)
-                    chosen[key] = of_no_rows if is_readable else self._adopted(looks, key, eps) or of_no_rows
-                    if chosen[key].mode is None:
-                        chosen[key] = fit
+                    once = self._fit(looks, key, (ONCE,), eps)
+                    adopted_fit = None if once.mode is not None and terms[key].words else self._adopted(looks, key, eps)
+                    chosen[key] = adopted_fit or (fit if once.mode is None else once)
         elif isinstance(weight, tuple):
             of_batch = [key for key, term in terms.items() if not term.is_penalty]
             if len(of_batch) != len(weight):
@@ -359,11 +357,8 @@ class Check:
         known = self._accumulation.weigher.modes.get(key)
         before = known if isinstance(known, Adopted) else None
         counts = self._checked.of_all(counts_of(whole))[0] if before is None else before.counts
-        right = []
-        for count in counts:
-            fit = self._fit(looks, key, (count,), eps)
-            if fit.mode is not None and not fit.is_open:
-                right.append(fit)
+        fits = [self._fit(looks, key, (count,), eps) for count in counts]
+        right = [fit for fit in fits if fit.mode is not None and not fit.is_open]
         if not right:
             return None
         first, *others = right
