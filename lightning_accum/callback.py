@@ -265,7 +265,7 @@ class GradientAccumulation(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if differing := seams.changed(seams.ALWAYS):  # whatever it says, that may be why; printed from Python 3.11 on
+        if differing := seams.changed():  # whatever it says, that may be why; printed from Python 3.11 on
             exception.__notes__ = [*getattr(exception, "__notes__", []), seams.in_words(differing)]
         # other callbacks may take a checkpoint now, on this rank alone unless all got SIGTERM
         self._may_gather = trainer.world_size == 1 or isinstance(exception, SIGTERMException)

@@ -21,6 +21,7 @@ from lightning_accum.strategies.named_mesh import NamedMeshStrategy
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
 from lightning_accum.sync import FSDP2Sync, ShardedSyncPolicy, SharedRows, has_replicas
+from lightning_accum.sync.fsdp2 import groups_of
 from lightning_accum.user_warnings import listed
 from lightning_accum.weighing.counts import count_samples
 
@@ -109,7 +110,9 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
             )
 
     def _refuse_without_replicas(self, module: nn.Module) -> None:
-        seams.check_nothing_is_missing(seams.HYBRID)
+        groups = [group for unit in module.modules() if isinstance(unit, FSDPModule) for group in groups_of(unit)]
+        if not all(hasattr(group, "_partial_reduce_output") for group in groups):
+            raise seams.broken("FSDPParamGroup does not have _partial_reduce_output, the sum of a window within its shards.")
         named = module.named_modules()
         if left := [name or "the module" for name, unit in named if isinstance(unit, FSDPModule) and not has_replicas(unit)]:
             raise MisconfiguredError(

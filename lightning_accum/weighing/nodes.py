@@ -1,6 +1,6 @@
 """Nodes of an autograd graph: what they are called, what they keep, what is below them.
 
-The names of nodes were read in torch 2.13; those of what they save are in the table of seams.
+The names of nodes were read in torch 2.13; those of what they save are listed in tests/unit/test_shape_of_the_code.py.
 """
 
 from __future__ import annotations

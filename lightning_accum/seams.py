@@ -1,0 +1,304 @@
+"""Where Lightning is held: the methods that are replaced or relied on, and whether they are as they were read.
+
+What is missing is an error when a strategy is made. A method that differs from those that were read is named before training, no
+call of Lightning's is then left out to save time, and ``loops/watch.py`` looks at every step.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, metadata
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+
+from lightning_accum import families
+from lightning_accum.errors import SeamError
+
+READ = "Lightning 2.6.0 to 2.6.6"
+"""The versions that fingerprints are of."""
+
+
+class Seam(NamedTuple):
+    """A method of another library's.
+
+    Attributes:
+        owner: the class or module that has it, by its whole name.
+        name: its own.
+        why: what its replacement here does otherwise, or what is relied on.
+        read: fingerprints of those that were read; none of an attribute that only has to be there.
+    """
+
+    owner: str
+    name: str
+    why: str
+    read: str
+
+    def __str__(self) -> str:
+        return f"{self.owner.rpartition('.')[2]}.{self.name}"
+
+    def holder(self) -> Any:
+        """The class or module that has it; None where there is none of that name."""
+        try:
+            return resolve_name(self.owner)
+        except (ImportError, AttributeError):
+            return None
+
+    def is_missing(self) -> bool:
+        """There is nothing of that name."""
+        return not hasattr(self.holder(), self.name) if not self.read else self.name not in getattr(self.holder(), "__dict__", ())
+
+    def is_read(self) -> bool:
+        """Whether it is one of those that were read."""
+        return not self.is_missing() and (not self.read or fingerprint(vars(self.holder())[self.name]) in self.read.split())
+
+
+def changed() -> list[Seam]:
+    """What is not as it was read."""
+    return [seam for seam in LIGHTNING if not seam.is_read()]
+
+
+def check_nothing_is_missing(table: Iterable[Seam] | None = None) -> None:
+    """Called when a strategy is made.
+
+    Raises:
+        SeamError: something has gone that has to be there.
+    """
+    if gone := [seam for seam in (LIGHTNING if table is None else table) if seam.is_missing()]:
+        missing = [f"{seam} ({seam.why})" for seam in gone]
+        library = gone[0].owner.partition(".")[0]
+        raise broken(f"{_lightning() if library == pl.__name__.partition('.')[0] else library} does not have {', '.join(missing)}.")
+
+
+def broken(seen: str) -> SeamError:
+    """The error, with what differs from what was read, and where to report it."""
+    return SeamError(
+        f"{seen} So windows would not be exact, and training stops. {in_words(changed())} {READ} were read: install one of these,"
+        f" and report it to {issue_tracker()}."
+    )
+
+
+def issue_tracker() -> str:
+    """Where to report what went wrong, with its address from the metadata that the package was installed with."""
+    try:
+        urls = metadata("lightning-accum").get_all("Project-URL", [])
+    except PackageNotFoundError:  # run from a checkout
+        urls = []
+    addresses = [address for label, address in (url.split(", ", 1) for url in urls) if label == "Issues"]
+    return ": ".join(["the issue tracker of lightning_accum", *addresses])
+
+
+def in_words(differing: list[Seam]) -> str:
+    """What is not as it was read."""
+    if not differing:
+        return f"All methods of {_lightning()} are those that were read."
+    number = f"{len(differing)} method{'s differ' if len(differing) > 1 else ' differs'}"
+    return f"{_lightning()}: {number} from those read: {', '.join(map(str, differing))}."
+
+
+def _lightning() -> str:
+    return f"Lightning {pl.__version__}"
+
+
+# --- fingerprints ----------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(function: Any) -> str:
+    """Eight hexadecimal digits that change with what a function does, and not with its comments, annotations or line breaks.
+
+    Empty where there is no source. The same in all versions of Python.
+
+    Example:
+        >>> fingerprint(fingerprint) == fingerprint(changed)
+        False
+    """
+    function = getattr(function, "fget", function)  # a property
+    return _of_source(inspect.unwrap(getattr(function, "__func__", function)))
+
+
+@cache
+def _of_source(function: Any) -> str:
+    try:
+        (tree,) = ast.parse(families.first(textwrap.dedent(inspect.getsource(function)))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return ""
+    return sha256(_in_words(tree).encode()).hexdigest()[:8]
+
+
+_LEFT_OUT = ("ctx", "kind", "type_comment", "type_params", "annotation", "returns")
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, list):
+        is_docstring = [isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) for item in value]
+        return f"[{','.join(_in_words(item) for item, is_left_out in zip(value, is_docstring, strict=True) if not is_left_out)}]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = [(name, field) for name, field in ast.iter_fields(value) if name not in _LEFT_OUT and field not in (None, [])]
+    return f"{type(value).__name__}({','.join(f'{name}={_in_words(field)}' for name, field in fields)})"
+
+
+# --- the table -------------------------------------------------------------------------------------------------------------
+
+
+def _table(below: str, rows: str) -> Iterator[Seam]:
+    """Seams, from lines of an owner and, indented, of what is held there: names | why | fingerprints."""
+    owner = ""
+    for line in rows.strip().splitlines():
+        if not line.startswith(" "):
+            owner = below + line
+            continue
+        names, why, read = (column.strip() for column in line.split("|"))
+        yield from (Seam(owner, name, why, read) for name in names.split())
+
+
+LIGHTNING = tuple(
+    _table(
+        "lightning.pytorch.",
+        """
+trainer.trainer.Trainer
+    _run | connects the strategy, sets it up, trains, takes it down, in this order | 4156b686
+    _teardown | ends the fit, also one that failed | c4b98fdd
+    callback_metrics | has the last window's metrics | dfe7727b
+    logged_metrics | has the last window's metrics | ca73e550
+    training | is asked 13 times a loader batch | cddd33f0
+    estimated_stepping_batches | is the number of windows | 781d79c6
+trainer.call
+    _call_and_handle_interrupt | launches the fit, and tears it down where it failed | bdd3ea3c
+    _call_callback_hooks | calls a hook of every callback | b74f68cd
+    _call_lightning_module_hook | calls a hook of the module, once, and returns what it returned | 71767112
+    _call_strategy_hook | calls a hook of the strategy, once, and returns what it returned | 967314ae
+strategies.strategy.Strategy
+    connect | the fit begins: the loops are specialised | 1e0e2ace
+    _configure_launcher | refuses notebooks where they cannot work | 68f0f086
+    launcher | all ranks raise what the first failed with | af63ddd0
+    setup_environment | the ranks are known | 6756a146
+    setup | accumulation begins | 52a40677
+    on_train_start | goes on inside the window of a checkpoint | 2f4bff3a
+    teardown | the fit ends | 99b4981d
+    __getstate__ | a copy is in no fit | cb0f97d9
+    batch_to_device | is left out for a batch that is there | f914efb7
+    training_step | runs the module's training_step once, and returns what it returned | 022c774d
+    post_training_step | does nothing | fa7ddeab
+    backward | runs the backward of a micro-batch once, with gradient= | 910f9f26
+    optimizer_step | the window ends before the optimizer's step | f2e3a488
+strategies.parallel.ParallelStrategy
+    block_backward_sync | reduces once a window | 1aa2cbd7
+strategies.ddp.DDPStrategy
+    setup | wraps the module, and calls Strategy.setup | 86bfe418
+    pre_backward | prepares DistributedDataParallel's reduction | b2401dc8
+    post_backward | reduces what manual optimization delayed | 46a7c777
+    optimizer_step | calls Strategy.optimizer_step | 4760d0d5
+strategies.model_parallel.ModelParallelStrategy
+    setup_environment | makes the mesh of mesh= | da2b608a
+    distributed_sampler_kwargs | ranks that have parts of the same rows get the same | d29a04ee
+strategies.launchers.multiprocessing._MultiProcessingLauncher
+    launch | starts the processes of the ranks | 58936217
+strategies.launchers.subprocess_script._SubprocessScriptLauncher
+    launch | starts the processes of the ranks | 6a74faa8
+loops.fit_loop._FitLoop
+    setup_data | ranks of different lengths end together | f0180ab3 f09c9a94
+    reset | a checkpoint of an epoch's end begins the next | 75843e08
+    run | sets up the data, trains epoch by epoch, ends the run | e4c8eaeb
+    on_run_start | calls the hooks on_train_start | 993d7d3c
+    advance | runs the epoch loop | 289c0111
+    on_save_checkpoint | loaders are where training is, not where it has drawn ahead to | 3266f8a1
+    on_run_end | the last window ends with the training | b5d1b621
+    _should_accumulate | asks the epoch loop whether a loader batch ends its window | 76e16d73
+loops.training_epoch_loop._TrainingEpochLoop
+    done | a window that was counted before it ran is not left inside | 20215631
+    run | an unfinished window ends with its epoch | ad885a6e
+    on_run_start | a checkpoint of an epoch's end begins the next | 085e5587
+    reset | where the epoch goes on | dbe637c4
+    advance | trains on a loader batch | 9b9b8410
+    on_advance_end | validates, steps plateau schedulers, stops at SIGTERM | e66f9489
+    _broadcast_sigterm_tensor | ranks learn of SIGTERM with the weights | f63f4808
+    _build_kwargs | the signature of training_step is inspected once | 909b6965
+    _num_ready_batches_reached | a loader batch is the last of its epoch | 20f625b9
+    _should_accumulate | a window ends where the boundary says | 75952ac1
+    _should_check_val_fx | validation may count optimizer steps | 0ae30d22
+    on_save_checkpoint | validation goes on counting them | 18155a51
+    on_load_checkpoint | validation goes on counting them | af6d3a59
+    _should_check_val_epoch | looks for validation once an epoch | 91a9a650
+    update_lr_schedulers | called twice a loader batch, the last time when it is over | 3d41394b
+    _update_learning_rates | schedulers step when their clock says | 27370be6
+loops.optimization.automatic._AutomaticOptimization
+    run | runs a loader batch, and steps at a boundary | 4097f294
+    _on_before_zero_grad | calls the hooks before | 041f75f4
+    _optimizer_zero_grad | clears the gradients | 213c7f67
+loops.optimization.closure.AbstractClosure
+    __call__ | runs a loader batch, whole or in micro-batches | c8773f8b
+    closure | does so too | 5b5cc404
+loops.optimization.automatic.ClosureResult
+    __post_init__ | keeps the loss to be shown | 7c5c55a5
+    from_training_step_output | takes the loss out of what training_step returned | c01d3519
+loops.optimization.manual._ManualOptimization
+    run | a loader batch begins and ends, and a window with it | bde82f8c
+    _on_before_step | counts the steps that do not wait | 158c1bd3
+    _on_after_step | counts the steps that do not wait | 44da92f0
+loops.fetchers._PrefetchDataFetcher
+    __iter__ | ranks of different lengths end together; windows are drawn ahead | 46027b64
+    __next__ | ranks of different lengths end together; windows are drawn ahead | 7dee5f74
+loops.fetchers._DataFetcher
+    teardown | forgets the last batch | 14cb701a
+trainer.connectors.data_connector._DataConnector
+    _prepare_dataloader | deals SameOrderSampler and BalancedBatchSampler to the ranks | 7ca31a88
+    _resolve_sampler | Lightning's own sampler repeats no samples | 53f73aba
+trainer.connectors.logger_connector.logger_connector._LoggerConnector
+    on_batch_end | takes in what was logged in a loader batch | 328cf288
+    should_update_logs | loggers get metrics at this step, or at one of its loader batch | a446a83e
+    log_metrics | a window's metrics are in the row of its step | e81ba200
+    update_train_step_metrics | a window's metrics are in the row of its step | 577833c6
+trainer.connectors.logger_connector.result._ResultCollection
+    update_metrics | what a shadow batch logs has no weight | 0120c270
+trainer.connectors.signal_connector._SignalConnector
+    register_signal_handlers | Lightning takes over SIGTERM | 9b086123
+    _sigterm_notifier_fn | SIGTERM waits until all ranks know | b1525db4
+plugins.precision.precision.Precision
+    pre_backward | returns the loss, scaled where there is a GradScaler | 1ca40e35
+    backward | calls the module's backward, with gradient= | d82f461a
+    post_backward | calls the hooks after | 7282ba6b
+    train_step_context | is the context of training_step: nothing, or autocast | f477fb2a
+    optimizer_step | calls the optimizer's step with the closure | a9aa8b03
+    _wrap_closure | runs the closure, then _after_closure | 776a039b
+    _after_closure | calls on_before_optimizer_step, and clips | 99c4eda0
+    _clip_gradients | calls configure_gradient_clipping | 5984b808
+    clip_gradients | clips where the Trainer was asked to | 3b57638f
+    clip_grad_by_norm | its norm is shown | 67e0f6be
+plugins.precision.amp.MixedPrecision
+    pre_backward | scales the loss | 672be8f5
+    optimizer_step | runs the closure, unscales, steps unless a gradient overflowed | fcca8f8e
+core.optimizer.LightningOptimizer
+    step | calls the strategy's optimizer_step | 6047b6f4
+core.module.LightningModule
+    backward | calls the loss's backward, with gradient= | a2e90fe7
+    manual_backward | calls the strategy's backward | 424b5073
+    optimizer_step | calls the optimizer's step with the closure | 235652a3
+    optimizer_zero_grad | calls the optimizer's zero_grad | 38492e78
+    configure_gradient_clipping | calls clip_gradients | 9c6cad26
+    clip_gradients | clips where the Trainer was asked to | a53993a4
+    lr_scheduler_step | steps a scheduler once | 0ae03eb1
+    log | what micro-batches log is put together | 74202ade
+""",
+    )
+)
+"""What every training needs."""
+FSDP2 = tuple(
+    _table(
+        "torch.distributed.fsdp._fully_shard.",
+        """
+_fully_shard.FSDPModule
+    _get_fsdp_state | leads to the state of each unit |
+_fsdp_state.FSDPState
+    _register_root_post_backward_final_callback | reduces what was accumulated, at the end of a backward |
+_fsdp_param_group.FSDPParamGroup
+    post_backward | all parameters of a group are reduced, where any has a gradient |
+""",
+    )
+)
