@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import os
+import pkgutil
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from lightning_accum.errors import ArgumentError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,9 +90,67 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from lightning_accum.verification.command import run_verify
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    return run_verify(arguments)
+    from lightning_accum import AccumulationError, GradientAccumulation, verify
+    from lightning_accum.verification.step import quiet, trainer_of_one_step
+
+    if str(Path.cwd()) not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, str(Path.cwd()))
+    trainer = {name: getattr(arguments, name) for name in ("precision", "accelerator", "gradient_clip_val")}
+    try:
+        weight = arguments.weight
+        if weight not in ("auto", "equal"):
+            weight = _found(weight, "auto, equal or package.module:name of a callable")
+        policy = {"micro_batch": arguments.micro_batch, "weight": weight() if isinstance(weight, type) else weight}
+        if (arguments.window or 1) * arguments.devices == 1 and arguments.micro_batch is None:
+            raise ArgumentError("say how the step is accumulated, by --window or --micro-batch (or both), or over --devices")
+        join = None if arguments.join is None else _found(arguments.join)
+        with quiet():  # what these do not take is wrong with the arguments, whatever the module
+            GradientAccumulation(arguments.window or 1, **policy)
+            trainer_of_one_step([], devices=1, **trainer)
+        module = _made(arguments.module)
+        data = None if arguments.data is None else _made(arguments.data)
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        print(f"lightning-accum verify: error: {error}", file=sys.stderr)
+        return 2
+    try:
+        over = {"devices": arguments.devices, "strategy": arguments.strategy, "window": arguments.window}
+        report = verify(module, data, join=join, **over, **trainer, **policy)
+    except (MisconfigurationException, AccumulationError) as error:
+        print(f"{error}\n(micro_batch= is --micro-batch here, and so on.)", file=sys.stderr)
+        return 1
+    if os.environ.get("RANK", "0") == "0" or arguments.devices == 1:  # under torchrun all processes have the same report
+        print(report)
+    return 0 if report else 1
+
+
+def _made(name: str) -> Any:
+    """What ``package.module:name`` stands for; called if it is a class or a function."""
+    thing = _found(name)
+    if not isinstance(thing, (type, partial)) and not inspect.isroutine(thing):
+        return thing
+    try:
+        inspect.signature(thing).bind()
+    except TypeError as error:
+        raise ArgumentError(f"{name} is called without arguments, but: {error}. Write a function that makes it.") from error
+    except ValueError:  # it has no signature
+        pass
+    return thing()
+
+
+def _found(name: str, expected: str = "package.module:name") -> Any:
+    module, _, path = name.partition(":")
+    if not (module and path):
+        raise ArgumentError(f"{name!r}: expected {expected}")
+    try:
+        return pkgutil.resolve_name(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # of an import inside of it
+        raise ArgumentError(f"There is no module {error.name!r} (from {name!r}); run this where it can be imported.") from error
+    except AttributeError as error:
+        raise ArgumentError(f"{module!r} has no {path!r}: {error}") from error
 
 
 def _natural(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import sys
 import time
@@ -140,11 +139,8 @@ def train_in_processes(mix: Mix, corpus: Sequence[bytes], epochs: int) -> Traine
     Raises:
         RanksFailedError: one of them failed, or they do not end. All have been ended.
     """
-    # what takes seconds to import is imported once, by a server that the ranks are forked from; Windows has none
-    method = "spawn" if sys.platform == "win32" else "forkserver"
-    multiprocessing.set_forkserver_preload([__name__])
     job, seconds = partial(_train_rank, mix, corpus, epochs), SECONDS_TO_START + SECONDS_AN_EPOCH * epochs
-    trained: Trained = run_on_ranks(job, mix.ranks, seconds, method)
+    trained: Trained = run_on_ranks(job, mix.ranks, seconds)
     return trained
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,12 +14,11 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.randomness import generators_kept
-from lightning_accum.splitting.joining import JoiningError
 from lightning_accum.splitting.joining import join as join_batches
 from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.verification.step import ModuleState
@@ -95,17 +94,7 @@ def read_data(module: pl.LightningModule, state: ModuleState, data: Any, window:
             f"verify(window={window}) needs {window} batches, but there {'is' if len(batches) == 1 else 'are'} {len(batches)}."
             " Pass more data or a smaller window."
         )
-    padding = ""
-    if join is not None:
-        full = join(batches)
-    else:
-        try:
-            full, padding = join_batches(batches)
-        except JoiningError as error:
-            collated = _collated(loader, window, error)
-            if collated is None:
-                raise
-            full, batches = collated
+    full, padding = join_batches(batches) if join is None else (join(batches), "")
     return Comparison(full, batches, padding, _layout(full), hooks)
 
 
@@ -159,35 +148,3 @@ def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
 def _first(loader: Iterable[Any], number: int) -> list[Any]:
     with generators_kept(loader):
         return list(islice((batch for batch in loader if batch is not None), number))
-
-
-def _collated(loader: Any, window: int, error: JoiningError) -> tuple[Any, list[Any]] | None:
-    """The first batches, and one of all their samples, as the loader collates them; None where it has no samples."""
-    if type(loader).__iter__ is not DataLoader.__iter__ or (loader.batch_size is None and loader.batch_sampler is None):
-        return None
-    dataset, collate = loader.dataset, loader.collate_fn
-    with generators_kept(loader):
-        if isinstance(dataset, IterableDataset):
-            samples = list(islice(dataset, window * loader.batch_size))
-            groups = [samples[start : start + loader.batch_size] for start in range(0, len(samples), loader.batch_size)]
-        else:
-            indices = list(islice(loader.batch_sampler, window))
-            fetch = getattr(dataset, "__getitems__", None) or (lambda group: [dataset[index] for index in group])
-            groups = [list(fetch(list(group))) for group in indices]
-    whole = [sample for group in groups for sample in group]
-    full = collate(copy.deepcopy(whole))
-    pairs = zip(_tensors(full), _tensors(collate(copy.deepcopy(whole))), strict=False)
-    if not all(one.shape == other.shape and bool((one == other).all()) for one, other in pairs):
-        raise JoiningError(f"{error.found}, and the loader's collate_fn draws random numbers") from error
-    return full, [collate(copy.deepcopy(group)) for group in groups]
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        yield from (tensor for value in batch.values() for tensor in _tensors(value))
-    elif isinstance(batch, (list, tuple)):
-        yield from (tensor for value in batch for tensor in _tensors(value))
-    elif hasattr(batch, "__dict__") and not isinstance(batch, type):
-        yield from _tensors(vars(batch))

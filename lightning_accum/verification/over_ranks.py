@@ -1,32 +1,37 @@
-"""Whether a window over ranks takes the step that it takes in one process; and where not, which rank is off and by what factor."""
+"""A window over real ranks against the full batch in one process: which rank is off, and by what factor."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import Strategy
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from typing_extensions import override
 
+from lightning_accum.arguments import MisconfiguredError
+from lightning_accum.callback import GradientAccumulation
+from lightning_accum.engine import Engine
+from lightning_accum.strategies import ModelParallelAccumulationStrategy
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.data import Comparison
 from lightning_accum.verification.examination import Diagnosis
-from lightning_accum.verification.measure import (
-    Difference,
-    common_factor,
-    difference,
-    factors_that_fit,
-    flat,
-    is_rounding,
-    is_same_step,
-    weights_that_fit,
-)
-from lightning_accum.verification.ranks import is_of_this_package, steps_over_ranks
+from lightning_accum.verification.processes import RanksFailedError, run_on_ranks
+from lightning_accum.verification.record import Difference, Step, StepRecorder, difference, flat, is_same_step, multiples
 from lightning_accum.verification.report import Break
-from lightning_accum.verification.step import StepRunner
-from lightning_accum.verification.watch import Step
+from lightning_accum.verification.step import Change, StepRunner, run_one_step
 
 _Found = tuple[str, str, str]
 """The name of a break, what was seen, and what mends it."""
@@ -51,15 +56,15 @@ class OverRanks:
         change, batches = self.alone.change, self.comparison.batches
         shares = [list(batches[rank :: self.ranks]) for rank in range(self.ranks)]
         self.tolerance, self.full = self.alone.tolerance, self.alone.full
-        self.steps = steps_over_ranks(self.runner, shares, self.strategy, change)
+        self.steps = _steps(_Task(self.runner, shares, self.strategy, change))
         self.parts = [self.runner.accumulated(share, change) for share in shares]
         by_rank = [Difference.between(step.gradients, self.full.gradients) for step in self.steps]
         worst = max(range(self.ranks), key=lambda rank: by_rank[rank].largest)
-        self.worst, self.gradient = self.steps[worst], by_rank[worst]
-        self.update = Difference.between(self.worst.way, self.full.way)
+        self.gradient, self.update = by_rank[worst], Difference.between(self.steps[worst].way, self.full.way)
+        self.loss = self.steps[worst].loss if _is_of_this_package(self.strategy) else math.nan
         is_equal = self.gradient.largest <= self.tolerance
-        stages = [self._of_step] if is_equal else [self._before_step, self._of_losses, self._after_reduction, self._of_reduction]
-        found = next(filter(None, (list(stage()) for stage in stages)), [])  # what comes later follows from the first
+        stages = [self._of_step(worst)] if is_equal else [self._before_step(), self._of_losses(), self._of_gradients()]
+        found = next(filter(None, map(list, stages)), [])  # what comes later follows from the first
         self.breaks = [Break(name, text, self.gradient.largest, None, mend) for name, text, mend in found]
 
     @property
@@ -68,120 +73,77 @@ class OverRanks:
         return not self.breaks
 
     @property
-    def loss(self) -> float:
-        """Of the window over all ranks; NaN where the strategy does not know it."""
-        return self.worst.loss if is_of_this_package(self.strategy) else math.nan
-
-    @property
     def strategy_in_words(self) -> str:
         """Its name, or its class."""
         return self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
 
-    # --- one stage of a step after the other ------------------------------------------------------------------------------
-
     def _before_step(self) -> Iterator[_Found]:
-        if off := self._differing(lambda step: step.before):
-            yield (
-                "parameters before the step",
-                f"{off} not those of one process.",
-                "Make them from the same random numbers on every rank (seed_everything with one seed), or load one checkpoint.",
-            )
+        for rank, step in enumerate(self.steps):
+            off = [name for name, tensor in step.before.items() if difference(self.parts[rank].before.get(name), tensor)]
+            if off:
+                yield (
+                    "parameters before the step",
+                    f"On rank {rank} {listed(off)} {'are' if len(off) > 1 else 'is'} not what one process has.",
+                    "Make them from the same random numbers on every rank (seed_everything with one seed), or load one checkpoint.",
+                )
 
     def _of_losses(self) -> Iterator[_Found]:
         """The losses of the same rows are others than in one process."""
-        off: dict[int, Tensor] = {}
         for rank, (step, part) in enumerate(zip(self.steps, self.parts, strict=True)):
-            own, alone = (torch.tensor(losses, dtype=torch.float64) for losses in (step.losses, part.losses))
+            own, alone = (torch.tensor(one.losses, dtype=torch.float64) for one in (step, part))
             if len(own) != len(alone):
-                yield (
-                    "micro-batches of a rank",
-                    f"Rank {rank} has {len(own)} micro-batches with a loss, and one process has {len(alone)} on the same rows.",
-                    "Have training_step return a loss, or None, by what is in the batch, and not by the rank.",
-                )
+                found = f"Rank {rank} has {len(own)} micro-batches with a loss, and one process has {len(alone)} on the same rows."
             elif not torch.allclose(own, alone, rtol=16 * self.tolerance, atol=0.0, equal_nan=True):
-                off[rank] = torch.stack((own, alone), 1)
-        if not off:
-            return
-        first, pairs = next(iter(off.items()))
-        own_loss, loss = next((a, b) for a, b in pairs.tolist() if not math.isclose(a, b, rel_tol=16 * self.tolerance))
-        losses = f"{own_loss:.9g} on rank {first}, {loss:.9g} in one process"
-        factors = {rank: _round_factor(*pairs.unbind(1)) for rank, pairs in off.items()}
-        seeds = [step.seed for step in self.steps]
-        if buffers := self._differing(lambda step: step.buffers_before):
-            yield (
-                "buffers of a rank",
-                f"{buffers} not those of one process, and so are the losses of the same rows ({losses}).",
-                "Set buffers from the same numbers on every rank, or have the strategy broadcast them (broadcast_buffers=True).",
-            )
-        elif None not in factors.values():
-            listing = ", ".join(f"rank {rank}: {factor:.6g} times" for rank, factor in factors.items())
-            same = len(off) == self.ranks and len(set(factors.values())) == 1
-            yield (
-                "loss of all ranks" if same else "loss of a rank",
-                f"The losses of the same rows are multiples of those in one process ({listing})"
-                f"{self._group(factors[first] or 0.0) if same else ''}.",
-                "Return the loss as one process would: the strategy sums over ranks, and divides once.",
-            )
-        elif len(set(seeds)) > 1:
-            yield (
-                "seeds of the ranks",
-                f"Random numbers were seeded otherwise on each rank ({', '.join(map(str, seeds))}), and the losses of the same rows"
-                f" are others than in one process ({losses}).",
-                "Draw what all rows share from a generator with the same seed on every rank.",
-            )
-        else:
+                worst = int((own - alone).abs().argmax())
+                found = f"A micro-batch of rank {rank} has the loss {own[worst]:.9g}, and in one process {alone[worst]:.9g}"
+                found += f": {own[worst] / alone[worst]:.6g} times."
+            else:
+                continue
+            buffers = [name for name, tensor in part.buffers.items() if difference(step.buffers.get(name), tensor) > self.tolerance]
             yield (
                 "loss of a rank",
-                f"From the same rows {_ranks(list(off))} {'have' if len(off) > 1 else 'has'} another loss ({losses}).",
-                "Look for what goes by the rank in training_step, such as random numbers or attributes that were set by it.",
+                found + (f" Its buffers are others, too ({listed(buffers)})." if buffers else ""),
+                "Return the loss as one process would. Look for what goes by the rank or the number of ranks in training_step:"
+                " factors, random numbers, buffers, and attributes that were set by it.",
             )
 
-    def _after_reduction(self) -> Iterator[_Found]:
-        if all(Difference.between(step.of_backward, self.full.of_backward).largest <= self.tolerance for step in self.steps):
-            factor = common_factor(flat(self.worst.gradients), flat(self.full.gradients))
-            yield (
-                "after the reduction",
-                "The gradients are the full batch's when they have been reduced, and others when the optimizer gets them"
-                + ("." if factor is None else f": {factor:.6g} times as large."),
-                "Look for hooks around the step that go by the rank or the number of ranks.",
-            )
-
-    def _of_reduction(self) -> Iterator[_Found]:
+    def _of_gradients(self) -> Iterator[_Found]:
         """The losses are right, so what becomes of their gradients is not."""
         full = self.full.of_backward
         views = [Difference.between(step.of_backward, full).by_name for step in self.steps]
         bad = [name for name in full if any(not view[name] <= self.tolerance for view in views)]
-        found, parts = ([flat({name: step.of_backward[name] for name in bad}) for step in of] for of in (self.steps, self.parts))
-        weights = self._weights()
-        shares = None if weights is None else torch.stack(parts, 1) * weights
-        factors = [] if shares is None else [factors_that_fit(shares, one, self.tolerance) for one in found]
-        # of each rank, how often the rows of each count
-        known = [factor.where(factor.abs() > 1e-9, 0.0) for factor in factors if factor is not None]
-        where = "" if len(bad) == len(full) else f"In the gradients of {listed(bad)}, unlike in the others: "
-        if len(known) < self.ranks:
-            yield self._unknown(bad, found, shares)
-        elif all(len(one) == self.ranks and one[rank] and one.count_nonzero() == 1 for rank, one in enumerate(known)):
-            what = f"{listed(bad)} {'are' if len(bad) > 1 else 'is'} not" if where else "no parameter is"
+        if not bad:
             yield (
-                "reduction of a parameter",
-                f"Each rank has the gradients of its own rows alone: {what} reduced over the ranks.",
-                "Look for parameters that DistributedDataParallel was told to ignore, that were added after it was set up, or that"
-                " no group reduces.",
+                "after the reduction",
+                "The gradients are the full batch's when they have been reduced, and others when the optimizer gets them.",
+                "Look for hooks around the step that go by the rank or the number of ranks.",
             )
-        elif all(len(one) == len(known[0]) and torch.allclose(one, known[0], 1e-6, 1e-9) for one in known):
-            name, text, mend = self._of_factors(known[0].tolist())
-            yield "reduction of a parameter" if where else name, where + text, mend
+            return
+        whole, *vectors = (flat({n: one.of_backward[n] for n in bad}) for one in (self.full, *self.steps, *self.parts))
+        parts, limit = torch.stack(vectors[self.ranks :], 1), max(100 * self.tolerance, 1e-9)
+        weights = multiples(parts, whole, limit)
+        counts = [None if weights is None else multiples(parts * weights, one, limit) for one in vectors[: self.ranks]]
+        each = [
+            f"on rank {rank} the rows of ranks 0 to {self.ranks - 1} count "
+            + ", ".join(f"{factor:.6g}" for factor in count.where(count.abs() > limit, 0.0).tolist())
+            for rank, count in enumerate(counts)
+            if count is not None
+        ]
+        where = "" if len(bad) == len(full) else f" in {listed(bad)}, unlike in the others,"
+        mend = "Look for what multiplies losses or gradients by the rank or the number of ranks, for communication hooks, and for"
+        mend += " parameters that no group reduces."
+        if not _is_of_this_package(self.strategy):
+            mend = f'strategy="accum_ddp" weights the micro-batches of all ranks; {self.strategy_in_words} may not. Or: {mend}'
+        if len(each) == self.ranks:
+            yield "weights of the ranks", f"The losses are right, but{where} {'; '.join(each)} times as much as they should.", mend
         else:
-            text = "; ".join(f"on rank {rank} they count {_in_a_list(one.tolist())}" for rank, one in enumerate(known))
-            yield (
-                "reduction of a parameter" if where else "ranks that differ",
-                f"{where}The ranks' rows count otherwise on each rank: {text}.",
-                "Reduce the same gradients over the same process group on every rank.",
-            )
+            found = f"The losses are right, but no multiples of the ranks' gradients add up to the reduced ones of {listed(bad)}."
+            yield "gradients of the ranks", found, mend
 
-    def _of_step(self) -> Iterator[_Found]:
+    def _of_step(self, worst: int) -> Iterator[_Found]:
         """Given the gradients of the ranks, does the full batch's step end where theirs did?"""
-        replay = self.runner.full(self.comparison.full, self.alone.change, gradients=self.worst.gradients)
+        gradients = self.steps[worst].gradients
+        replay = self.runner.full(self.comparison.full, self.alone.change, gradients=gradients)
         for rank, step in enumerate(self.steps):
             is_near = Difference.between(step.way, self.full.way).largest <= self.tolerance
             if not is_near and not is_same_step(step.after, replay.after, replay.before):
@@ -192,109 +154,87 @@ class OverRanks:
                     "Compare what configure_optimizers and the hooks around the step do on each rank.",
                 )
 
-    # --- what becomes of the gradients of the ranks -----------------------------------------------------------------------
 
-    def _weights(self) -> Tensor | None:
-        """With which the gradients of what each rank has add up to the full batch's; None where no weights do."""
-        pieces, full = torch.stack([flat(part.of_backward) for part in self.parts], 1), flat(self.full.of_backward)
-        fit = weights_that_fit(pieces, full)
-        if not fit.left <= 10 * self.tolerance:
-            return None
-        weights = fit.weights if len(fit.weights) else torch.tensor([part.total_weight or 0.0 for part in self.parts]).double()
-        factor = common_factor(full, pieces @ weights)
-        return None if factor is None else weights * factor
+# --- in the process of a rank ------------------------------------------------------------------------------------------
 
-    def _of_factors(self, factors: Sequence[float]) -> _Found:
-        """Of one factor for each rank; of a single one, where they cannot be distinguished."""
-        if _are_alike(factors):
-            return (
-                "scale over the ranks",
-                f"The gradient is {factors[0]:.6g} times the full batch's{self._group(factors[0])}: "
-                + ("the rows of all ranks count alike." if len(factors) > 1 else "on this data ranks cannot be told apart."),
-                "Divide once, by the weights of all ranks: average in the reduction, and scale the loss nowhere.",
+
+@dataclass(frozen=True)
+class _Task:
+    """What each rank needs: the loader batches of all, in ``shares``."""
+
+    runner: StepRunner
+    shares: Sequence[Sequence[Any]]
+    strategy: str | Strategy
+    change: Change
+
+
+def _is_of_this_package(strategy: str | Strategy) -> bool:
+    """Whether it weights micro-batches, and takes this package's callback."""
+    return isinstance(strategy, Engine) or str(strategy).startswith("accum")
+
+
+def _steps(task: _Task) -> list[Step]:
+    """The step of a window over ranks, as each rank saw it.
+
+    Raises:
+        RanksFailedError: there was none.
+    """
+    runner = task.runner
+    parts = (runner.module, runner.policy, runner.trainer, runner.hooks, task.shares, task.strategy, task.change)
+    with runner.state.restored_afterwards():
+        try:
+            sent = pickle.dumps(parts)
+        except Exception as error:  # whatever a class of the user's raises
+            raise RanksFailedError(
+                f"verify(devices={len(task.shares)}) sends the module, its batches and the strategy to fresh processes, but they"
+                f" cannot be pickled: {error}. Define classes and functions at the top level of a file, and make what cannot be"
+                " pickled in setup()."
+            ) from error
+    return list(run_on_ranks(partial(_run_rank, sent), len(task.shares)))
+
+
+def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
+    module, policy, trainer, hooks, shares, strategy, change = pickle.loads(sent)
+    ranks, batches, callbacks, trainer = len(shares), shares[int(os.environ["RANK"])], [], dict(trainer)
+    if strategy == "accum_model_parallel":
+        strategy = ModelParallelAccumulationStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    if isinstance(strategy, ModelParallelStrategy) and trainer["precision"] == "64-true":  # Lightning has it in no other
+        torch.set_default_dtype(torch.float64)
+        module.double()
+        trainer["precision"] = "32-true"
+        batches = [apply_to_collection(batch, Tensor, lambda t: t.double() if t.is_floating_point() else t) for batch in batches]
+    if _is_of_this_package(strategy):
+        callbacks.append(GradientAccumulation(**{"log": False, **policy, "window": len(batches)}))
+    else:
+        trainer["accumulate_grad_batches"] = len(batches)
+    if isinstance(strategy, str):
+        strategy = re.sub("_(spawn|fork|notebook)$", "", strategy)  # the processes are there
+
+    def finish(step: Step) -> None:
+        steps: list[Any] = [None] * ranks
+        dist.all_gather_object(steps, step)
+        hand_over(steps)
+
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    processes = {"devices": local, "num_nodes": ranks // local, "plugins": [TorchElasticEnvironment()], "strategy": strategy}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_one_step(module, hooks, batches, change, _RankRecorder(ranks, finish), callbacks, {**processes, **trainer})
+
+
+class _RankRecorder(StepRecorder):
+    """Hands over what a rank saw, once its step is taken."""
+
+    def __init__(self, ranks: int, finish: Callable[[Step], None]) -> None:
+        super().__init__(finish=finish)
+        self._ranks = ranks
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        found = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        if found != self._ranks:
+            raise MisconfiguredError(
+                f"verify(devices={self._ranks}) gives each device its own batches, but {type(trainer.strategy).__name__} has"
+                f" {found} data-parallel ranks. Pass an object of the strategy whose data_parallel_size is {self._ranks}."
             )
-        sizes = [part.total_weight or 1.0 for part in self.parts]
-        if _are_alike([factor * size for factor, size in zip(factors, sizes, strict=True)]):
-            return (
-                "mean over ranks of means",
-                f"Each rank counts as much as any other, whatever its rows weigh ({_in_a_list(sizes)}): their rows count"
-                f" {_in_a_list(factors)} times as much as they should.",
-                'strategy="accum_ddp" weighs them; or have every rank hold the same weight.',
-            )
-        usual = min(factors, key=lambda factor: abs(factor - 1))
-        off = [rank for rank, factor in enumerate(factors) if not math.isclose(factor, usual, rel_tol=1e-6)]
-        gone = [rank for rank in off if factors[rank] == 0]
-        each = ", ".join(f"rank {rank} {factor:.6g} times" for rank, factor in enumerate(factors))
-        return (
-            f"rank {off[0]}" if len(off) == 1 else "ranks that count otherwise",
-            f"The rows of the ranks do not count alike: {each}." + (f" Those of {_ranks(gone)} are left out." if gone else ""),
-            "Look for what multiplies gradients or losses by the rank, and for samples that more than one rank has.",
-        )
-
-    def _unknown(self, bad: Sequence[str], found: Sequence[Tensor], shares: Tensor | None) -> _Found:
-        worst = max(Difference.between(step.of_backward, self.full.of_backward).overall for step in self.steps)
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            eps = torch.finfo(dtype).eps
-            if shares is not None and eps / 16 < worst <= eps and all(is_rounding(one, shares, eps) for one in found):
-                return (
-                    "precision of the reduction",
-                    f"Gradients are off by {worst:.1e} of their size, as if they were rounded to {str(dtype)[6:]} on the way:"
-                    " losses are right.",
-                    "Reduce in the type of the gradients: leave out the hook that compresses them, or reduce_dtype.",
-                )
-        mend = "Look for hooks on gradients, and communication hooks, that go by the rank."
-        if not is_of_this_package(self.strategy):
-            mend = (
-                f"{self.strategy_in_words} may take the mean of the means of micro-batches, whatever their sizes, as Lightning's"
-                f' strategies do: strategy="accum_ddp" takes the step of the full batch. Otherwise: {mend[0].lower()}{mend[1:]}'
-            )
-        return (
-            "gradients of the ranks",
-            f"The losses are right on every rank, and no multiples of the ranks' gradients add up to those of {listed(bad)}.",
-            mend,
-        )
-
-    # --- in words -------------------------------------------------------------------------------------------------------
-
-    def _differing(self, tensors_of: Callable[[Step], Mapping[str, Tensor]]) -> str:
-        """Which tensors are others than in one process, and on which ranks; empty where none is."""
-        off = [
-            (rank, name)
-            for rank, (step, part) in enumerate(zip(self.steps, self.parts, strict=True))
-            for name, tensor in tensors_of(step).items()
-            if difference(tensor, tensors_of(part).get(name)) > self.tolerance
-        ]
-        ranks, names = list(dict.fromkeys(rank for rank, _ in off)), list(dict.fromkeys(name for _, name in off))
-        where = "all ranks" if len(ranks) == self.ranks else _ranks(ranks)
-        return f"On {where} {listed(names)} {'are' if len(names) > 1 else 'is'}" if off else ""
-
-    def _group(self, factor: float) -> str:
-        """Which size of a process group, or number of micro-batches, a factor may be."""
-        window = len(self.comparison.batches) // self.ranks
-        for name, size in (("the number of ranks", self.ranks), ("the loader batches in a window", window)):
-            if size > 1 and math.isclose(factor, size, rel_tol=1e-6):
-                return f" ({name} is multiplied by once too often, or not divided by)"
-            if size > 1 and math.isclose(factor * size, 1, rel_tol=1e-6):
-                return f" ({name} is divided by once too often)"
-        return ""
-
-
-def _round_factor(found: Tensor, expected: Tensor) -> float | None:
-    """A whole number, or one over it, that all numbers are multiplied by; None where there is none."""
-    factors = found / expected
-    factor = float(factors[0])
-    is_one = bool(torch.allclose(factors, factors[:1], 1e-9, 0.0))
-    is_round = is_one and any(math.isclose(f, round(f), rel_tol=1e-9) for f in (factor, 1 / factor if factor else 0.0))
-    return float(f"{factor:.9g}") if is_round else None
-
-
-def _are_alike(numbers: Sequence[float]) -> bool:
-    return max(numbers) - min(numbers) <= 1e-6 * max(map(abs, numbers))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _in_a_list(factors: Sequence[float]) -> str:
-    return ", ".join(f"{factor:.6g}" for factor in factors)
+        super().on_train_start(trainer, pl_module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -19,31 +20,16 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from lightning_accum.arguments import MisconfiguredError
 
 MOST_SECONDS = 300.0
-"""That the ranks of a step may take, all together."""
+"""The ranks of a step may take this long, all together."""
 _GRACE = 5.0
-"""Seconds that the others have to end by themselves, once a rank has failed."""
+"""Once a rank has failed, the others have these seconds to end by themselves."""
+
+Job = Callable[[Callable[[Any], None]], None]
+"""Gets a function that hands over its result and ends the process. It can be pickled."""
 
 
 class RanksFailedError(MisconfiguredError):
-    """There is nothing to compare: a rank failed before its optimizer step, or the ranks wait for each other."""
-
-
-def check_processes(devices: int, accelerator: str) -> None:
-    """Whether so many ranks can be started here.
-
-    Raises:
-        MisconfigurationException: they cannot.
-    """
-    if not hasattr(os, "fork"):
-        raise MisconfiguredError(f"verify(devices={devices}) forks its ranks, which this system cannot.")
-    if accelerator != "cpu" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise MisconfiguredError(
-            f'verify(devices={devices}, accelerator="{accelerator}") forks its ranks, which a process that uses an accelerator'
-            ' cannot: pass accelerator="cpu", and run it before anything is on a GPU.'
-        )
-    started = int(os.environ.get("WORLD_SIZE", devices)) if is_under_torchrun() else devices
-    if started != devices:
-        raise MisconfiguredError(f"verify(devices={devices}) runs under torchrun with {started} processes: pass as many.")
+    """There is nothing to compare: a rank could not start, failed before its optimizer step, or the ranks wait for each other."""
 
 
 def is_under_torchrun() -> bool:
@@ -51,16 +37,13 @@ def is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def run_on_ranks(
-    job: Callable[[Callable[[Any], None]], None], devices: int, seconds: float | None = None, method: str = "fork"
-) -> Any:
-    """Run a job on every rank, in a process of its own; one that is forked has what this one has.
+def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> Any:
+    """Run a job on every rank, each in a fresh process: one that was forked after torch has used its threads can hang.
 
     Args:
-        job: gets a function that hands over its result, and ends the process.
-        devices: ranks.
+        job: what each rank runs.
+        devices: the number of ranks.
         seconds: that they may take, all together.
-        method: of :mod:`multiprocessing`, that starts them.
 
     Returns:
         The result of the first rank that was started here.
@@ -68,33 +51,36 @@ def run_on_ranks(
     Raises:
         RanksFailedError: a rank failed, or handed over nothing.
     """
+    # what takes seconds to import is imported once, by a server that the ranks are forked from; Windows has none
+    context: Any = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
+    if sys.platform != "win32":
+        context.set_forkserver_preload([__name__, "lightning_accum.names"])
+    environments: list[dict[str, str]] = [{}]
+    if not is_under_torchrun():
+        common = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(find_free_network_port()),
+            "WORLD_SIZE": str(devices),
+            "LOCAL_WORLD_SIZE": str(devices),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "TORCHELASTIC_RUN_ID": "verify",
+        }
+        environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(devices)]
     with tempfile.TemporaryDirectory() as folder:
-        environments: list[dict[str, str]] = [{}]
-        if not is_under_torchrun():
-            common = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(find_free_network_port()),
-                "WORLD_SIZE": str(devices),
-                "LOCAL_WORLD_SIZE": str(devices),
-                "GROUP_RANK": "0",
-                "GROUP_WORLD_SIZE": "1",
-                "TORCHELASTIC_RUN_ID": "verify",
-            }
-            environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(devices)]
-        context: Any = multiprocessing.get_context(method)
         paths = [Path(folder) / str(number) for number in range(len(environments))]
         jobs = zip(environments, paths, strict=True)
         processes: list[BaseProcess] = [context.Process(target=_run, args=(job, *each), daemon=True) for each in jobs]
-        for process in processes:
-            process.start()
-        seconds = MOST_SECONDS if seconds is None else seconds
         try:
+            for process in processes:
+                process.start()
             _wait(processes, seconds)
             exit_codes = [process.exitcode for process in processes]
         finally:
             for process in processes:
-                process.kill()
-                process.join()
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
         return _result(paths, exit_codes, seconds)
 
 
@@ -108,33 +94,33 @@ def _wait(processes: list[BaseProcess], seconds: float) -> None:
 
 
 def _result(paths: list[Path], exit_codes: list[int | None], seconds: float) -> Any:
-    results = [pickle.loads(path.read_bytes()) if path.is_file() else None for path in paths]
-    failures = [(number, result[1]) for number, result in enumerate(results) if result is not None and result[0] == "error"]
-    codes = zip(results, exit_codes, strict=True)
-    died = [f"rank {_rank(number)} with exit code {code}" for number, (result, code) in enumerate(codes) if code and result is None]
+    first = int(os.environ["RANK"]) if is_under_torchrun() else 0
+    results = {first + n: pickle.loads(path.read_bytes()) if path.is_file() else None for n, path in enumerate(paths)}
+    failures = [(rank, result[1]) for rank, result in results.items() if result is not None and result[0] == "error"]
+    died = [f"rank {rank} (exit code {code})" for rank, code in enumerate(exit_codes, first) if code and results[rank] is None]
     # one that only lost its connection says less
-    number, failure = min(failures, key=lambda failure: "onnection" in failure[1][1], default=(0, None))
+    rank, failure = min(failures, key=lambda failure: "onnection" in failure[1][1], default=(0, None))
     if failure is not None and not (died and "onnection" in failure[1]):
         kind, message, trace = failure
-        raise RanksFailedError(f"On rank {_rank(number)} training failed, with {kind}: {message}") from RuntimeError(trace)
+        raise RanksFailedError(f"On rank {rank} training failed, with {kind}: {message}") from RuntimeError(trace)
     if died:
-        raise RanksFailedError(f"A process ended before its optimizer step: {', '.join(died)}. Did it run out of memory?")
-    missing = [_rank(number) for number, result in enumerate(results) if result is None]
+        raise RanksFailedError(
+            f"A process ended before its optimizer step: {', '.join(died)}. Did it run out of memory? A script has to call this"
+            ' below `if __name__ == "__main__":`, as the process of each rank imports it.'
+        )
+    missing = [str(rank) for rank, result in results.items() if result is None]
     if missing:
         raise RanksFailedError(
-            f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} took no optimizer step within {seconds:g} seconds: the"
-            " ranks wait for each other. Does a rank enter a collective that others do not, or return no loss?"
+            f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} took no optimizer step within {seconds:g} seconds: the ranks wait"
+            " for each other. Does a rank enter a collective that others do not, or return no loss?"
         )
-    return results[0][1]  # type: ignore[index]
+    return next(iter(results.values()))[1]  # type: ignore[index]
 
 
-def _rank(number: int) -> int:
-    return int(os.environ["RANK"]) if is_under_torchrun() else number
-
-
-def _run(job: Callable[[Callable[[Any], None]], None], environment: dict[str, str], path: Path) -> None:
+def _run(job: Job, environment: dict[str, str], path: Path) -> None:
     """In the process of a rank."""
     os.environ.update(environment)
+    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
 
     def hand_over(kind: str, value: Any, status: int) -> None:
         partial = path.with_suffix(".part")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from lightning_accum.user_warnings import listed
 from lightning_accum.verification.data import Comparison, Join, read_data
 from lightning_accum.verification.examination import Diagnosis
 from lightning_accum.verification.over_ranks import OverRanks
-from lightning_accum.verification.processes import check_processes
+from lightning_accum.verification.processes import is_under_torchrun
 from lightning_accum.verification.report import ParameterDifference, Report
 from lightning_accum.verification.step import ModuleState, StepRunner, uncompiled
 
@@ -49,8 +50,8 @@ def verify(
     and whatever else a copy would not have, and afterwards everything that can be reached from it is restored: parameters,
     gradients, attributes, random state, optimizers, data loaders' generators. What hooks write elsewhere (files, experiment
     trackers) stays written. Dropout is switched off meanwhile. The full batch runs twice, with other random numbers and its rows
-    in the other order, which shows what is rounding; where it differs by more, random numbers are made the same for every row.
-    Where the two steps differ, one thing after the other is taken out to find what breaks equality. Takes memory for some copies
+    in the other order, which shows what is rounding; if it differs by more, random numbers are made the same for every row.
+    If the two steps differ, one thing after the other is taken out to find what breaks equality. Takes memory for some copies
     of the parameters in this precision, and the full batch has to fit.
 
     Args:
@@ -66,11 +67,10 @@ def verify(
         gradient_clip_val: the Trainer's.
         gradient_clip_algorithm: the Trainer's.
         join: a function ``join(batches)`` that returns one batch, for batches that are no nested containers of tensors.
-            Without it, those of a DataLoader are collated from the samples of all of them, as the loader does it.
         devices: ranks of a window. With more than one, the batches of the data go to the ranks in turn, ``window`` to each (a
-            single batch is cut into as many), and where one process takes the step of the full batch, so must the ranks: real
-            processes, forked from this one, or from those that torchrun has started. Where they do not, what is off is named, by
-            rank, by parameter and by factor.
+            single batch is cut into as many), and if one process takes the step of the full batch, so must the ranks: fresh
+            processes on the CPU, beside those of torchrun if it has started this one. What is sent to them has to be picklable, and
+            a script calls ``verify`` below ``if __name__ == "__main__":``. The report names the rank, the parameter and the factor.
         strategy: what trains over these ranks: a name, or an object of any strategy, this package's or not.
         policy: further arguments of :class:`GradientAccumulation`: ``weight``, ``split``, ``trim_padding``, ...
 
@@ -90,7 +90,7 @@ def verify(
         (True, True)
     """
     given, module = module, uncompiled(module)
-    size = _check(module, window, micro_batch, devices) * devices
+    size = _check(module, window, micro_batch, devices, accelerator) * devices
     arguments = {"window": size, "micro_batch": micro_batch, **policy}
     GradientAccumulation(**arguments)  # says what is wrong with them
     trainer = {
@@ -100,8 +100,6 @@ def verify(
         "gradient_clip_algorithm": gradient_clip_algorithm,
     }
     over_ranks = None
-    if devices > 1:
-        check_processes(devices, accelerator)
     with isolate_rng(include_cuda=accelerator in ("gpu", "cuda")):
         state = ModuleState(module)
         comparison = read_data(module, state, data, size, join)
@@ -127,7 +125,7 @@ def verify(
     return _report(module, comparison, diagnosis, over_ranks, arguments, precision)
 
 
-def _check(module: Any, window: Any, micro_batch: Any, devices: Any) -> int:
+def _check(module: Any, window: Any, micro_batch: Any, devices: Any, accelerator: str) -> int:
     if not isinstance(module, pl.LightningModule):
         raise MisconfiguredError(f"verify takes a LightningModule, but got {type(module).__name__}.")
     name = type(module).__name__
@@ -145,18 +143,21 @@ def _check(module: Any, window: Any, micro_batch: Any, devices: Any) -> int:
         )
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise MisconfiguredError(f"verify(devices={devices!r}): expected a number of ranks from 1.")
+    if devices > 1 and accelerator != "cpu":
+        raise MisconfiguredError(f'verify(devices={devices}, accelerator="{accelerator}"): ranks run with accelerator="cpu" only.')
+    if devices > 1 and is_under_torchrun() and int(os.environ["WORLD_SIZE"]) != devices:
+        raise MisconfiguredError(
+            f"verify(devices={devices}) runs under torchrun with {os.environ['WORLD_SIZE']} processes: pass as many."
+        )
     if micro_batch == "auto":
         raise MisconfiguredError(
             'verify(micro_batch="auto") would run a batch that fits into memory whole. Pass a number of samples or Tokens(...).'
         )
-    if (window or 1) * devices == 1 and micro_batch == "offload":
+    if (window or 1) * devices == 1 and micro_batch in (None, "offload"):
+        whole = ' (micro_batch="offload" runs the batch as it is)' if micro_batch else ""
         raise MisconfiguredError(
-            'verify has nothing to compare: micro_batch="offload" runs the batch as it is. Say how the step is accumulated, by'
-            " window=<loader batches> too."
-        )
-    if (window or 1) * devices == 1 and micro_batch is None:
-        raise MisconfiguredError(
-            "verify has nothing to compare: say how the step is accumulated, by window=<loader batches> or micro_batch=<samples>."
+            "verify has nothing to compare: say how the step is accumulated, by window=<loader batches> or"
+            f" micro_batch=<samples>{whole}."
         )
     return window or 1
 
@@ -217,11 +218,6 @@ def _notes(module: pl.LightningModule, comparison: Comparison, seen: Diagnosis) 
     if places := seen.full.dropout:
         where = listed(places, " places")
         yield f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch."
-    if seen.full.gradient_hooks:
-        yield (
-            f"Hooks on the gradients of {listed(seen.full.gradient_hooks)} see each micro-batch's own, scaled by its weight. One"
-            " that clips or rounds may be equal on this data and not on other."
-        )
     if not module.training:
         yield "The module is in evaluation mode, and was compared in it, as the Trainer would run it: module.train() changes that."
     if comparison.padding:

@@ -23,43 +23,37 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.errors import UsageError
+from lightning_accum.loops.launch import forks_or_spawns
 from lightning_accum.randomness import NoiseOfRows, seed_everything
 from lightning_accum.state_kinds import hooks_of
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import AccumulationWarning
-from lightning_accum.verification.watch import Step, StepRecorder, StepTakenError
+from lightning_accum.verification.record import Step, StepRecorder, StepTakenError
 from lightning_accum.weighing.safeguards import freeze_batch_norm
 
-STEPS_IN_AN_EPOCH = 100
-"""What the Trainer believes to have ahead of it, for schedules that ask: one step alone would be all warm-up, or none."""
+_STEPS_IN_AN_EPOCH = 100
+"""What the Trainer expects to have ahead of it: a schedule over one step would be all warm-up, or none."""
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_REPORTED = (AccumulationWarning, UserWarning)
+"""Warnings of this package and of the module; Lightning's hints have categories of their own."""
 
 
 class ModuleState:
-    """All that is reached from a module, restored in the very objects that held it (see :class:`Undo`).
+    """Everything reachable from a module, restored in the objects that held it (see :class:`Undo`).
 
-    The module is run itself, since a copy would be another one: without hooks on its tensors, and with functions that have captured
-    the original.
+    The module itself runs: a copy would lose hooks on its tensors, and functions that have captured the original.
 
     Raises:
-        MisconfigurationException: the module holds an iterator, which cannot be restored, or layers without shapes; or it is being
-            trained over several ranks, whose reduction is tied to its parameters.
-
-    Example:
-        >>> module = pl.LightningModule()
-        >>> module.seen = [1]
-        >>> with ModuleState(module).restored_afterwards():
-        ...     module.seen.append(2)
-        >>> module.seen
-        [1]
+        MisconfigurationException: the module holds an iterator, which cannot be restored, or layers without shapes; or
+            it is being trained over several ranks, whose reduction is tied to its parameters.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
         trainer, name = module._trainer, type(module).__name__
         if trainer is not None and trainer.training and trainer.world_size > 1:
             raise MisconfiguredError(
-                f"verify runs {name} itself, which is in a training over {trainer.world_size} ranks now: their reduction of"
-                " gradients is tied to its parameters. Call verify before trainer.fit or after it."
+                f"verify runs {name} itself, which is in a training over {trainer.world_size} ranks now: their reduction"
+                " of gradients is tied to its parameters. Call verify before trainer.fit or after it."
             )
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
@@ -67,8 +61,8 @@ class ModuleState:
         undo = Undo(module, module.device, is_deep=True)
         if found := undo.iterators():
             raise MisconfiguredError(
-                f"verify runs the module several times from the same state, but {found[0]} is an iterator, which cannot be"
-                " restored. Leave it out, or make it in setup()."
+                f"verify runs the module several times from the same state, but {found[0]} is an iterator, which cannot"
+                " be restored. Leave it out, or make it in setup()."
             )
         self._module, self._before = module, undo.take(watches_parameters=False)
 
@@ -92,7 +86,7 @@ class ModuleState:
 
 
 def _remove_hooks_of_training(tensor: Tensor) -> None:
-    """What watches the gradients of a training that goes on around this must not see those in here."""
+    """A training around this one watches gradients, and must not see those in here."""
     for hooks in hooks_of(tensor):
         for number, hook in list((hooks or {}).items()):
             while isinstance(hook, (functools.partial, types.MethodType)):
@@ -124,7 +118,7 @@ class StepRunner:
         module: a LightningModule, or what ``torch.compile`` made of it.
         state: the module's, restored after each step.
         policy: the arguments of GradientAccumulation.
-        trainer: those of the Trainer: precision, accelerator, clipping.
+        trainer: the arguments of the Trainer: precision, accelerator, clipping.
         hooks: a LightningDataModule whose transfer hooks the batches go through.
     """
 
@@ -142,73 +136,67 @@ class StepRunner:
         """The step of plain Lightning on the mean of one batch with itself."""
         return self._run([batch] * 2, change, StepRecorder(), [], strategy="auto", accumulate_grad_batches=2)
 
-    def accumulated(self, batches: Sequence[Any], change: Change = Change()) -> Step:
+    def accumulated(self, batches: Sequence[Any], change: Change = Change(), **policy: Any) -> Step:
         """The step of this package on a window of these loader batches, after its check of the first."""
-        return self._run(batches, change, StepRecorder(), [self.callback(len(batches))], strategy="accum")
-
-    def row_wise(self, batch: Any, name: str, size: int, change: Change = Change()) -> Step:
-        """The step of this package on one batch, with a submodule row-wise."""
-        policy = GradientAccumulation(1, micro_batch=size, row_wise=name, weight="equal", check=False, log=False)
-        return self._run([batch], change, StepRecorder(), [policy], strategy="accum")
-
-    def callback(self, window: int) -> GradientAccumulation:
-        """The policy, for a window of so many loader batches."""
-        return GradientAccumulation(**{"log": False, **self.policy, "window": window})
+        callback = GradientAccumulation(**{"log": False, **self.policy, **policy, "window": len(batches)})
+        return self._run(batches, change, StepRecorder(), [callback], strategy="accum")
 
     def _run(self, batches: Sequence[Any], change: Change, recorder: StepRecorder, callbacks: list[Any], **arguments: Any) -> Step:
-        module = uncompiled(self.module)
-        noise = NoiseOfRows()
-        with (
-            self.state.restored_afterwards(),
-            warnings.catch_warnings(record=True) as caught,
-            quiet(),
-            torch.enable_grad(),
-            suppress(StepTakenError),
-        ):
+        with self.state.restored_afterwards(), warnings.catch_warnings(record=True) as caught, torch.enable_grad():
             warnings.simplefilter("always")
-            self.keep_to_one_step(change, noise)
-            if recorder.gradients is not None:  # they have been clipped
-                module.configure_gradient_clipping = lambda *args, **kwargs: None
-            seed_everything(0)  # for what setup and configure_model make
-            trainer = trainer_of_one_step([*callbacks, recorder], devices=1, **arguments, **self.trainer)
-            trainer.fit(self.module, loader_of(batches))
-        step = recorder.step
-        if not step.after:
+            run_one_step(self.module, self.hooks, batches, change, recorder, callbacks, {**arguments, **self.trainer})
+        if not recorder.step.after:
             raise MisconfiguredError(
-                f"{type(module).__name__} took no optimizer step on {len(batches)} batch{'es' * (len(batches) > 1)}: training_step"
-                " returned no loss, the loss had no weight, or its gradient was not finite."
+                f"{type(uncompiled(self.module)).__name__} took no optimizer step on {len(batches)}"
+                f" batch{'es' * (len(batches) > 1)}: training_step returned no loss, the loss had no weight, or its"
+                " gradient was not finite."
             )
-        step.warnings = list(dict.fromkeys(str(warning.message) for warning in caught if warning.category in _REPORTED))
-        step.noise = noise.found
-        return step
-
-    def keep_to_one_step(self, change: Change, noise: NoiseOfRows) -> None:
-        """Leave out preparing data that was prepared, and the module's callbacks; and what is to be taken out."""
-        module = uncompiled(self.module)
-        module.prepare_data = lambda: None
-        module.configure_callbacks = list
-        for hook in _TRANSFER_HOOKS:  # those of the data module come before the module's own
-            if self.hooks is not None and is_overridden(hook, self.hooks):
-                setattr(module, hook, getattr(self.hooks, hook))
-        if change == Change():
-            return
-        original = module.training_step
-
-        @functools.wraps(original)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            if change.freezes_batch_norm:
-                freeze_batch_norm(module)
-            if change.fixes_batch_idx and len(args) > 1:
-                args = (args[0], 0, *args[2:])
-            noise.restart()
-            with noise if change.evens_noise else nullcontext():
-                return original(*args, **kwargs)
-
-        module.training_step = training_step
+        messages = (str(warning.message) for warning in caught if warning.category in _REPORTED)
+        recorder.step.warnings = list(dict.fromkeys(messages))
+        return recorder.step
 
 
-# of this package and of the module; Lightning's hints have categories of their own
-_REPORTED = (AccumulationWarning, UserWarning)
+def run_one_step(
+    module: pl.LightningModule,
+    hooks: pl.LightningDataModule | None,
+    batches: Sequence[Any],
+    change: Change,
+    recorder: StepRecorder,
+    callbacks: Sequence[Any],
+    trainer: Mapping[str, Any],
+) -> None:
+    """Fit the module for a step: without preparing data again, without its callbacks and without what is taken out."""
+    inner, noise = uncompiled(module), NoiseOfRows()
+    recorder.step.noise = noise.found
+    inner.prepare_data, inner.configure_callbacks = lambda: None, list
+    if recorder.gradients is not None:  # they have been clipped
+        inner.configure_gradient_clipping = lambda *args, **kwargs: None
+    for hook in _TRANSFER_HOOKS:  # the data module's take precedence over the module's own
+        if hooks is not None and is_overridden(hook, hooks):
+            setattr(inner, hook, getattr(hooks, hook))
+    original = inner.training_step
+
+    @functools.wraps(original)
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        if change.freezes_batch_norm:
+            freeze_batch_norm(inner)
+        if change.fixes_batch_idx and len(args) > 1:
+            args = (args[0], 0, *args[2:])
+        noise.restart()
+        with noise if change.evens_noise else nullcontext():
+            return original(*args, **kwargs)
+
+    if change != Change():
+        inner.training_step = training_step
+    with quiet(), suppress(StepTakenError):
+        seed_everything(0)  # for what setup and configure_model make
+        loader = DataLoader(_Repeated(batches), batch_size=None, shuffle=False)
+        made = trainer_of_one_step([*callbacks, recorder], **{"devices": 1, **trainer})
+        if forks_or_spawns(made.strategy.launcher):
+            raise MisconfiguredError(
+                f"verify starts the ranks itself: pass a {type(made.strategy).__name__} without start_method, or a strategy's name."
+            )
+        made.fit(module, loader)
 
 
 def uncompiled(module: Any) -> Any:
@@ -232,9 +220,6 @@ def trainer_of_one_step(callbacks: Sequence[pl.Callback], **arguments: Any) -> p
     )
 
 
-# --- its data ---------------------------------------------------------------------------------------------------------
-
-
 class _Repeated(Dataset[Any]):
     """The batches of one step, again and again. Each time they are copies: a module may change its batch."""
 
@@ -242,23 +227,15 @@ class _Repeated(Dataset[Any]):
         self._batches = batches
 
     def __len__(self) -> int:
-        return STEPS_IN_AN_EPOCH * len(self._batches)
+        return _STEPS_IN_AN_EPOCH * len(self._batches)
 
     def __getitem__(self, index: int) -> Any:
         return copy.deepcopy(self._batches[index % len(self._batches)])
 
 
-def loader_of(batches: Sequence[Any]) -> DataLoader[Any]:
-    """These batches, again and again."""
-    return DataLoader(_Repeated(batches), batch_size=None, shuffle=False)
-
-
-# --- around it --------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the Trainers' own words to themselves."""
+    """Silence the Trainers' own messages."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

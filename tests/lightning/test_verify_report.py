@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
-from support import Language, ListOfBatches, Scalar, loader, pad, sentences, x
+from support import Language, Scalar, loader, pad, sentences, x
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -66,15 +66,6 @@ class OfBags(Scalar):
 
     def training_step(self, batch, batch_idx):
         return (self.w * batch.values).mean()
-
-
-@pytest.mark.parametrize("dataset", [Stream(), ListOfBatches(list(Stream()))])
-def test_batches_that_do_not_show_their_rows_are_collated_together_by_their_loader(dataset: Any) -> None:
-    report = verify(OfBags(), DataLoader(dataset, batch_size=2, collate_fn=Bags), window=3)
-    assert report, str(report)
-    assert report.losses[0] == pytest.approx(2 * torch.cat(list(Stream())).mean().item(), rel=1e-14)
-    with pytest.raises(AccumulationError, match="collate_fn"):  # that draws random numbers
-        verify(OfBags(), DataLoader(dataset, batch_size=2, collate_fn=lambda b: Bags(torch.cat(b) * torch.rand(()))), window=3)
 
 
 def test_batches_of_a_class_of_their_own_are_joined_and_split_by_functions() -> None:
@@ -190,7 +181,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("project:Good --data project:batch", 2, "--micro-batch"),
     ("project:Good --window 2 --precision half", 2, "half"),
     ("project:Good --window 2 --accelerator abacus", 2, "accelerator"),
-    ("project:Good --window 2 --weight tokens", 2, "--weight"),
+    ("project:Good --window 2 --weight tokens", 2, "tokens"),
     ("project:Good --micro-batch 0tokens", 2, "--micro-batch"),
     ("project:Wide --window 2", 2, "project:Wide"),
     ("project:Gone --window 2", 2, "Gone"),

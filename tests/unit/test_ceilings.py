@@ -23,8 +23,8 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 18_200,
-    "lines of the package": 27_400,
+    "lines of code": 17_700,
+    "lines of the package": 26_700,
     "files of the package": 177,
     "width of the package": 152,
     "lines of its largest file": 430,
