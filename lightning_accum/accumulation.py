@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accum.checkpointing.resume import PartialWindow
+from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.errors import ArgumentError, NotFiniteError, UnreadableLossError, UsageError
 from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed

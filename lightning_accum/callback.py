@@ -16,7 +16,7 @@ from lightning_accum import families, seams, valid_policy
 from lightning_accum.arguments import MisconfiguredError, check_validation_is_left_to, misconfigured, refuse, what_to_use_instead_of
 from lightning_accum.asked import Asked
 from lightning_accum.boundary import SchedulerCounts, Tail
-from lightning_accum.checkpointing.resume import PartialWindow
+from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.engine import Engine
 from lightning_accum.loops.hooks import callbacks_of
 from lightning_accum.manual.windows import ManualWindows

@@ -99,10 +99,6 @@ class Engine(Strategy):
         """Those that run parts of the same micro-batch; None where each has its own."""
         return None
 
-    def rank_in_group(self) -> int:
-        """Of this rank, among those whose gradients are averaged."""
-        return self.global_rank
-
     def run_as_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step as the engine wants it."""
         return step(*args, **kwargs)

@@ -42,7 +42,7 @@ class GradientSums:
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """The type that its gradients are added up in."""
+        """The type that the gradients of a parameter are added up in."""
         return parameter.dtype
 
     @torch.no_grad()
@@ -60,7 +60,7 @@ class GradientSums:
             total.add_(gradient * factor)
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """What was accumulated for a parameter; None where nothing was."""
+        """What was accumulated for a parameter; None for nothing."""
         return self._sums.get(parameter)
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
@@ -121,8 +121,8 @@ class MainGradients(GradientSums):
         self.dtype = dtype
         self._parameters = parameters
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
-        self._unwatched: list[nn.Parameter] | None = None
-        """Without a hook: torch takes none of a parameter that is frozen. None between windows."""
+        self._unwatched: set[nn.Parameter] | None = None
+        """Those without a hook: torch takes none of a parameter that is frozen. None between windows."""
         self._is_adding = False
         self._factor: float | Tensor = 1.0
 
@@ -133,19 +133,13 @@ class MainGradients(GradientSums):
     # --- inside a window ----------------------------------------------------------------------------------------------
 
     def begin_backward(self, is_adding: bool = True) -> None:
-        """A backward is next.
-
-        Args:
-            is_adding: add its gradients to the sums; False leaves them where they are.
-        """
+        """A backward is next, whose gradients are added to the sums, or stay where they are."""
         self._is_adding, self._factor = is_adding, 1.0
         if self._unwatched is None:
-            self._unwatched = [parameter for parameter in self._parameters() if parameter not in self._handles]
-        if any(parameter.requires_grad for parameter in self._unwatched):
-            for parameter in self._unwatched:
-                if parameter.requires_grad:
-                    self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
-            self._unwatched = [parameter for parameter in self._unwatched if parameter not in self._handles]
+            self._unwatched = set(self._parameters()) - self._handles.keys()
+        for parameter in [parameter for parameter in self._unwatched if parameter.requires_grad]:
+            self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
+            self._unwatched.discard(parameter)
 
     def weigh(self, factor: Tensor | None) -> None:
         """Multiply the gradients of the next backward by one number; None is 1."""
@@ -153,13 +147,12 @@ class MainGradients(GradientSums):
 
     @torch.no_grad()  # a backward with create_graph=True would have the sum in its graph
     def _on_grad(self, parameter: Tensor) -> None:
-        """Add the gradient of a parameter to its sum, and let it go."""
-        if not self._is_adding or parameter.grad is None:
-            return
-        assert isinstance(parameter, nn.Parameter)
-        self._take_grad(parameter, self._factor)
+        if self._is_adding and parameter.grad is not None:
+            assert isinstance(parameter, nn.Parameter)
+            self._take_grad(parameter, self._factor)
 
     def _take_grad(self, parameter: nn.Parameter, factor: float | Tensor) -> None:
+        """Add the gradient of a parameter to its sum, and let it go."""
         assert parameter.grad is not None
         gradient, parameter.grad = parameter.grad.detach(), None
         if gradient.layout != torch.strided:
@@ -174,11 +167,8 @@ class MainGradients(GradientSums):
         return {parameter: total.clone() for parameter, total in self._sums.items()}
 
     def restore(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """Have the sums as they were; none that is new stays. The copies can be restored more than once."""
-        for parameter in self._sums.keys() - copies.keys():
-            del self._sums[parameter]
-        for parameter, total in copies.items():
-            self._sums[parameter].copy_(total)
+        """Have the sums as they were. The copies can be restored more than once."""
+        self._sums = {parameter: total.clone() for parameter, total in copies.items()}
 
     # --- the end of a window ------------------------------------------------------------------------------------------
 
@@ -196,10 +186,7 @@ class MainGradients(GradientSums):
 
     @torch.no_grad()
     def write_to_grad(self) -> None:
-        """Give each parameter its sum as its gradient, in the type that it takes.
-
-        One after the other, and each sum is freed at once: the whole takes no more memory than the sums alone.
-        """
+        """Give each parameter its sum as its gradient, in its own type. Each sum is freed at once, so that memory does not grow."""
         for parameter in list(self._sums):
             parameter.grad = self._sums.pop(parameter).to(parameter.dtype)
 
@@ -214,6 +201,12 @@ class MainGradients(GradientSums):
             handle.remove()
         self._handles.clear()
         self.clear()
+
+
+def main_gradients(dtype: torch.dtype, parameters: Callable[[], list[nn.Parameter]]) -> MainGradients | None:
+    """Where gradients are added up in ``dtype``; None if no parameter has a narrower type."""
+    is_wider = any(is_narrower(parameter.dtype, dtype) for parameter in parameters())
+    return MainGradients(dtype, parameters) if is_wider else None
 
 
 def sparse_layers(module: nn.Module) -> list[str]:

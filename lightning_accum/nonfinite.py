@@ -1,8 +1,8 @@
 """Micro-batches whose loss or gradient is not finite: found before their gradient is added to that of their window.
 
 Autograd adds a gradient to what is there already, and a NaN cannot be subtracted from a sum. So what was accumulated is put aside
-during each backward, and the new gradient is added to it when it was looked at: one copy of the gradients more, and one wait for
-the device a micro-batch. Where a bad one is an error, what was accumulated is good, and it is enough to look at the sum.
+during each backward, and the new gradient is added to it after a look: one copy of the gradients more, and one wait for the device
+a micro-batch. If a bad one is an error, what was accumulated is good, and it is enough to look at the sum.
 """
 
 from __future__ import annotations
@@ -10,72 +10,80 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.errors import NotFiniteError
 from lightning_accum.exact import moved
+from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import MicroBatch
-from lightning_accum.sync.base import GradientSlot
+from lightning_accum.sync import GradientSlot, GradientSync, slots_of
 from lightning_accum.undo import Snapshot, Undo
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.terms import Denominator
 
 
+class Guarded(Protocol):
+    """What is asked of a training."""
+
+    sync: GradientSync
+    snapshotter: Undo
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """Those that may get a gradient."""
+
+
 class Guard:
     """Looks at each micro-batch of a training, and leaves out those that are not finite, or reports them.
 
-    A micro-batch that is left out is as if it had never been there: its gradient is dropped, and what it changed in the module is
-    restored (see :class:`Undo`), random state included.
+    Leaving out a micro-batch drops its gradient, and restores what it changed in the module, random state included
+    (:class:`Undo`).
 
     Args:
+        training: that runs them.
         leaves_out: whether to leave them out, or to raise an error.
-        places: gives where the gradients of a window are accumulated, in the order of the parameters.
-        where: says in words which micro-batch it is.
-        snapshotter: keeps what a micro-batch changes in the module.
+        sums: where gradients are added up, if not in ``parameter.grad``.
+        where: says in words which loader batch is under way.
         inform: prints what was left out, after a warning about the first.
-        group: ranks that run parts of the same micro-batch, and so have to find the same.
-        looks_at_gradients: or at the loss alone, as where a GradScaler looks at the gradients.
         warn: takes the warning, on any rank.
+        group: ranks that run parts of the same micro-batch, and so have to find the same.
+        looks_at_gradients: or at the loss alone, if a GradScaler looks at the gradients.
     """
 
     def __init__(
         self,
+        training: Guarded,
         leaves_out: bool,
-        places: Callable[[], Sequence[GradientSlot]],
-        where: Callable[[MicroBatch], str],
-        snapshotter: Undo,
+        sums: MainGradients | None,
+        where: Callable[[], str],
         inform: Callable[[str], None],
+        warn: Callable[[str], None] = warn,
         group: dist.ProcessGroup | None = None,
         looks_at_gradients: bool = True,
-        warn: Callable[[str], None] = warn,
     ) -> None:
         self.leaves_out = leaves_out
-        self._find_places = places
-        self._where = where
-        self._micro_batch = MicroBatch(None)
-        self._snapshotter = snapshotter
-        self._inform, self._warn = inform, warn
-        self._group = group
-        self._looks_at_gradients = looks_at_gradients
-        self._places: Sequence[GradientSlot] | None = None
-        self._snapshot: Snapshot | None = None
-        self._has_warned = False
         self.has_left_out = False
         """The last micro-batch was left out."""
+        self._training, self._sums, self._where, self._inform, self._warn = training, sums, where, inform, warn
+        self._group, self._looks_at_gradients = group, looks_at_gradients
+        self._micro_batch = MicroBatch(None)
+        self._slots: Sequence[GradientSlot] | None = None
+        self._snapshot: Snapshot | None = None
+        self._has_warned = False
 
     def end_window(self) -> None:
         """Parameters may have come and gone when the next one begins."""
-        self._places = None
+        self._slots = None
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Its forward is next."""
+        """Keep what its forward and backward may change."""
         self._micro_batch, self.has_left_out = micro_batch, False
         if self.leaves_out:
-            self._snapshot = self._snapshotter.take(watches_parameters=False)
+            self._snapshot = self._training.snapshotter.take(watches_parameters=False)
 
     @contextmanager
     def watching(self, loss: Tensor, weight: Denominator | None) -> Iterator[None]:
@@ -84,41 +92,41 @@ class Guard:
         Raises:
             FloatingPointError: it is not finite, and such are not to be left out.
         """
-        if self._places is None:
-            self._places = self._find_places()
-        places = self._places
-        aside = [place.take() for place in places] if self.leaves_out else None
+        if self._slots is None:
+            self._slots = slots_of(self._training.sync, self._training.parameters_by_name(), self._sums)
+        slots, is_kept = self._slots, False
+        aside = [slot.take() for slot in slots] if self.leaves_out else []
         try:
             yield
-        except BaseException:
-            if aside is not None:
-                _restore(places, aside)
-            raise
-        fault = self._fault(loss, weight, places)
-        if aside is not None:
-            if fault is None:
-                _add(places, aside)
-            else:
-                _restore(places, aside)
+            fault = self._fault(loss, weight, slots)
+            is_kept = fault is None
+        finally:
+            for slot, gradient in zip(slots, aside, strict=False):
+                if is_kept:
+                    _add_to(slot, gradient)
+                else:
+                    slot.restore(gradient)
         if fault is not None:
             self._report(fault)
-            self.has_left_out = True
 
     def _report(self, fault: str) -> None:
+        place, number = self._micro_batch.position, self._micro_batch.number
+        where = self._where() + (f" (micro-batch {place} of {number})" if number > 1 else "")
         if not self.leaves_out:
             raise NotFiniteError(
-                f"{self._where(self._micro_batch)} is not finite: {fault}. No optimizer step was made with it."
+                f"{where} is not finite: {fault}. No optimizer step was made with it."
                 ' GradientAccumulation(on_nonfinite="skip") trains on without such micro-batches.'
             )
+        self.has_left_out = True
         if self._has_warned:
-            self._inform(f"{self._where(self._micro_batch)} is left out: {fault}.")
-            return
-        self._has_warned = True
-        found = f"{self._where(self._micro_batch)} is left out, as it is not finite: {fault}."
-        self._warn(f"{found} Others may follow; `window/skipped_micro_batches` counts them.")
+            self._inform(f"{where} is left out: {fault}.")
+        else:
+            self._has_warned = True
+            found = f"{where} is left out, as it is not finite: {fault}."
+            self._warn(f"{found} Others may follow; `window/skipped_micro_batches` counts them.")
 
     def end_micro_batch(self) -> bool:
-        """Its backward is done. Returns whether it was left out.
+        """Return whether the micro-batch was left out.
 
         Raises:
             RuntimeError: it changed something that cannot be restored.
@@ -128,10 +136,9 @@ class Guard:
             snapshot.restore()
         return self.has_left_out
 
-    def _fault(self, loss: Tensor, weight: Denominator | None, places: Sequence[GradientSlot]) -> str | None:
+    def _fault(self, loss: Tensor, weight: Denominator | None, slots: Sequence[GradientSlot]) -> str | None:
         """What is not finite, in words; None for nothing. Waits for the device, once."""
-        found = {place.name: place.get() for place in places} if self._looks_at_gradients else {}
-        names, largest = _largest_of({name: gradient for name, gradient in found.items() if gradient is not None})
+        names, largest = _largest_of(slots if self._looks_at_gradients else ())
         weights = [weight.detach().reshape(())] if isinstance(weight, Tensor) else []
         value, *numbers = torch.stack([moved(t, loss.device) for t in (loss.detach().reshape(()), *weights, *largest)]).tolist()
         is_bad_loss = not math.isfinite(value) and not (weights and numbers[0] == 0)
@@ -152,42 +159,25 @@ class Guard:
 
 
 @torch.no_grad()
-def _largest_of(gradients: dict[str, Tensor]) -> tuple[list[str], list[Tensor]]:
-    """The largest absolute value in each gradient: NaN or inf where there is one, and it cannot overflow as a sum could."""
-    dense: dict[str, Tensor] = {}
-    for name, gradient in gradients.items():
-        gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        values = gradient if gradient.layout == torch.strided else gradient._values()
-        if values.numel():
-            dense[name] = values
-    return list(dense), list(torch._foreach_norm(list(dense.values()), math.inf)) if dense else []
-
-
-def _restore(places: Sequence[GradientSlot], aside: Sequence[Tensor | None]) -> None:
-    for place, gradient in zip(places, aside, strict=True):
-        place.restore(gradient)
+def _largest_of(slots: Sequence[GradientSlot]) -> tuple[list[str], list[Tensor]]:
+    """The largest absolute value of each gradient: NaN or inf if it has one, and it cannot overflow as a sum could."""
+    values: dict[str, Tensor] = {}
+    for slot in slots:
+        if (gradient := slot.get()) is not None:
+            gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            found = gradient if gradient.layout == torch.strided else gradient._values()
+            if found.numel():
+                values[slot.name] = found
+    return list(values), list(torch._foreach_norm(list(values.values()), math.inf)) if values else []
 
 
 @torch.no_grad()
-def _add(places: Sequence[GradientSlot], aside: Sequence[Tensor | None]) -> None:
-    """Add what is there to what was put aside, as autograd would have done."""
-    sums: list[Tensor] = []
-    added: list[Tensor] = []
-    for place, before in zip(places, aside, strict=True):
-        if before is None:
-            continue
-        new = place.take()
-        if new is not None and _is_dense(before) and _is_dense(new) and before.dtype == new.dtype:
-            sums.append(before)
-            added.append(new)
-        elif new is not None and before.layout != torch.strided and new.layout == torch.strided:
+def _add_to(slot: GradientSlot, before: Tensor | None) -> None:
+    """Add what is in a slot to what was put aside, as autograd would have done."""
+    if before is not None:
+        new = slot.take()
+        if new is not None and before.layout != torch.strided and new.layout == torch.strided:
             before = new + before
         elif new is not None:
             before += new
-        place.put(before)
-    if sums:
-        torch._foreach_add_(sums, added)
-
-
-def _is_dense(gradient: Tensor) -> bool:
-    return gradient.layout == torch.strided and not isinstance(gradient, DTensor)
+        slot.put(before)

@@ -68,6 +68,11 @@ class Ranks:
             # from host to host: the answer is needed there, and asking for it on the device would wait for all that it has to do
             self._world, self._device = dist.new_group(backend="gloo", timeout=timeout), torch.device("cpu")
 
+    @property
+    def is_first(self) -> bool:
+        """Of those whose gradients are averaged, this is the first."""
+        return self.size == 1 or dist.get_rank(self.group) == 0
+
     def close(self) -> None:
         """Give back the group that was made for these, at the end of a fit."""
         if self._world is not None and dist.is_initialized():
@@ -75,6 +80,8 @@ class Ranks:
 
     def agree(self, status: RankStatus) -> RankStatus:
         """What any of the ranks has. Called on all of them."""
+        if self.world_size == 1:
+            return status
         values = torch.tensor([int(value) for value in astuple(status)], device=self._device)
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._world)
         is_alive, batch_from, has_more, lacks_batch, is_stopped, failed = values.tolist()
@@ -98,6 +105,8 @@ class Ranks:
 
     def share(self, batch: Any, source: int) -> Any:
         """The batch of rank ``source``. Called on all of them."""
+        if self.world_size == 1:
+            return batch
         batches = [batch if self.rank == source else None]
         dist.broadcast_object_list(batches, source, group=self._world, device=self._device)
         return batches[0]

@@ -196,11 +196,6 @@ class Session:
             self.guard.begin_micro_batch(micro_batch)
         return self.sync.blocked(micro_batch) if self._has_sync and not micro_batch.is_boundary else _NOTHING_AROUND
 
-    @property
-    def runs_in_nothing(self) -> bool:
-        """:meth:`begin_micro_batch` has nothing to do, and there are no other ranks to run for."""
-        return self.guard is None and not self._has_sync
-
     def add(self, step: Backward, loss: Tensor | None, micro_batch: MicroBatch) -> Weighed:
         """Add a micro-batch that has run forward to the window, with its backward. Returns what it brought in."""
         accumulation, weighed = self._accumulation, EMPTY

@@ -7,11 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_accum.boundary import Boundary, StepClock
-from lightning_accum.checkpointing.format import FORMAT, check_format, check_keys
-from lightning_accum.checkpointing.resume import PartialWindow, gather_loss, restore_loss
+from lightning_accum.checkpoint import FORMAT, PartialWindow, Training, check_format, check_keys, gather_loss, restore_loss
 from lightning_accum.parameter_changes import IN_OPTIMIZER_STEP, ParameterChanges
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
@@ -177,10 +176,23 @@ class Windows(ABC):
         self._done = (seen, 0)
         return partial
 
-    def partial_window(
-        self, size: int, named: Mapping[str, nn.Parameter], is_reduced: bool, is_kept: bool, scale: float
-    ) -> PartialWindow:
-        """The unfinished window, for a checkpoint. Called on all ranks."""
+    def partial_window(self, training: Training, size: int) -> PartialWindow | None:
+        """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks.
+
+        Args:
+            training: the checkpoint is taken of it.
+            size: loader batches in a window now.
+        """
+        if self.position == 0:
+            return None
+        if not self.is_between_loader_batches:
+            self._warn(
+                "The checkpoint is taken inside a window and inside a loader batch, a part of which is in the gradients: it does"
+                " not hold them, and going on from it the first step is made on the rest of the window."
+            )
+            return None
+        training.sync.reduce_for_checkpoint()
+        named, is_reduced = training.parameters_by_name(), self._is_reduced_inside(training)
         left_out = sum(loss.window.left_out for loss in self.losses)
         return PartialWindow(
             self.in_words(size),
@@ -188,18 +200,27 @@ class Windows(ABC):
             None if self.boundary.size == math.inf else self.boundary.size,
             self.boundary.tokens,
             self.ranks.size,
-            is_reduced,
-            [gather_loss(loss, named, self.ranks, is_reduced, is_kept) for loss in self.losses],
-            scale,
+            [gather_loss(loss, named, self.ranks, is_reduced) for loss in self.losses],
+            self._loss_scale_of(training),
             int(self.ranks.sum(left_out)) if self.policy.on_nonfinite == "skip" else 0,
         )
 
-    def restore(self, partial: PartialWindow, named: Mapping[str, nn.Parameter], rank: int, scale: float) -> None:
+    def restore(self, partial: PartialWindow, training: Training) -> None:
         """Go on with the weights and gradients of a window of :meth:`restart`, on as many ranks as then or on others.
 
         Raises:
             ValueError: a gradient has another shape than its parameter.
         """
+        named, scale = training.parameters_by_name(), self._loss_scale_of(training) / partial.scale
         for loss, kept in zip(self.losses, partial.losses, strict=True):
-            restore_loss(loss, kept, partial, named, self.ranks, rank, scale, self.warn_once)
-            loss.window.left_out = partial.left_out if rank == 0 else 0
+            restore_loss(loss, kept, named, self.ranks, scale, self.warn_once)
+            loss.window.left_out = partial.left_out if self.ranks.is_first else 0
+        training.sync.note_gradients()
+
+    def _is_reduced_inside(self, training: Training) -> bool:
+        """The gradients of an unfinished window are averaged over the ranks already."""
+        return training.sync.is_reduced_inside
+
+    def _loss_scale_of(self, training: Training) -> float:
+        """What the gradients of an unfinished window are multiplied by."""
+        return training.loss_scale()

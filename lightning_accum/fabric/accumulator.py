@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,28 +13,37 @@ from torch import Tensor, nn
 from lightning_accum import valid_policy
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import Tail
-from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
-from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
-from lightning_accum.fabric import setup
-from lightning_accum.fabric.misuse import UntouchedGradients, warn_of_factors, warn_of_hooks
+from lightning_accum.check import MOST_BATCHES
+from lightning_accum.errors import ArgumentError
+from lightning_accum.exclusions import why_refused
+from lightning_accum.fabric.loop import Loop
 from lightning_accum.fabric.passes import Passes
-from lightning_accum.fabric.running import Running
-from lightning_accum.fabric.training import Fabric, Training, checked_clip
+from lightning_accum.fabric.training import Fabric, Training
 from lightning_accum.fabric.words import Words
-from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
 from lightning_accum.session import Session
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Split
+from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.counts import Weight
-from lightning_accum.weighing.safeguards import warn_of_batch_norm
+from lightning_accum.weighing.safeguards import warn_of_batch_norm, warn_of_hooks
 from lightning_accum.whole.row_wise import row_wise_of
+
+_log = logging.getLogger("lightning.fabric.accumulation")
+
+_NOT_IN_A_LOOP = {
+    "auto": 'micro_batch="auto" runs a batch again where memory runs out, and cannot run your loop again. Give a number of samples'
+    " or Tokens(...); or train a LightningModule with GradientAccumulation.",
+    "offload": 'micro_batch="offload" is not for hand-written loops: run the forward and backward of each batch in'
+    " torch.autograd.graph.save_on_cpu(pin_memory=True), and leave micro_batch out.",
+}
 
 LossOf = Callable[[Any, Any], Tensor]
 """``loss_of(model, batch)``: the loss of a batch, as the loop computes it."""
 
 
-class Accumulator:
+class Accumulator(Loop):
     """Accumulates gradients over windows in a hand-written loop, so that each window takes the step of one batch.
 
     It yields the micro-batches of a loader, keeps the reduction over ranks back inside a window, knows the end of the data, and
@@ -107,10 +117,10 @@ class Accumulator:
         check: bool = True,
         log: bool = True,
     ) -> None:
-        setup.refuse_sizes(micro_batch)
-        self._words = words = Words("the loss function" if loss_of is None else "loss_of")
-        self._training = training = Training(fabric, model, optimizer, self._refuse_step)
-        with words.in_errors():
+        if isinstance(micro_batch, str) and micro_batch in _NOT_IN_A_LOOP:
+            raise ArgumentError(_NOT_IN_A_LOOP[micro_batch])
+        words = Words("the loss function" if loss_of is None else "loss_of")
+        with words:
             self.policy = policy = valid_policy.checked(
                 Policy(
                     1 if window is None else window,
@@ -126,180 +136,31 @@ class Accumulator:
                     **valid_policy.row_wise_fields(row_wise, micro_batch),
                 )
             )
-            setup.refuse(policy, training, words)
-            splits = setup.splitting(policy, training, loss_of is not None, lambda: self._passes.samples, words)
-            sums = setup.main_gradients(policy, training)
-            self._accumulation = accumulation = Accumulation(policy, training.ranks, words.rank_zero_warn, splits, sums)
+            training = Training(fabric, model, optimizer, self._refuse_step)
+            if (reason := why_refused(training.asked(policy))) is not None:
+                raise ArgumentError(words(reason))
+            loss = None if loss_of is None else training.loss_without_wrapper(loss_of)
+            passes = Passes(training, policy, loss, words)
+            sums = training.main_gradients(accumulate_dtype)
+            training.make_sync(policy.finishes_after_backward, sums, loss)
+            accumulation = Accumulation(policy, training.ranks, words.rank_zero_warn, passes.splitting(), sums)
             accumulation.row_wise = row_wise_of(policy, training.module, training.ranks, training.is_sharded)
-        loss = None if loss_of is None else setup.loss_without_wrapper(loss_of, training)
-        training.sync = training.make_sync(policy.finishes_after_backward, sums, loss)
-        guard = setup.guard(training, accumulation, words)
-        training.session = self._session = Session(
-            training, training.module, accumulation, training.sync, training.snapshotter, guard, accumulation.row_wise
-        )
-        is_window_long = policy.may_be_longer_than_one(1)
-        is_split = policy.micro_batch is not None  # not row-wise, where the loss sees the loader's batch
-        if is_window_long or is_split or training.ranks.size > 1:
-            if policy.check:
-                setup.begin_check(accumulation, has_loss=loss is not None)
-            warn_of_hooks(training.module, is_checked=accumulation.checks_left > 0)
-        warn_of_batch_norm(training.module, is_split, is_window_long, words.rank_zero_warn)
-        self._passes = Passes(training, accumulation, loss, words, is_window_long, self.discard)
-        training.announce = self._passes.announce
-        self._running = Running(training, accumulation.row_wise)
-        are_in_grad = sums is None and not training.sync.is_waited_for_in_forward
-        self._untouched = UntouchedGradients(training.trained if are_in_grad else lambda: ())
-        self._pass: Generator[Any, None, None] | None = None
-        self._may_be_divided = True
-        self.gradient_norm: Tensor | None = None
-
-    # --- the loop ---------------------------------------------------------------------------------------------------
-
-    def __call__(self, loader: Iterable[Any], *, skip: int = 0, is_last: bool = False) -> Iterator[Any]:
-        """Pass over the data once: yields its micro-batches. On all ranks; they end together, the longest loader decides.
-
-        A rank that runs out of data before others gets its last batch again, and what that adds is nothing.
-
-        Args:
-            loader: yields loader batches.
-            skip: loader batches that are drawn and passed over: those that a checkpoint was taken after, ``loader_batches``.
-            is_last: with ``tail="carry"``, this pass is the last one: its unfinished window is stepped.
-
-        Raises:
-            RuntimeError: the loop did not call ``backward``, or not ``step`` where a window ended.
-        """
-        if self._pass is not None:
-            self._pass.close()
-        self._running.refuse_if_step_is_missing()
-        self._running.refuse_after_failure()
-        if not self._accumulation.is_between_loader_batches:
-            raise UsageError(
-                "The last pass was broken off inside of a loader batch, a part of which is in the window. Call"
-                " accumulator.discard() to begin a new window; or break off where accumulator.loader_batches has grown."
-            )
-        self._pass = self._run(loader, skip, is_last)
-        return self._pass
-
-    def _run(self, loader: Iterable[Any], skip: int, is_last: bool) -> Generator[Any, None, None]:
-        running = self._running
-        try:
-            with self._words.in_errors():
-                for micro_batch, ends_window in self._passes.micro_batches(loader, skip, is_last):
-                    running.begin(micro_batch, ends_window)
-                    yield micro_batch.batch
-                    running.end()
-        finally:
-            running.leave()
-            if running.is_first_without_backward:
-                self._passes.leave_loader_batch()
-            self._end_loader_batch()
-            running.forget()
-
-    def _end_loader_batch(self) -> None:
-        """Count the loader batch, if its last micro-batch has run its backward: it may be counted again."""
-        if self._running.has_ended_loader_batch:
-            self._passes.end_loader_batch()
-
-    def backward(self, loss: Tensor | None) -> None:
-        """The backward of a micro-batch: in place of ``loss.backward()`` or ``fabric.backward(loss)``, once in each.
-
-        Args:
-            loss: its loss, undivided; None where it has none: it weighs nothing.
-
-        Raises:
-            RuntimeError: it is called outside of the loop, or again; or what a window had accumulated was changed by others.
-        """
-        micro_batch = self._running.begin_backward()
-        self._untouched.refuse_changes()
-        if loss is None:
-            self._training.sync.forward_without_batch()
-        elif not isinstance(loss, Tensor):
-            raise WrongTypeError(f"backward takes the loss of a micro-batch, a tensor, or None; found {type(loss).__name__}")
-        elif self._may_be_divided:
-            self._may_be_divided = False
-            warn_of_factors(loss, self._accumulation.boundary.size)
-        try:
-            weighed = self._session.add(self._training, loss, micro_batch)
-            if self._session.guard is not None:
-                self._session.end_micro_batch(weighed)
-        except BaseException as error:
-            self._running.fail()
-            self._words.correct(error)
-            raise
-        self._running.end_backward()
-        self._untouched.keep()
-
-    def step(self, clip_norm: float | None = None, clip_value: float | None = None) -> bool:
-        """Where a window ends: normalise its gradients, clip them, step the optimizer, and clear them. Elsewhere do nothing.
-
-        Called after every ``backward``, on all ranks. Learning-rate schedulers are stepped where it returns True.
-
-        Args:
-            clip_norm: the norm to clip to; ``math.inf`` measures it.
-            clip_value: the value to clip to.
-
-        Returns:
-            Whether the optimizer has stepped. Not where the window goes on; nor where it had no weight at all, or a GradScaler has
-            found that the gradients are not finite.
-
-        Raises:
-            RuntimeError: it is called outside of the loop, before ``backward``, or again.
-            ValueError: the losses of the window cannot be added up, for a reason that is named.
-        """
-        is_clipped = clip_norm is not None or clip_value is not None
-        if is_clipped:
-            checked_clip(clip_norm, clip_value)
-        micro_batch = self._running.take_step()
-        if not (self._running.ends_window or self._session.ends_by_tokens):
-            return False  # the next backward looks
-        self._untouched.refuse_changes()
-        try:
-            has_ended = self._end_window(micro_batch)
-        except BaseException as error:
-            self._words.correct(error)
-            raise
-        if not has_ended:
-            return False
-        has_stepped, self.gradient_norm = False, None
-        if not self._accumulation.is_closed_empty:
-            if is_clipped:
-                self.gradient_norm = self._training.clip(clip_norm, clip_value)
-            has_stepped = self._training.step()
-        self._accumulation.after_optimizer_step(has_stepped)
-        self._training.zero_grad()
-        self._untouched.keep_cleared()
-        return has_stepped
-
-    def _end_window(self, micro_batch: MicroBatch) -> bool:
-        """End the window, if it ends with this micro-batch. Returns whether it did."""
-        session, seen = self._session, self._training.seen
-        if self._running.ends_window:
-            if micro_batch.is_boundary:
-                session.close_window(seen)
-                session.look_at_doubted()
-            else:
-                session.finish_window(seen)
-            return True
-        may_end = session.ends_by_tokens and (micro_batch.ends_loader_batch or session.counts_tokens_of_parts)
-        if may_end and micro_batch.ends_loader_batch:
-            self._accumulation.end_loader_batch(seen)
-        if may_end and self._accumulation.is_full():
-            session.finish_window(seen, not micro_batch.ends_loader_batch)
-            return True
-        return False
-
-    def discard(self) -> None:
-        """Drop what the unfinished window has accumulated. On all ranks."""
-        self._accumulation.discard(self._training.seen)
-        self._training.sync.drop_accumulated()
-        self._training.zero_grad()
-        self._untouched.forget()
-        self._running.forget_failure()
-
-    @property
-    def is_shadow_batch(self) -> bool:
-        """This rank has run out of data, or has fewer micro-batches than others: what is yielded runs again, for nothing."""
-        return self._running.micro_batch is not None and self._running.micro_batch.is_shadow_batch
+        sync, undo, guard = training.sync, training.snapshotter, None
+        if on_nonfinite != "propagate":
+            looks = training.scaler is None  # which looks at gradients by itself
+            where = lambda: f"Loader batch {passes.seen} of rank {training.ranks.rank}, counted from 1,"  # noqa: E731
+            guard = Guard(training, on_nonfinite == "skip", sums, where, _log.info, words.warn, looks_at_gradients=looks)
+        session = Session(passes, training.module, accumulation, sync, undo, guard, accumulation.row_wise)
+        passes.begin(accumulation, session)
+        is_long, is_split = policy.may_be_longer_than_one(1), policy.micro_batch is not None  # row-wise it is not
+        if is_long or is_split or training.ranks.size > 1:
+            if policy.check and weight != "equal" and loss is not None:
+                accumulation.checks_left = MOST_BATCHES
+            elif policy.check:
+                accumulation.verdict = Verdict(None, seen="pass loss_of=" if loss is None else "a mean of means was asked for")
+            warn_of_hooks(training.module, words.rank_zero_warn, is_checked=accumulation.checks_left > 0)
+        warn_of_batch_norm(training.module, is_split, is_long, words.rank_zero_warn)
+        super().__init__(training, accumulation, session, passes, words)
 
     # --- what a window was ------------------------------------------------------------------------------------------
 
@@ -338,7 +199,7 @@ class Accumulator:
     @property
     def loader_batches(self) -> int:
         """Loader batches of the pass under way that are done; 0 between passes."""
-        return self._passes.number if self._running.has_ended_loader_batch else self._passes.loader_batches
+        return self._passes.number if self._has_ended_loader_batch else self._passes.loader_batches
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -348,15 +209,13 @@ class Accumulator:
         Raises:
             RuntimeError: a window has ended, and ``step`` was not called yet.
         """
-        self._running.refuse_if_step_is_missing()
-        self._running.refuse_after_failure()
-        self._untouched.refuse_changes()
+        self._refuse_unfinished()
+        self._gradients.refuse_changes()
         self._end_loader_batch()
-        accumulation, size, warn = self._accumulation, self._passes.window_size, self._words.rank_zero_warn
-        own = accumulation.state_dict()
-        partial_window = unfinished_window(self._training, accumulation, size, warn, lambda words: None)
-        if partial_window is not None:
-            own["window"] = partial_window.state_dict()
+        own = self._accumulation.state_dict()
+        window = self._accumulation.partial_window(self._training, self._passes.window_size)
+        if window is not None:
+            own["window"] = window.state_dict()
         return {"passes": self.passes, "loader_batches": self.loader_batches, "accumulation": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -370,30 +229,22 @@ class Accumulator:
         """
         if self._pass is not None:
             self._pass.close()
-        missing = {"passes", "loader_batches", "accumulation"} - set(state_dict)
-        if missing:
+        if missing := {"passes", "loader_batches", "accumulation"} - set(state_dict):
             raise ArgumentError(f"This is no state of an Accumulator: it lacks {', '.join(sorted(missing))}")
-        accumulation = self._accumulation
-        self._running = Running(self._training, accumulation.row_wise)
-        self._untouched.forget()
+        accumulation, seen = self._accumulation, self._passes.seen
+        self._is_backward_done = self._has_failed = False
+        self._gradients.forget()
         self._passes.go_on(state_dict["passes"], state_dict["loader_batches"])
-        with self._words.in_errors():
+        with self._words:
             accumulation.resume(state_dict["accumulation"])
-            partial_window = accumulation.restart(self._training.seen, 0, 0, 0, self._passes.window_size)
+            window = accumulation.restart(seen, 0, 0, 0, self._passes.window_size)
             self._training.zero_grad()
-            if partial_window is not None and not all(loss.gradients for loss in partial_window.losses):
+            if window is not None and not all(loss.gradients for loss in window.losses):
                 raise ArgumentError(
                     "This state is of a rank that keeps no gradients of the unfinished window. Load that of rank 0, on all ranks."
                 )
-            if partial_window is not None:
-                go_on_with(partial_window, self._training, accumulation)
-                accumulation.end_loader_batch(self._training.seen)
-                self._untouched.keep()
+            if window is not None:
+                accumulation.restore(window, self._training)
+                accumulation.end_loader_batch(seen)
+                self._gradients.keep()
         accumulation.resumed_state = {}
-
-    def _refuse_step(self) -> None:
-        if self._running.micro_batch is not None:
-            raise UsageError(
-                "The loop steps its optimizer by itself, inside of a window of the Accumulator. Leave optimizer.step() out:"
-                " accumulator.step() steps it where a window ends."
-            )

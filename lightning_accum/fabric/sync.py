@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.sync import DDPSync, FSDP2Sync
-from lightning_accum.undo import Snapshot, Undo
 
 
 class LoopDDPSync(DDPSync):
@@ -35,32 +32,6 @@ class LoopDDPSync(DDPSync):
     def end_window(self) -> None:
         super().end_window()
         self._settle()
-
-
-class ShardedModel:
-    """What the reduction of sharded modules asks for."""
-
-    def __init__(self, snapshotter: Undo, loss_of: Callable[[Any], Tensor] | None) -> None:
-        self._snapshotter = snapshotter
-        self._loss_of = loss_of
-
-    def run_in_engine(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step as it is."""
-        return step(*args, **kwargs)
-
-    def loss_again(self, batch: Any, is_on_device: bool) -> Tensor:
-        """The loss of a batch that had one before."""
-        if self._loss_of is None:
-            raise UsageError(
-                f"Rank {dist.get_rank()} has a micro-batch that ran no forward, and the others wait for it in theirs, since the"
-                " model is sharded. Call the model in every micro-batch, also where accumulator.backward(None) follows; or pass"
-                " Accumulator(loss_of=...), by which an earlier batch takes its place."
-            )
-        return self._loss_of(batch)
-
-    def snapshot(self) -> Snapshot:
-        """What puts back what a step changes."""
-        return self._snapshotter.take(watches_parameters=False)
 
 
 class LoopFSDP2Sync(FSDP2Sync):

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_accum.ended_window import EndedWindow
-from lightning_accum.user_warnings import listed
 
 # --- what nobody listens to -------------------------------------------------------------------------------------------
 
@@ -177,17 +176,6 @@ def _logging(trainer: pl.Trainer) -> Iterator[None]:
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
 _GRADIENT: Any = Tensor.grad
 """Its getter and its setter are of this."""
-
-
-def warn_of_hooks_of_parameters(module: pl.LightningModule, warn: Callable[[str], None]) -> None:
-    """Name parameters with hooks that run after every micro-batch. Those of tensors are found by the checks, which run them."""
-    hooked = [name for name, parameter in module.named_parameters() if getattr(parameter, "_post_accumulate_grad_hooks", None)]
-    if hooked:
-        warn(
-            f"{listed(hooked)}: register_post_accumulate_grad_hook runs a function after every micro-batch, on what the window has"
-            " accumulated so far, before that is normalised. What it changes, or an optimizer that it steps, is not what it would"
-            " be in the full batch. Do it in on_before_optimizer_step, which sees the full batch's gradients, once a window."
-        )
 
 
 def gradient_reads(trainer: pl.Trainer, warn: Callable[[str], None]) -> TorchFunctionMode | None:

@@ -102,15 +102,13 @@ class WindowOptimization(_AutomaticOptimization):
     def _difference_by_padding(self, kwargs: OrderedDict[str, Any], padded: Any, *trimmed: Any) -> Verdict:
         trainer, accumulation = self.trainer, self.strategy.accumulation
         assert accumulation is not None
-        assert accumulation.splitting is not None
-        weigh = accumulation.policy.weight
         return difference_by_padding(
             padded,
             *trimmed,
             module=trainer.lightning_module,
             snapshotter=self.strategy.snapshotter,
             training_step=unlogged_step(trainer, kwargs),
-            weigh=weigh if callable(weigh) else None if weigh != "equal" else lambda batch: 1.0,
+            weight=accumulation.policy.weight,
         )
 
     # --- a window that is counted before it runs -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ on with that: clipping, ``step``, ``zero_grad``, in its order. Before the bounda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_accum.checkpointing.resume import PartialWindow
+from lightning_accum.checkpoint import PartialWindow, Training
 from lightning_accum.errors import UsageError
 from lightning_accum.main_gradients import GradientSums, as_number
 from lightning_accum.manual.same_place import SamePlace
@@ -308,16 +308,18 @@ class ManualWindows(Windows):
         return partial
 
     @override
-    def partial_window(
-        self, size: int, named: Mapping[str, nn.Parameter], is_reduced: bool, is_kept: bool, scale: float
-    ) -> PartialWindow:
+    def partial_window(self, training: Training, size: int) -> PartialWindow | None:
         for index in range(int(self.ranks.largest(len(self.calls))[0])):  # those of all ranks
             self._call(index)
-        return super().partial_window(size, named, self._reduces_by_itself, is_kept, 1.0)  # the sums are without a loss scale
+        return super().partial_window(training, size)
 
     @override
-    def restore(self, partial: PartialWindow, named: Mapping[str, nn.Parameter], rank: int, scale: float) -> None:
-        super().restore(partial, named, rank, 1.0)
+    def _is_reduced_inside(self, training: Training) -> bool:
+        return self._reduces_by_itself
+
+    @override
+    def _loss_scale_of(self, training: Training) -> float:
+        return 1.0  # the sums are without it
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ def difference_by_padding(
     module: nn.Module,
     snapshotter: Undo,
     training_step: Callable[[Any], Any],
-    weigh: Callable[[Any], Any] | None,
+    weight: Any,
 ) -> Verdict:
     """Compare the weight and the gradient of the same rows with and without padding, as the check compares rows and their parts.
 
@@ -44,6 +44,7 @@ def difference_by_padding(
     if held := snapshotter.iterators():
         return Inconclusive(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
     alone = _Alone(module, training_step)
+    weigh = weight if callable(weight) else None if weight != "equal" else lambda batch: 1.0
     take_snapshot = partial(snapshotter.take, watches_parameters=False)
     trial = Trial(module, alone.run, take_snapshot, GradientSync(), largest=float)
     for dtype in dict.fromkeys((exact_dtype(trial.device), torch.float32)):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
 from lightning_accum.arguments import MisconfiguredError
-from lightning_accum.checkpointing.resume import PartialWindow
+from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
 from lightning_accum.sync import FSDP1Sync, SyncPolicy, forward_replaced

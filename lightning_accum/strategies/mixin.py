@@ -19,30 +19,28 @@ from lightning_accum import families, seams
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import MisconfiguredError, misconfigured, refuse
 from lightning_accum.asked import Asked
-from lightning_accum.at_exit import wait_for_gloo_threads
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.check import MOST_BATCHES
-from lightning_accum.checkpointing.resume import PartialWindow
-from lightning_accum.checkpointing.unfinished import go_on_with, unfinished_window
+from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.engine import Engine
-from lightning_accum.loops.hooks import callbacks_of, gradient_reads, warn_of_hooks_of_parameters
+from lightning_accum.loops.hooks import callbacks_of, gradient_reads
 from lightning_accum.loops.installation import handle_sigterm_before_training, installed
 from lightning_accum.loops.launch import naming_launcher
 from lightning_accum.loops.specialised import own_attributes
 from lightning_accum.loops.trainer_state import loader_batches_into_window, loader_batches_seen, trainer_of
 from lightning_accum.loops.watch import Watch
-from lightning_accum.main_gradients import MainGradients
+from lightning_accum.main_gradients import MainGradients, main_gradients
 from lightning_accum.manual.optimization import begin_manual
+from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.session import Session
 from lightning_accum.splitting.attempts import RetriedSplitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Splitting
-from lightning_accum.strategies.preparation import guard, main_gradients
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict
-from lightning_accum.weighing.safeguards import warn_of_batch_norm
+from lightning_accum.weighing.safeguards import warn_of_batch_norm, warn_of_hooks
 from lightning_accum.whole.attempts import StepAttempts
 from lightning_accum.whole.offload import Offload
 from lightning_accum.whole.row_wise import row_wise_of
@@ -139,8 +137,6 @@ class AccumulationMixin(Engine):
         self.ranks = self._ranks()
         if self._fit is not None and self.ranks.world_size > 1:
             handle_sigterm_before_training(self.trainer())
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            wait_for_gloo_threads()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -174,7 +170,7 @@ class AccumulationMixin(Engine):
         warn_of_batch_norm(module, is_split, is_long, rank_zero_warn)
         is_one_backward = not (is_split or is_long or self.ranks.size > 1)
         if not is_one_backward or self.row_wise is not None:
-            warn_of_hooks_of_parameters(module, rank_zero_warn)
+            warn_of_hooks(module, rank_zero_warn)
         self.gradient_reads = None if is_one_backward else gradient_reads(trainer, rank_zero_warn)
         sums = None if self.policy.accumulate_dtype is None else self._main_gradients(self.policy.accumulate_dtype)
         self.snapshotter = Undo(module, self.root_device)
@@ -191,8 +187,7 @@ class AccumulationMixin(Engine):
         self.listener = callback
         self.has_varying_windows = callback is not None and self.policy.has_varying_windows
         self.sync = self._make_sync()
-        looks = None if self.policy.on_nonfinite == "propagate" else guard(self, self.accumulation)
-        self.session = Session(self, module, self.accumulation, self.sync, self.snapshotter, looks, self.row_wise)
+        self.session = Session(self, module, self.accumulation, self.sync, self.snapshotter, self._guard(sums), self.row_wise)
         self.watch.attend(self.optimizers[0], self.accumulation)
         self.watch.may_skip_steps = self._may_skip_steps
         self._fit.callback(self.watch.forget_optimizer)
@@ -201,7 +196,25 @@ class AccumulationMixin(Engine):
 
     def _main_gradients(self, dtype: torch.dtype) -> MainGradients | None:
         """Where gradients are added up; None where that is done in ``dtype`` without."""
-        return main_gradients(dtype, self.parameters)
+        if (sums := main_gradients(dtype, self.parameters)) is None:
+            rank_zero_info(
+                f"GradientAccumulation(accumulate_dtype={dtype}): no parameter has a narrower type, so it changes nothing."
+            )
+        return sums
+
+    def _guard(self, sums: MainGradients | None) -> Guard | None:
+        """What looks whether micro-batches are finite."""
+        if self.policy.on_nonfinite == "propagate":
+            return None
+
+        def where() -> str:
+            trainer = self.trainer()
+            batch = trainer.fit_loop.epoch_loop.batch_idx
+            return f"Batch {batch} of epoch {trainer.current_epoch} on rank {self.global_rank}"
+
+        is_scaled = getattr(self.precision_plugin, "scaler", None) is not None  # which looks at gradients by itself
+        group, leaves_out = self.ranks_of_micro_batch(), self.policy.on_nonfinite == "skip"
+        return Guard(self, leaves_out, sums, where, _log.info, group=group, looks_at_gradients=not is_scaled)
 
     def _asked(self, trainer: pl.Trainer) -> Asked:
         """What this training is asked for."""
@@ -301,7 +314,7 @@ class AccumulationMixin(Engine):
         steps = trainer.global_step if self.manual is None else 0  # which counts those of all optimizers
         partial = windows.restart(seen, into_window, steps, seen - into_window, trainer.accumulate_grad_batches)
         if partial is not None:
-            go_on_with(partial, self, windows)
+            windows.restore(partial, self)
             windows.end_loader_batch(seen)
         windows.resumed_state = {}
         if self.listener is not None:
@@ -318,7 +331,7 @@ class AccumulationMixin(Engine):
         """The unfinished window, for a checkpoint; None at a boundary. Called on all ranks."""
         if self.windows is None:
             return None
-        return unfinished_window(self, self.windows, self.trainer().accumulate_grad_batches, rank_zero_warn, rank_zero_info)
+        return self.windows.partial_window(self, self.trainer().accumulate_grad_batches)
 
 
 def _callback_of(trainer: pl.Trainer) -> GradientAccumulation | None:

@@ -74,10 +74,6 @@ class ModelParallelAccumulationStrategy(ShardedMixin, NamedMeshStrategy):
         return mesh.get_group() if mesh.size() > 1 else None
 
     @override
-    def rank_in_group(self) -> int:
-        return self.gradient_mesh["data_parallel"].get_local_rank()
-
-    @override
     def clip_by_norm(self, parameters: Iterable[Tensor], largest: float) -> Tensor:
         return clip_sharded_by_norm(parameters, largest)
 

@@ -127,3 +127,24 @@ def freeze_batch_norm(module: nn.Module) -> None:
                 device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
                 layer.running_mean = torch.zeros(layer.num_features, device=device)
                 layer.running_var = torch.ones_like(layer.running_mean)
+
+
+def warn_of_hooks(module: nn.Module, warn: Callable[[str], None], is_checked: bool = True) -> None:
+    """Name parameters whose hooks see gradients that are not those of a window.
+
+    Args:
+        module: that is trained.
+        warn: takes the warning.
+        is_checked: the check runs hooks of tensors (``register_hook``), and finds those that matter.
+    """
+    hooked = [
+        name
+        for name, parameter in module.named_parameters()
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) or (parameter._backward_hooks and not is_checked)
+    ]
+    if hooked:
+        warn(
+            f"{listed(hooked)}: a hook of this parameter runs in every micro-batch, on gradients that are not yet those of the"
+            " window. What it changes, or an optimizer that it steps, is not what it would be in the full batch. Do it in"
+            " on_before_optimizer_step, which sees the full batch's gradients, once a window."
+        )

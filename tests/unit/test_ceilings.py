@@ -23,13 +23,13 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 17_700,
-    "lines of the package": 26_700,
-    "files of the package": 177,
+    "lines of code": 17_091,
+    "lines of the package": 25_858,
+    "files of the package": 162,
     "width of the package": 152,
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 43,
-    "assignments to an attribute of another object": 305,
+    "assignments to an attribute of another object": 292,
     "lines of tests": 29_600,
     "lines of tests in files that import private modules": 740,
 }

@@ -1,0 +1,218 @@
+"""An unfinished window in a checkpoint: its gradients, by name, and what had been weighed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_accum.errors import ArgumentError
+from lightning_accum.main_gradients import GradientSums
+from lightning_accum.ranks import Ranks
+from lightning_accum.sync import GradientSync
+from lightning_accum.window_loss import WindowLoss
+
+FORMAT = 7
+"""Of the state of ``GradientAccumulation``. One more whenever a key is added, left out or means something else."""
+
+_MEND = (
+    "Resume with the version of lightning_accum that wrote it; or delete checkpoint['callbacks']['GradientAccumulation'] from the"
+    " file: parameters, optimizers and schedulers then go on, and the gradients of an unfinished window are lost."
+)
+
+
+class Training(Protocol):
+    """What a checkpoint asks of the training that it is taken of."""
+
+    sync: GradientSync
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """All that may get a gradient, by names that are the same in another run."""
+
+    def loss_scale(self) -> float:
+        """What a GradScaler multiplies losses by."""
+
+
+def check_format(state: Mapping[str, Any]) -> None:
+    """Refuse a state that another version of the package has written.
+
+    Raises:
+        ValueError: it has another format.
+    """
+    if state.get("format") != FORMAT:
+        raise ArgumentError(
+            f"The checkpoint holds a state of GradientAccumulation in format {state.get('format', 0)}, and this version of"
+            f" lightning_accum reads format {FORMAT}. {_MEND}"
+        )
+
+
+def check_keys(state: Mapping[str, Any], needed: Iterable[str], optional: Iterable[str], what: str) -> None:
+    """Refuse a state that lacks a key, or has one that nobody would read.
+
+    Raises:
+        ValueError: it has other keys.
+    """
+    missing = sorted(set(needed) - state.keys())
+    unknown = sorted(state.keys() - set(needed) - set(optional))
+    if missing or unknown:
+        lacks = f"lacks {', '.join(missing)}" if missing else ""
+        has = f"has {', '.join(unknown)}, which this version does not know" if unknown else ""
+        raise ArgumentError(f"The state of {what} in the checkpoint {' and '.join(filter(None, (lacks, has)))}. {_MEND}")
+
+
+@dataclass
+class PartialLoss:
+    """One loss of an unfinished window.
+
+    Attributes:
+        weight_scale: what the weights, and so the gradients, were divided by.
+        weighed: what :meth:`Window.weighed` says of the micro-batches of all ranks.
+        gradients: their sum over the ranks, on the host, by the name of the parameter; empty on ranks that do not keep them.
+        term_totals: what each term of the loss is divided by in all of the window, if that was counted ahead.
+        loader_batches_left: of that window.
+    """
+
+    weight_scale: float | None
+    weighed: list[list[Any]]
+    gradients: dict[str, Tensor]
+    term_totals: list[float] | None = None
+    loader_batches_left: int = 0
+
+
+@dataclass
+class PartialWindow:
+    """A window that a checkpoint was taken inside of.
+
+    Attributes:
+        policy: what ends it, in words. With another policy it cannot go on.
+        position: loader batches that it had.
+        size: loader batches that it would have; None if tokens end it.
+        tokens: what it has to reach, if tokens end it.
+        ranks: those whose gradients are averaged.
+        losses: in the order of their backward calls.
+        scale: by which a GradScaler had multiplied the losses.
+        left_out: micro-batches that were not finite, over all ranks.
+    """
+
+    policy: str
+    position: int
+    size: float | None
+    tokens: int | None
+    ranks: int
+    losses: list[PartialLoss]
+    scale: float = 1.0
+    left_out: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors and numbers."""
+        return {**vars(self), "losses": [dict(vars(loss)) for loss in self.losses]}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> PartialWindow:
+        """The window of a :meth:`state_dict`.
+
+        Raises:
+            ValueError: it lacks a field, or has one that is not known.
+        """
+        check_keys(state, [field.name for field in fields(cls)], (), "an unfinished window")
+        for loss in state["losses"]:
+            check_keys(loss, [field.name for field in fields(PartialLoss)], (), "a loss of an unfinished window")
+        return cls(**{**state, "losses": [PartialLoss(**loss) for loss in state["losses"]]})
+
+
+def gather_loss(loss: WindowLoss, named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool) -> PartialLoss:
+    """What all ranks have of a loss. Called on all of them."""
+    of_all: list[Any] = [loss.window.weighed()]
+    if ranks.size > 1:
+        of_all *= ranks.size
+        dist.all_gather_object(of_all, of_all[0], group=ranks.group)
+    weighed = [micro_batch for of_rank in of_all for micro_batch in of_rank]
+    gradients, terms = _summed_gradients(named, ranks, is_reduced, loss.sums), loss.window.counted
+    if terms is None:
+        return PartialLoss(loss.window.weight_scale, weighed, gradients)
+    return PartialLoss(loss.window.weight_scale, weighed, gradients, terms.totals, terms.loader_batches_left)
+
+
+def _summed_gradients(
+    named: Mapping[str, nn.Parameter], ranks: Ranks, is_reduced: bool, sums: GradientSums | None
+) -> dict[str, Tensor]:
+    """The gradients, summed over the ranks, on the host of the first rank."""
+    gradients = {name: parameter.grad if sums is None else sums.of(parameter) for name, parameter in named.items()}
+    has_gradient = [gradient is not None for gradient in gradients.values()]
+    if not is_reduced and ranks.size > 1:
+        on_any = torch.tensor(has_gradient, dtype=torch.uint8, device=ranks.device)
+        dist.all_reduce(on_any, dist.ReduceOp.MAX, group=ranks.group)
+        has_gradient = on_any.tolist()
+    found = {}
+    for (name, gradient), is_on_a_rank in zip(gradients.items(), has_gradient, strict=True):
+        if not is_on_a_rank:
+            continue
+        if gradient is None:
+            own = torch.zeros_like(named[name], dtype=None if sums is None else sums.dtype_of(named[name]))
+        elif isinstance(gradient, DTensor):
+            own = gradient.full_tensor()
+        else:
+            own = gradient.detach()
+        if is_reduced:
+            own = own * ranks.size
+        elif ranks.size > 1:
+            own = own.clone().contiguous()
+            dist.all_reduce(own, group=ranks.group)
+        if ranks.rank == 0:
+            found[name] = own.to("cpu", copy=True)
+    return found
+
+
+def restore_loss(
+    loss: WindowLoss,
+    kept: PartialLoss,
+    named: Mapping[str, nn.Parameter],
+    ranks: Ranks,
+    scale: float,
+    warn: Callable[[str], None],
+) -> None:
+    """Give a loss and the parameters what a checkpoint holds.
+
+    The first rank has all weights, and each rank its part of the gradients, whose mean over the ranks ends the window.
+
+    Args:
+        loss: takes the weights.
+        kept: of it, in the checkpoint.
+        named: the parameters.
+        ranks: as many as then, or others.
+        scale: of the losses now, by that of the checkpoint.
+        warn: takes a warning.
+
+    Raises:
+        ValueError: a gradient has another shape than its parameter.
+    """
+    window, sums = loss.window, loss.sums
+    window.restore(kept.weight_scale, kept.weighed if ranks.is_first else [])
+    if kept.term_totals is not None and window.counted is not None:
+        window.counted.restore(kept.term_totals)
+        window.counted.loader_batches_left = kept.loader_batches_left
+    if left := kept.gradients.keys() - named.keys():
+        warn(f"The checkpoint has partial gradients of parameters that are not in the module: {', '.join(sorted(left)[:3])}.")
+    for name, parameter in named.items():
+        gradient = kept.gradients.get(name)
+        if gradient is None or not parameter.requires_grad:  # frozen since then
+            continue
+        if gradient.shape != parameter.shape:
+            raise ArgumentError(
+                f"The checkpoint's unfinished window has a gradient of shape {tuple(gradient.shape)} for the parameter {name},"
+                f" which is of shape {tuple(parameter.shape)}. Resume with the module that was trained; or with another window,"
+                " so that a new one begins."
+            )
+        dtype = parameter.dtype if sums is None else sums.dtype_of(parameter)
+        gradient = (gradient * (scale / ranks.size)).to(parameter.device, dtype)
+        if isinstance(parameter, DTensor):
+            gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        if sums is None:
+            parameter.grad = gradient
+        else:
+            sums.put(parameter, gradient)

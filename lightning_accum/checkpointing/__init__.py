@@ -1,1 +1,0 @@
-"""Checkpoints: of unfinished windows, and written whole."""

@@ -1,0 +1,292 @@
+"""The calls of a hand-written loop: in each micro-batch one backward and one step, in this order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_accum.accumulation import Accumulation
+from lightning_accum.errors import ArgumentError, UsageError, WrongTypeError
+from lightning_accum.fabric.passes import Passes
+from lightning_accum.fabric.training import Training
+from lightning_accum.fabric.words import Words, warn_of_factors
+from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.session import Session
+from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.weighing.counts import count_samples
+
+
+class Loop:
+    """Begins and ends the micro-batches of a loop, and refuses calls that are missing or out of order."""
+
+    _micro_batch: MicroBatch | None = None
+    """The one that was yielded last; None outside of the loop."""
+
+    def __init__(self, training: Training, accumulation: Accumulation, session: Session, passes: Passes, words: Words) -> None:
+        self._training, self._accumulation, self._session = training, accumulation, session
+        self._passes, self._words = passes, words
+        are_in_grad = accumulation.sums is None and not training.sync.is_waited_for_in_forward
+        self._gradients = UntouchedGradients(training.trained if are_in_grad else lambda: ())
+        self._pass: Generator[Any, None, None] | None = None
+        self._ends_window = self._is_backward_done = self._is_step_done = self._has_failed = False
+        self._around = ExitStack()
+        """What forward and backward run in."""
+        self._may_be_divided = True
+        self.gradient_norm: Tensor | None = None
+
+    def __call__(self, loader: Iterable[Any], *, skip: int = 0, is_last: bool = False) -> Iterator[Any]:
+        """Pass over the data once: yields its micro-batches. On all ranks; they end together, the longest loader decides.
+
+        A rank that runs out of data before others gets its last batch again, and what that adds is nothing.
+
+        Args:
+            loader: yields loader batches.
+            skip: loader batches that are drawn and passed over: those that a checkpoint was taken after, ``loader_batches``.
+            is_last: with ``tail="carry"``, this pass is the last one: its unfinished window is stepped.
+
+        Raises:
+            RuntimeError: the loop did not call ``backward``, or not ``step`` where a window ended.
+        """
+        if self._pass is not None:
+            self._pass.close()
+        self._refuse_unfinished()
+        if not self._accumulation.is_between_loader_batches:
+            raise UsageError(
+                "The last pass was broken off inside of a loader batch, a part of which is in the window. Call"
+                " accumulator.discard() to begin a new window; or break off where accumulator.loader_batches has grown."
+            )
+        self._pass = self._run(loader, skip, is_last)
+        return self._pass
+
+    def _run(self, loader: Iterable[Any], skip: int, is_last: bool) -> Generator[Any, None, None]:
+        try:
+            with self._words:
+                for micro_batch, ends_window in self._passes.micro_batches(loader, skip, is_last):
+                    self._begin(micro_batch, ends_window)
+                    yield micro_batch.batch
+                    self._end()
+            if self._accumulation.policy.tail == "drop" and self._accumulation.boundary.position(self._passes.seen):
+                self.discard()
+        finally:
+            self._around.close()
+            own = self._micro_batch
+            if own is not None and not (own.position or self._is_backward_done or self._has_failed):
+                self._passes.leave_loader_batch()
+            self._end_loader_batch()
+            self._micro_batch = None
+
+    def _begin(self, micro_batch: MicroBatch, ends_window: bool) -> None:
+        self._micro_batch, self._ends_window = micro_batch, ends_window
+        self._is_backward_done = self._is_step_done = False
+        if micro_batch.is_shadow_batch:
+            self._session.zero_grad(self._training)  # what it does to the model is to last
+            self._around.enter_context(self._training.snapshotter.take(watches_parameters=False))
+        if self._accumulation.row_wise is not None:
+            self._around.enter_context(self._accumulation.row_wise.step(count_samples(micro_batch.batch)))
+        self._around.enter_context(self._session.begin_micro_batch(micro_batch))
+
+    def _end(self) -> None:
+        if not self._is_backward_done:
+            raise UsageError(
+                "The loop has gone on without accumulator.backward(loss). Call it once in every micro-batch, in place of"
+                " loss.backward(): accumulator.backward(None) where there is no loss; and accumulator.step() after it."
+            )
+        self._refuse_unfinished()
+        self._micro_batch = None
+
+    @property
+    def _has_ended_loader_batch(self) -> bool:
+        return self._micro_batch is not None and self._is_backward_done and self._micro_batch.ends_loader_batch
+
+    def _end_loader_batch(self) -> None:
+        if self._has_ended_loader_batch:
+            self._passes.end_loader_batch()
+
+    def _inside(self, call: str) -> MicroBatch:
+        if self._micro_batch is None:
+            raise UsageError(f"{call} is called outside of the loop: for batch in accumulator(loader): ...")
+        return self._micro_batch
+
+    # --- backward and step ------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor | None) -> None:
+        """The backward of a micro-batch: in place of ``loss.backward()`` or ``fabric.backward(loss)``, once in each.
+
+        Args:
+            loss: its loss, undivided; None where it has none: it weighs nothing.
+
+        Raises:
+            RuntimeError: it is called outside of the loop, or again; or what a window had accumulated was changed by others.
+        """
+        micro_batch = self._inside("backward")
+        self._refuse_unfinished()
+        if self._is_backward_done:
+            raise UsageError(
+                "backward is called twice in a micro-batch. A window has one loss in each: add them up, and call"
+                " accumulator.backward(loss_a + loss_b)."
+            )
+        self._gradients.refuse_changes()
+        if loss is None:
+            self._training.sync.forward_without_batch()
+        elif not isinstance(loss, Tensor):
+            raise WrongTypeError(f"backward takes the loss of a micro-batch, a tensor, or None; found {type(loss).__name__}")
+        elif self._may_be_divided:
+            self._may_be_divided = False
+            warn_of_factors(loss, self._accumulation.boundary.size)
+        try:
+            with self._words:
+                self._session.end_micro_batch(self._session.add(self._training, loss, micro_batch))
+        except BaseException:
+            self._has_failed = True
+            with suppress(Exception):  # it would hide the first one
+                self._around.close()
+            raise
+        self._is_backward_done = True
+        self._around.close()
+        self._gradients.keep()
+
+    def step(self, clip_norm: float | None = None, clip_value: float | None = None) -> bool:
+        """Where a window ends: normalise its gradients, clip them, step the optimizer, and clear them. Elsewhere do nothing.
+
+        Called after every ``backward``, on all ranks. Learning-rate schedulers are stepped where it returns True.
+
+        Args:
+            clip_norm: the norm to clip to; ``math.inf`` measures it.
+            clip_value: the value to clip to.
+
+        Returns:
+            Whether the optimizer has stepped. Not where the window goes on; nor where it had no weight at all, or a GradScaler has
+            found that the gradients are not finite.
+
+        Raises:
+            RuntimeError: it is called outside of the loop, before ``backward``, or again.
+            ValueError: the losses of the window cannot be added up, for a reason that is named.
+        """
+        if clip_norm is not None and clip_value is not None:
+            raise ArgumentError("step(clip_norm=..., clip_value=...): give one of them")
+        for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+            if value is not None and not value > 0:
+                raise ArgumentError(f"step({name}={value!r}): expected a number above 0; {math.inf} measures and does not clip")
+        micro_batch = self._inside("step")
+        if not self._is_backward_done:
+            self._refuse_unfinished()
+            raise UsageError("step is called before accumulator.backward(loss), or backward(None) where there is no loss")
+        if self._is_step_done:
+            raise UsageError("step is called twice in a micro-batch")
+        self._is_step_done = True
+        with self._words:
+            if not self._end_window(micro_batch):
+                return False
+        has_stepped, self.gradient_norm = False, None
+        if not self._accumulation.is_closed_empty:
+            if clip_norm is not None or clip_value is not None:
+                self.gradient_norm = self._training.clip(clip_norm, clip_value)
+            has_stepped = self._training.step()
+        self._accumulation.after_optimizer_step(has_stepped)
+        self._training.zero_grad()
+        self._gradients.keep(is_between_windows=True)
+        return has_stepped
+
+    def _end_window(self, micro_batch: MicroBatch) -> bool:
+        """End the window, if it ends with this micro-batch. Returns whether it did."""
+        session, seen = self._session, self._passes.seen
+        if not (self._ends_window or (session.ends_by_tokens and micro_batch.ends_loader_batch)):
+            return False
+        self._gradients.refuse_changes()
+        if not self._ends_window:
+            self._accumulation.end_loader_batch(seen)
+            if not self._accumulation.is_full():
+                return False
+        if micro_batch.is_boundary:
+            session.close_window(seen)
+            session.look_at_doubted()
+        else:
+            session.finish_window(seen)
+        return True
+
+    def discard(self) -> None:
+        """Drop what the unfinished window has accumulated. On all ranks."""
+        self._accumulation.discard(self._passes.seen)
+        self._training.sync.drop_accumulated()
+        self._training.zero_grad()
+        self._has_failed = False
+        self._gradients.forget()
+
+    @property
+    def is_shadow_batch(self) -> bool:
+        """This rank has run out of data, or has fewer micro-batches than others: what is yielded runs again, for nothing."""
+        return self._micro_batch is not None and self._micro_batch.is_shadow_batch
+
+    # --- what is refused --------------------------------------------------------------------------------------------
+
+    def _refuse_unfinished(self) -> None:
+        """Refuse to go on after a backward that has failed, or a window that was not stepped."""
+        if self._has_failed:
+            raise UsageError(
+                "The backward of a micro-batch of this window has failed, and a part of its gradient may be there. Call"
+                " accumulator.discard() to begin a new window; or go on from a checkpoint."
+            )
+        if self._is_backward_done and self._ends_window and not self._is_step_done:
+            raise UsageError(
+                "The window has ended, and accumulator.step() was not called. Call it after every accumulator.backward(loss): it"
+                " steps where a window ends, and returns whether it did."
+            )
+
+    def _refuse_step(self) -> None:
+        if self._micro_batch is not None:
+            raise UsageError(
+                "The loop steps its optimizer by itself, inside of a window of the Accumulator. Leave optimizer.step() out:"
+                " accumulator.step() steps it where a window ends."
+            )
+
+
+class UntouchedGradients:
+    """Keeps the gradients of a window, to see whether others change one before the next backward.
+
+    Args:
+        watched: gives the parameters; asked once a window.
+    """
+
+    def __init__(self, watched: Callable[[], Sequence[nn.Parameter]]) -> None:
+        self._watched, self._parameters = watched, watched()
+        self._kept: list[tuple[Tensor | None, int]] = []
+        """Of each parameter its gradient, and the number of its changes."""
+        self._is_between_windows = self._has_warned = False
+
+    def keep(self, is_between_windows: bool = False) -> None:
+        """Keep them as they are now."""
+        if is_between_windows:
+            self._parameters = self._watched()
+        self._kept = [(found := own.grad, 0 if found is None else found._version) for own in self._parameters]
+        self._is_between_windows = is_between_windows
+
+    def forget(self) -> None:
+        """The window was dropped."""
+        self._kept = []
+
+    def refuse_changes(self) -> None:
+        """Look at them again.
+
+        Raises:
+            RuntimeError: one was cleared or changed inside a window.
+        """
+        now = zip((own.grad for own in self._parameters), self._kept, strict=False)
+        if not any(own is not kept or (kept is not None and kept._version != version) for own, (kept, version) in now):
+            return
+        if not self._is_between_windows:
+            raise UsageError(
+                "The gradients were cleared or changed inside of a window. Leave optimizer.zero_grad(), clipping, and backward"
+                " calls of other losses out of the loop: accumulator.step(clip_norm=...) clears and clips where a window ends,"
+                " and accumulator.backward(loss_a + loss_b) takes all losses of a micro-batch."
+            )
+        if not self._has_warned and any(own.grad is not None for own in self._parameters):
+            self._has_warned = True
+            rank_zero_warn(
+                "There are gradients that accumulator.backward did not make, and the first accumulator.backward of a window clears"
+                " them. If a loss of the loop is to be trained on, add it to that of its micro-batch:"
+                " accumulator.backward(loss_a + loss_b)."
+            )
