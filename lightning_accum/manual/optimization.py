@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from functools import wraps
+from types import MethodType
+from typing import Any, Protocol, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -16,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_accum.loops.trainer_state import samples_of_loader
-from lightning_accum.manual.deferring import defer_scheduler, intercept_steps
 from lightning_accum.manual.windows import ManualWindows
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
@@ -24,6 +25,10 @@ from lightning_accum.splitting.packed import samples_of
 from lightning_accum.start_line import window_in_words
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
 from lightning_accum.whole.offload import offload_in_words
+
+Closure: TypeAlias = Callable[[], Any]
+OnStep: TypeAlias = Callable[[Optimizer, Callable[..., Any], "Closure | None"], Any]
+"""Called instead of ``step``: takes the optimizer, its own ``step`` (which takes a closure or nothing), and the closure."""
 
 
 class ManualEngine(Protocol):
@@ -164,6 +169,62 @@ def _name_of(optimizer: Optimizer, optimizers: list[Optimizer]) -> str:
     if all(optimizer is not one for one in optimizers):
         return f"{name} (not of configure_optimizers)"
     return name if len(optimizers) == 1 else f"optimizer {optimizers.index(optimizer)} ({name})"
+
+
+def intercept_steps(optimizer: Optimizer, on_step: OnStep) -> Callable[[], None]:
+    """Have ``optimizer.step`` call ``on_step``.
+
+    Returns:
+        A function that makes it as it was.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=0.1)
+        >>> undo = intercept_steps(optimizer, lambda optimizer, step, closure: "later")
+        >>> optimizer.step()
+        'later'
+        >>> undo(); optimizer.step()
+    """
+    own, original = vars(optimizer).get("step"), optimizer.step  # a scheduler has put its own there, to count
+
+    @wraps(original)  # with the mark that a scheduler looks for
+    def step(self: Optimizer, closure: Closure | None = None, **kwargs: Any) -> Any:
+        def own_step(closure: Closure | None = None) -> Any:
+            return original(**kwargs) if closure is None else original(closure, **kwargs)
+
+        return on_step(optimizer, own_step, closure)
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # a scheduler made later wants a method
+
+    def undo() -> None:
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own  # type: ignore[method-assign]
+
+    return undo
+
+
+def defer_scheduler(scheduler: Any, defers_steps: Callable[[], bool]) -> Callable[[], None]:
+    """Have ``scheduler.step`` do nothing while ``defers_steps()`` is true.
+
+    Returns:
+        A function that makes it as it was.
+    """
+    original = type(scheduler)
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not defers_steps():
+            original.step(self, *args, **kwargs)
+
+    # by its class, since all attributes of a scheduler go into checkpoints
+    names = {"step": step, "__module__": original.__module__, "__doc__": original.__doc__}
+    scheduler.__class__ = type(original.__name__, (original,), names)
+
+    def undo() -> None:
+        scheduler.__class__ = original
+
+    return undo
 
 
 def begin_manual(strategy: ManualEngine, batches: int, warn: Callable[[str], None]) -> ManualOptimization | None:
