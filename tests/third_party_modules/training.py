@@ -111,8 +111,8 @@ class SameForEveryRow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
-            return args[0]  # torch hands a number over that was a tensor once
+        if args and isinstance(args[0], (int, float)) and name in ("_local_scalar_dense", "eq", "ne"):
+            args = torch.tensor(args[0]), *args[1:]  # torch hands a number over that was a tensor once
         size = next((value for value in args if isinstance(value, (list, tuple))), None)
         first = next((value for value in args if isinstance(value, Tensor)), None)
         shape = size if first is None else first.shape
