@@ -129,6 +129,7 @@ LOOPS: dict[str, tuple[int, dict[str, Any], list[int]]] = {
     "by pass": (2, {"window": {0: 2, 1: 4}}, [4, 4, 4, 4, 4, 2, 8, 8, 6]),
     "by step": (2, {"window": lambda step: step + 1}, [2, 4, 6, 8, 2, 12, 10]),
     "tokens": (2, {"window": Tokens(30)}, by_tokens(30)),
+    "tokens, split": (2, {"window": Tokens(30), "micro_batch": 1}, by_tokens(30)),
 }
 
 
