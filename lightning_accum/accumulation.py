@@ -126,7 +126,7 @@ class Accumulation(Windows):
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)
         if self.splitting is not None:
-            self.splitting.planner.prove_again()
+            self.splitting.planner.trimming.prove_again()
 
     @override
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:

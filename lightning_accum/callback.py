@@ -23,8 +23,7 @@ from lightning_accum.manual.windows import ManualWindows
 from lightning_accum.metrics import WindowMetrics
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.packing import MicroBatchSize
-from lightning_accum.splitting.plan import Split
+from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.weighing.counts import Weight
 from lightning_accum.windows import Windows
 

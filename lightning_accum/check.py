@@ -6,25 +6,22 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.exact import exact_dtype, rounding_of_gradients
-from lightning_accum.looks import Checked, Rows, agree_on_rows, has_several_terms, looks_at, warn_of_state
+from lightning_accum.looks import Checked, Rows, agree_on_rows, has_several_terms, looks_at, parts_to_share, warn_of_state
 from lightning_accum.prove import ALL, Fit, Look, aliases, fit_of, goes_by_rows, keys_of, looped, merged, modes_to_try, ratios
 from lightning_accum.splitting.few_rows import FewRows
 from lightning_accum.trial import Trial
-from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError, Verdict
+from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.adoption import Adopted, adopted, counts_of
 from lightning_accum.weighing.modes import MEAN, MODES, ONCE, SUM, Mode
 from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher, name_of, words_of
-
-if TYPE_CHECKING:
-    from lightning_accum.accumulation import Accumulation
 
 MOST_BATCHES = 8
 """Loader batches that are looked at until there were enough rows."""
@@ -53,7 +50,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         return  # the engine has gradients of its own, until the window ends
     accumulation.checks_left -= 1
     try:
-        Check(checked, agree_on_rows(checked, batches)).run()
+        _check(checked, batches)
     except CannotCheckError as reason:
         known = before is not None and before.deviation is not None
         is_one = not checked.is_window_long and accumulation.splitting is None
@@ -63,23 +60,24 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
         if not known and not (accumulation.checks_left and checked.on_any(isinstance(reason, UnsuitableRowsError))):
             accumulation.checks_left = 0
             if not isinstance(reason, GathersError):  # a loss of all rows of its window, which it sees
-                _warn_that_it_is_unchecked(accumulation)
+                accumulation.warn_once(advice.of_unchecked(Verdict.unknown(reason)))
             can_count = accumulation.policy.weight == "auto" and accumulation.window.counted is None and checked.may_count_first
             if can_count and has_several_terms(checked, batches):
                 accumulation.count_first()
 
 
-class GathersError(CannotCheckError):
-    """A step of a window of one micro-batch on each rank takes the rows of all."""
-
-
-def _warn_that_it_is_unchecked(accumulation: Accumulation) -> None:
-    """Whatever windows add up to, nobody knows."""
-    assert accumulation.verdict is not None
-    accumulation.warn_once(
-        f"It could not be checked that micro-batches add up to their batch: {accumulation.verdict.seen}. Compare a step with that"
-        " of its full batch by verify(module, data), or pass check=False if you know that it is right."
-    )
+def _check(checked: Checked, batches: Sequence[Any]) -> None:
+    """Check a loader batch. What breaks as rows and may be shared by all of them, as weights of the classes may, is tried so."""
+    rows, splitting = agree_on_rows(checked, batches), checked.accumulation.splitting
+    try:
+        Check(checked, rows).run()
+    except (CannotCheckError, DoesNotAddUpError) as error:
+        for path in parts_to_share(checked, rows, error):
+            with suppress(CannotCheckError, DoesNotAddUpError):
+                Check(checked, agree_on_rows(checked, batches, [path])).run()
+                if splitting is not None and checked.accumulation.verdict and checked.accumulation.verdict.deviation is not None:
+                    return splitting.share(path)
+        raise
 
 
 def _end(checked: Checked) -> None:
@@ -186,7 +184,7 @@ class Check:
             warn_of_state(checked, self._trial, rows.found)
         if not accumulation.checks_left or not checked.on_any(verdict.may_try_again):
             if verdict.deviation is None:
-                _warn_that_it_is_unchecked(accumulation)
+                accumulation.warn_once(advice.of_unchecked(verdict))
             _end(checked)
 
     def _keep_units(self, weigher: Weigher, found: _Found) -> None:

@@ -28,7 +28,7 @@ from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
 from lightning_accum.session import Session, already_run, named_parameters_of, parameters_of
-from lightning_accum.splitting.packed import samples_of
+from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
 from lightning_accum.sync import GradientSync
 from lightning_accum.undo import Undo

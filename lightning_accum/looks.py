@@ -10,12 +10,13 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_accum.prove import Look, Measured
-from lightning_accum.splitting.batch_parts import split_lists
 from lightning_accum.splitting.few_rows import FewRows, SplitRows
+from lightning_accum.splitting.rows import split_lists
 from lightning_accum.sync import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, UnsuitableRowsError
@@ -89,8 +90,13 @@ class Rows(NamedTuple):
     are_single: bool
 
 
-def agree_on_rows(checked: Checked, batches: Sequence[Any]) -> Rows:
+def agree_on_rows(checked: Checked, batches: Sequence[Any], shared: Sequence[str] = ()) -> Rows:
     """The rows that are looked at. Called on all ranks.
+
+    Args:
+        checked: what is checked.
+        batches: the loader batch; empty where this rank has none.
+        shared: parts that all rows share, though they have as many entries, by path.
 
     Raises:
         CannotCheckError: a rank has none. On all ranks.
@@ -103,7 +109,7 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any]) -> Rows:
     found: FewRows | SplitRows | None = None
     reason: CannotCheckError = UnsuitableRowsError("a rank has no batch of enough rows")
     try:
-        found = _rows_of(checked, batches, size)
+        found = _rows_of(checked, batches, size, shared)
     except CannotCheckError as error:
         reason = error
     of_batch, number, at_once = (0, 0, 0) if found is None else (found.of_batch, found.number, found.at_once)
@@ -118,7 +124,7 @@ def agree_on_rows(checked: Checked, batches: Sequence[Any]) -> Rows:
     return Rows(found, fewest, number, size, is_whole and at_once == 1)
 
 
-def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewRows | SplitRows | None:
+def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None, shared: Sequence[str]) -> FewRows | SplitRows | None:
     """The rows of a loader batch; None where there is no batch.
 
     Raises:
@@ -135,8 +141,9 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewR
     if accumulation.policy.split is not None:
         return SplitRows(batches[0], accumulation.policy.split, size)
     before = [] if accumulation.checked_rows is None else [accumulation.checked_rows]
+    known = None if accumulation.splitting is None else accumulation.splitting.planner.kinds
     try:
-        found = FewRows(batches[0], checked.samples, before)
+        found = FewRows(batches[0], checked.samples, before, {**(known or {}), **dict.fromkeys(shared, "shared")})
     except CannotCheckError:
         with suppress(CannotCheckError):  # as lists of images and of their targets
             return SplitRows(batches[0], split_lists, size)
@@ -144,6 +151,21 @@ def _rows_of(checked: Checked, batches: Sequence[Any], size: int | None) -> FewR
     if accumulation.row_wise is not None and found.of_batch < 2:
         raise UnsuitableRowsError("the first batch has 1 row")
     return found
+
+
+def parts_to_share(checked: Checked, rows: Rows, error: Exception) -> list[str]:
+    """What all rows of a split batch may share, that of all ranks too, where they do not add up as it was read. On all ranks."""
+    accumulation = checked.accumulation
+    is_split = accumulation.splitting is not None and accumulation.row_wise is None and not checked.is_window_long
+    if not is_split or checked.on_any(isinstance(error, UnsuitableRowsError)):
+        return []
+    first, *others = checked.of_all(rows.found.may_be_shared())
+    return [path for path, value in first.items() if all(path in other and _are_equal(other[path], value) for other in others)]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    is_tensor = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return torch.equal(one, other) if is_tensor else type(one) is type(other) and bool(one == other)
 
 
 def looks_at(checked: Checked, trial: Trial, rows: Rows, weigher: Weigher) -> list[Look]:

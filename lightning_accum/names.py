@@ -12,8 +12,8 @@ from lightning_accum.errors import (
 )
 from lightning_accum.noise import GradientNoiseScale
 from lightning_accum.samplers import SameOrderSampler
-from lightning_accum.splitting.batch_parts import split_lists
 from lightning_accum.splitting.micro_batch import Tokens
+from lightning_accum.splitting.rows import split_lists
 from lightning_accum.strategies import (
     AccumulationStrategy,
     DDPAccumulationStrategy,

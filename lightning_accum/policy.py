@@ -11,8 +11,7 @@ import torch
 from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.errors import ArgumentError
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.packing import MicroBatchSize
-from lightning_accum.splitting.plan import Split
+from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.weighing.counts import Weight
 
 WindowSize: TypeAlias = int | Tokens | Mapping[int, int] | Callable[[int], int] | None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.micro_batch import MicroBatch, Weighed
-from lightning_accum.splitting.batch_log import BatchLog
+from lightning_accum.splitting.logs import BatchLog
 
 
 class SessionEngine(Protocol):

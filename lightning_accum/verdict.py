@@ -12,6 +12,10 @@ class CannotCheckError(Exception):
     """What keeps the check from an answer."""
 
 
+class GathersError(CannotCheckError):
+    """A step of a window of one micro-batch on each rank takes the rows of all."""
+
+
 class UnsuitableRowsError(CannotCheckError):
     """These rows show nothing; others may."""
 

@@ -22,7 +22,7 @@ from lightning_accum.looks import Checked
 from lightning_accum.micro_batch import MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.session import Session
-from lightning_accum.splitting.packed import samples_of
+from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.splitting.plan import Splitting
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.start_line import start_line, warn_of_windows_never_full

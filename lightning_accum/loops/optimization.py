@@ -28,9 +28,8 @@ from lightning_accum.loops import trainer_state
 from lightning_accum.loops.first_batch import check_first_batch, unlogged_step
 from lightning_accum.loops.hooks import call_window_hooks, current_hook, is_lightnings, is_silent
 from lightning_accum.loops.results import collecting_logs, show_logs
-from lightning_accum.splitting.batch_log import BatchLog
-from lightning_accum.splitting.proofs import Verdict
-from lightning_accum.splitting.trimming import difference_by_padding
+from lightning_accum.splitting.logs import BatchLog
+from lightning_accum.splitting.trimming import Verdict, difference_by_padding
 from lightning_accum.step import Outcome
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_accum.engine import Engine
 from lightning_accum.exact import exact
 from lightning_accum.loops.hooks import current_hook
-from lightning_accum.splitting.batch_log import Arguments, BatchLog, name_of_reduction
+from lightning_accum.splitting.logs import Arguments, BatchLog, name_of_reduction
 
 
 class BatchResults(_ResultCollection):

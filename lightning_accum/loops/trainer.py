@@ -25,7 +25,7 @@ from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.weighing.counts import count_samples, expected_weight
 
 if TYPE_CHECKING:
-    from lightning_accum.splitting.packing import MicroBatchSize
+    from lightning_accum.splitting.plan import MicroBatchSize
 
 
 class AccumulatingTrainer(pl.Trainer):

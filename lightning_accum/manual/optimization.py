@@ -21,7 +21,7 @@ from lightning_accum.loops.trainer_state import samples_of_loader
 from lightning_accum.manual.windows import ManualWindows
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.packed import samples_of
+from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.start_line import window_in_words
 from lightning_accum.weighing.safeguards import warn_of_batch_norm
 from lightning_accum.whole.offload import offload_in_words

@@ -9,10 +9,8 @@ import torch
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
-from lightning_accum.splitting.memory import MicroBatchSizes, free, has_room_to_double, is_out_of_memory
-from lightning_accum.splitting.packing import RowSlice
-from lightning_accum.splitting.plan import Mark, Plan, Split, Splitting
-from lightning_accum.splitting.proofs import Proof
+from lightning_accum.splitting.memory import MicroBatchSizes, free, is_out_of_memory
+from lightning_accum.splitting.plan import Mark, Plan, RowSlice, Split, Splitting
 from lightning_accum.undo import Undo
 
 T = TypeVar("T")
@@ -22,13 +20,9 @@ class RetriedSplitting(Splitting):
     """Runs each loader batch as often as it takes, in micro-batches as large as memory allows.
 
     Args:
-        trim: whether to trim padding, or the key of the lengths of rows.
-        split: cuts batches that cannot be read.
         snapshotter: of the module that runs them.
         device: where.
-        warn: takes a warning that should be seen once.
         say: takes a line for the log of this rank.
-        samples: returns how many samples the loader puts into a batch; empty where it does not say so.
         sizes: what was found to fit; None for nothing so far.
     """
 
@@ -45,18 +39,10 @@ class RetriedSplitting(Splitting):
         samples: Callable[[], Collection[int]] = frozenset,
         sizes: MicroBatchSizes | None = None,
     ) -> None:
-        if sizes is None:
-            sizes = MicroBatchSizes(may_grow=lambda: has_room_to_double(device))
-        super().__init__("auto", trim, split, has_ranks=True, warn=warn, samples=samples, sizes=sizes)
+        super().__init__("auto", trim, split, has_ranks=True, warn=warn, samples=samples, sizes=sizes or MicroBatchSizes())
         self._snapshotter = snapshotter
         self._device = device
         self._say = say
-        self._proof: Proof = lambda padded, trimmed: None
-
-    @override
-    def begin(self, batch: Any, proof: Proof) -> None:
-        self._proof = proof
-        super().begin(batch, proof)
 
     @property
     def pieces(self) -> Sequence[RowSlice]:
@@ -113,10 +99,10 @@ class RetriedSplitting(Splitting):
                 f'GradientAccumulation(micro_batch="auto"): {failed.count} samples of {failed.cost} elements do not fit into'
                 f" memory ({seen}). The batch runs again in micro-batches of {rows}."
             )
-            self.plan = self._planned(self.plan.batch, self._proof)
+            self.plan = self._planned(self.plan.batch)
 
     @override
-    def _planned(self, batch: Any, proof: Proof) -> Plan:
-        plan = super()._planned(batch, proof)
+    def _planned(self, batch: Any) -> Plan:
+        plan = super()._planned(batch)
         plan.is_whole = False  # a container of its own each time: `batch.pop("labels")` must not be felt in the next attempt
         return plan

@@ -1,8 +1,8 @@
-"""A few rows of a batch, together and in parts, for the check of whether losses add up."""
+"""A few rows of a batch, together and in parts, for the check of whether losses add up; and batches that become one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -11,11 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accum.errors import UnsplittableBatchError
-from lightning_accum.splitting.joining import JoiningError, join
-from lightning_accum.splitting.micro_batch import Layout
-from lightning_accum.splitting.packed import layout_of_samples, may_be_one_sample, may_belong_to_rows
-from lightning_accum.splitting.padding import IGNORE_INDEX
+from lightning_accum.errors import AccumulationError, UnsplittableBatchError
+from lightning_accum.splitting.lengths import IGNORE_INDEX, is_whole
+from lightning_accum.splitting.micro_batch import (
+    Layout,
+    layout_of_samples,
+    may_be_one_sample,
+    may_belong_to_rows,
+    rebuilt,
+    with_entries,
+)
+from lightning_accum.splitting.rows import Part, read_parts
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
 
@@ -26,36 +32,38 @@ class FewRows:
         batch: as ``training_step`` gets it.
         samples: how many of them the loader puts into a batch, where it says so.
         before: rows of batches before it, see :attr:`kept`: they follow those of the batch.
+        known: what parts of the batch are, by path, see :class:`Layout`.
 
     Attributes:
         number: how many rows there are.
         of_batch: how many of them are in the batch.
         at_once: rows of the larger of both.
+        of_others: those of another batch that were brought in by turns.
+        kept: the first rows of the batch, a copy.
 
     Raises:
         CannotCheckError: there are none in it, or none that can be found.
     """
 
-    def __init__(self, batch: Any, samples: Collection[int] = (), before: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, batch: Any, samples: Collection[int] = (), before: Sequence[Any] = (), known: Mapping[str, str] | None = None
+    ) -> None:
         try:
-            layout = layout_of_samples(batch, samples)
+            layout = layout_of_samples(batch, samples, known)
         except UnsplittableBatchError as error:
             raise CannotCheckError("the rows of the batch cannot be told apart") from error
-        self._own, self.of_batch = layout, layout.size
-        self._are_others: Sequence[bool] = ()
+        self._batch, self._own, self.of_batch, self.of_others = batch, layout, layout.size, list[int]()
         if not layout.size:
             raise CannotCheckError("the first batch has no rows")
         if may_be_one_sample(layout):
             raise CannotCheckError("the rows of the batch may be parts of one sample")
-        if (shared := may_belong_to_rows(layout)) is not None:
+        if (shared := may_belong_to_rows(layout, known or {})) is not None:
             raise CannotCheckError(f"{shared} has no entry for each of the {layout.size} rows, and may have several")
         self.kept = layout.take(list(range(min(layout.size, MOST_ROWS))))
-        """Its first rows, a copy."""
         if before and layout.size < MOST_ROWS:
             with suppress(JoiningError, UnsplittableBatchError):
-                layout = Layout.read(join([self.kept, *reversed(before)])[0], layout.kinds)
-        self._layout = layout
-        self.number = layout.size
+                layout = Layout.read(join([self.kept, *reversed(before)], layout.kinds)[0], layout.kinds)
+        self._layout, self.number = layout, layout.size
         self.at_once = max(self.of_batch, self.number - self.of_batch)
 
     def alone(self) -> FewRows:
@@ -70,45 +78,43 @@ class FewRows:
         Raises:
             CannotCheckError: they are of different kinds.
         """
-        few = [self.kept, others.kept]
+        found, own = copy(self), min(self.of_batch, MOST_ROWS)
         try:
-            joined = Layout.read(join(few)[0], self._own.kinds)
+            joined = Layout.read(join([self.kept, others.kept], self._own.kinds)[0], self._own.kinds)
         except (JoiningError, UnsplittableBatchError) as error:
             raise CannotCheckError("the rows of two batches cannot be joined") from error
-        own = min(self.of_batch, MOST_ROWS)
         order = sorted(range(joined.size), key=lambda row: (row if row < own else row - own, row >= own))[:MOST_ROWS]
-        found = copy(self)
-        found._layout, found._are_others = Layout.read(joined.take(order), joined.kinds), [row >= own for row in order]
+        found._layout = Layout.read(joined.take(order), joined.kinds)
+        found.of_others = [place for place, row in enumerate(order) if row >= own]
         found.number, found.at_once = found._layout.size, max(self.of_batch, others.of_batch)
         return found
+
+    def may_be_shared(self) -> dict[str, Any]:
+        """What has an entry for each row and may all the same be shared by them, by path: lists without tensors, and vectors."""
+        parts = read_parts(self._batch, self._own.kinds)[2]
+        lists = {part.path: part.value for part in parts if part.kind == "rows" and not part.has_tensors}
+        return lists | {path: tensor.cpu() for path, tensor in self._own.tensors.items() if tensor.dim() == 1}
 
     def take(self, rows: Sequence[int]) -> Any:
         """Some of them, as a new batch."""
         return self._layout.take([row % self._layout.size for row in rows])
 
-    @property
-    def of_others(self) -> Sequence[int]:
-        """Those of another batch that were brought in by turns."""
-        return [row for row, is_other in enumerate(self._are_others) if is_other]
-
     def emptied(self, rows: Sequence[int], without_labels: Collection[int]) -> Any:
         """Some of them, of which some have no label; None where no label is ignored anywhere."""
-        labels = [path for path, tensor in self._layout.tensors.items() if _has_ignored(tensor)]
+        tensors = self._layout.tensors.items()
+        labels = [path for path, tensor in tensors if is_whole(tensor) and bool((tensor == IGNORE_INDEX).any())]
         if not labels:
             return None
         layout = Layout.read(self.take(rows), self._layout.kinds)
         for path in labels:
-            for place, row in enumerate(rows):
-                if row in without_labels:
-                    layout.tensors[path][place] = IGNORE_INDEX
+            layout.tensors[path][torch.tensor([row in without_labels for row in rows])] = IGNORE_INDEX
         return layout.take(slice(None))
 
     def two(self, number: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Two batches of as many rows, of the first ``number``; the second repeats one where there are few."""
         half = min(number // 2, 4)
         first, second = ([*range(half)], [*range(half, 2 * half)]) if half > 1 else ([0, 1], [1, 1])
-        first, second = ([row % self.number for row in rows] for rows in (first, second))
-        return partial(self._layout.take, first), partial(self._layout.take, second)
+        return partial(self.take, first), partial(self.take, second)
 
 
 class SplitRows:
@@ -123,10 +129,6 @@ class SplitRows:
 
     kept = None
 
-    def alone(self) -> SplitRows:
-        """The same: there are no others."""
-        return self
-
     def __init__(self, batch: Any, split: Callable[[Any, int], Sequence[Any]], micro_batch: int | None) -> None:
         self._batch, self._split, self._size = batch, split, micro_batch or 4
         try:
@@ -136,26 +138,144 @@ class SplitRows:
         if self.number < 2:
             raise CannotCheckError("split= does not cut a micro-batch in two")
 
-    @property
-    def whole(self) -> Callable[[], Any]:
-        """The parts together."""
-        return self._whole
+    def alone(self) -> SplitRows:
+        """The same: there are no others."""
+        return self
+
+    def may_be_shared(self) -> dict[str, Any]:
+        """Nothing: it was cut as the user says."""
+        return {}
 
     @property
     def parts(self) -> list[Callable[[], Any]]:
         """Each by itself."""
-        return [partial(self._part, index) for index in range(self.number)]
+        return [lambda index=index: self._parts()[index] for index in range(self.number)]  # type: ignore[misc]
 
-    def _whole(self) -> Any:
+    def whole(self) -> Any:
+        """The parts together."""
         return self._split(self._batch, max(2, self._size))[0]
 
     def _parts(self) -> Sequence[Any]:
-        return self._split(self._whole(), max(1, self._size // 2))
-
-    def _part(self, index: int) -> Any:
-        return self._parts()[index]
+        return self._split(self.whole(), max(1, self._size // 2))
 
 
-def _has_ignored(tensor: Tensor) -> bool:
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    return is_whole and bool((tensor == IGNORE_INDEX).any())
+# --- batches that become one ------------------------------------------------------------------------------------------
+
+
+class JoiningError(AccumulationError, ValueError):
+    """Batches do not show how they become one."""
+
+    def __init__(self, found: str) -> None:
+        self.found = found
+        super().__init__(found)
+
+    def __str__(self) -> str:
+        return (
+            f"The batches of the window cannot be put together to the full batch: {self.found}. Say how: verify(join=...) takes a"
+            " function join(batches) that returns one batch; or verify one batch that is split, with micro_batch=."
+        )
+
+
+def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tuple[Any, str]:
+    """Concatenate batches along their rows, padded to the longest where they were padded already.
+
+    Args:
+        batches: in their order.
+        known: what parts of the first are, by path, where that is known.
+
+    Returns:
+        The batch, of the types of the first; and what was padded, in words, empty where nothing was.
+
+    Raises:
+        JoiningError: they are not made of the same parts; what they share differs; or columns differ, and neither a mask nor
+            labels show what is padding.
+
+    Example:
+        >>> join([{"x": torch.ones(2, 3), "rate": 0.5}, {"x": torch.zeros(1, 3), "rate": 0.5}])[0]["x"].shape
+        torch.Size([3, 3])
+        >>> texts = [torch.tensor([[5, 6]]), torch.tensor([[7]])]
+        >>> join([{"ids": text, "labels": text.clone()} for text in texts])[0]["labels"]
+        tensor([[   5,    6],
+                [   7, -100]])
+    """
+    if len(batches) == 1:
+        return batches[0], ""
+    by_path, roots = list[dict[str, Part]](), list[Part]()
+    try:
+        for batch in batches:
+            root, _, parts = read_parts(batch, known or {})
+            known = known or {part.path: part.kind for part in parts}
+            by_path.append({part.path: part for part in parts if part is not root or part.kind in ("tensor", "rows")})
+            roots.append(root)
+    except UnsplittableBatchError as error:
+        found = str(error).partition(": ")[2].partition(". Say how")[0]
+        raise JoiningError(found) from error
+    for number, other in enumerate(by_path[1:], 1):
+        if other.keys() != by_path[0].keys():
+            others = sorted(other.keys() ^ by_path[0].keys())
+            raise JoiningError(f"batch {number} has other parts than batch 0 ({', '.join(others[:5])})")
+    values = {path: [parts[path].value for parts in by_path] for path in by_path[0]}
+    padded, description = _padded({path: values[path] for path, part in by_path[0].items() if part.kind == "tensor"})
+
+    def joined(part: Part) -> Any:
+        of_part = values.get(part.path, [])
+        if part.kind == "tensor":
+            of_part = padded.get(part.path, of_part)
+            if len({value.shape[1:] for value in of_part}) > 1:
+                shapes = " and ".join(dict.fromkeys(str(tuple(value.shape)) for value in of_part))
+                raise JoiningError(f"{part.path} has the shapes {shapes}")
+            return torch.cat(list(of_part))
+        if part.kind == "rows":
+            return with_entries(part.value, [entry for value in of_part for entry in value])
+        if part.is_tensor:
+            if not all(v.shape == part.value.shape and torch.equal(v, part.value) for v in of_part):
+                raise JoiningError(f"{part.path} has no rows, and is not the same in all of them")
+            return part.value
+        return rebuilt(part, joined)
+
+    return joined(roots[0]), description
+
+
+def _padded(tensors: Mapping[str, Sequence[Tensor]]) -> tuple[dict[str, list[Tensor]], str]:
+    """Those whose columns differ in number, with padding that makes them equal, by path; and what was padded, in words."""
+    uneven = {path: [v.shape[1] for v in values] for path, values in tensors.items() if _is_uneven(values)}
+    if not uneven:
+        return {}, ""
+    masks = {path: tensors[path] for path in uneven if "mask" in path.lower()}
+    if not masks and not any("label" in path.lower() for path in uneven):
+        shown = ", ".join(f"{path} has {' and '.join(map(str, dict.fromkeys(u)))} columns" for path, u in uneven.items())
+        raise JoiningError(f"{shown}, and there is no mask and no labels to say what padding is")
+    of_tokens = [mask for path, values in masks.items() if not path.endswith("key_padding_mask") for mask in values]
+    is_left = any(bool((mask[:, 0] == 0).any()) for mask in of_tokens) and all(bool((m[:, -1] != 0).all()) for m in of_tokens)
+    padded: dict[str, list[Tensor]] = {}
+    for path, lengths in uneven.items():
+        fill = _fill(path, tensors[path], masks)
+        for value in tensors[path]:
+            missing = max(lengths) - value.shape[1]
+            ends = (0, 0) * (value.dim() - 2) + ((missing, 0) if is_left else (0, missing))
+            padded.setdefault(path, []).append(torch.nn.functional.pad(value, ends, value=fill))
+    most, side = max(map(max, uneven.values())), "left" if is_left else "right"
+    return padded, f"batches of unequal length were padded on the {side} to {most} columns ({', '.join(uneven)})"
+
+
+def _fill(path: str, values: Sequence[Tensor], masks: Mapping[str, Sequence[Tensor]]) -> float:
+    """What padding is in these tensors."""
+    name = path.rpartition(".")[2].lower()
+    if values[0].is_floating_point() or values[0].dtype == torch.bool or path in masks:
+        return float(name.endswith("key_padding_mask"))
+    if "label" in name or any(bool((value == IGNORE_INDEX).any()) for value in values):
+        return IGNORE_INDEX
+    for path_of_mask, of_batches in masks.items():  # what it has there itself
+        for value, mask in zip(values, of_batches, strict=True):
+            is_padding = (mask != 0) if path_of_mask.endswith("key_padding_mask") else (mask == 0)
+            if value.shape == mask.shape and bool(is_padding.any()):
+                return float(value[is_padding][0])
+    return 0
+
+
+def _is_uneven(values: Sequence[Tensor]) -> bool:
+    """Whether dimension 1 is all that differs beside the rows."""
+    shapes = {tuple(value.shape) for value in values}
+    if any(len(shape) < 2 for shape in shapes):
+        return False
+    return len({shape[1] for shape in shapes}) > 1 and len({shape[2:] for shape in shapes}) == 1

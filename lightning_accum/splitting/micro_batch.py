@@ -1,11 +1,12 @@
-"""Micro-batches: how a loader's batch is made of rows, and how some of its rows are taken."""
+"""Micro-batches: how a loader's batch is made of rows that are samples, and how some of its rows are taken."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, UnsplittableBatchError
-from lightning_accum.splitting.batch_parts import BatchNode, read_parts
+from lightning_accum.splitting.rows import Part, read_parts
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,7 @@ class Layout:
         tensors: the tensors whose dimension 0 is the rows, by path: ``input_ids``, ``[0]``, ``inputs.mask``; ``batch`` if the
             batch itself is a tensor.
         shared_tensors: the tensors with a dimension 0 that is not the rows, by path.
-        kinds: what each part is, by path: a ``tensor`` with rows; a list that is ``rows``, one entry a sample; a
-            ``container`` of other parts; or ``shared`` by all rows.
+        kinds: what each part is, by path, see :class:`Part`.
         taken: a batch of the same types with what a selector takes of each part. The batch that was read stays as it is.
 
     Example:
@@ -102,19 +102,17 @@ class Layout:
         """
         known = known or {}
         root, size, parts = read_parts(batch, known, samples)
-        tensors: dict[str, dict[str, Tensor]] = {"tensor": {}, "shared": {}}
+        tensors, shared = (
+            {part.path: part.value for part in parts if part.is_tensor and part.size is not None and part.kind == kind}
+            for kind in ("tensor", "shared")
+        )
         for part in parts:
-            if isinstance(part.value, Tensor) and part.size is not None:
-                tensors[part.kind][part.path] = part.value
-        kinds = {**known, **{part.path: part.kind for part in parts}}
-        for part in parts:
-            if part.kind == "container":
-                part.cut = [inner for inner in part.parts if _is_cut(inner)]
+            if part.kind == "container" and _is_cut(part):
                 try:
-                    _rebuilt(part, [], lambda inner: inner.value)
+                    rebuilt(part, lambda inner: inner.value)
                 except Exception as error:  # now, rather than in the middle of a window
                     raise UnsplittableBatchError.because(f"{part}, and cannot be made anew ({error})") from error
-        return cls(size, tensors["tensor"], tensors["shared"], kinds, partial(_taken, root))
+        return cls(size, tensors, shared, {**known, **{part.path: part.kind for part in parts}}, partial(_taken, root))
 
     def take(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None = None) -> Any:
         """A batch of the same types with some of the rows. The batch that was read stays as it is.
@@ -184,59 +182,155 @@ class RowSelector:
         return self._rows.tolist() if isinstance(self._rows, Tensor) else list(self._rows)
 
 
-# --- what a micro-batch takes of each part ----------------------------------------------------------------------------
-
-
-def _taken(part: BatchNode, selector: RowSelector) -> Any:
+def _taken(part: Part, selector: RowSelector) -> Any:
+    """What a micro-batch has of a part: containers of its own, so that it does to them what it does to them."""
     value = part.value
     if part.kind == "rows":
-        return _maker_of(value)(selector.entries(value))
+        return with_entries(value, selector.entries(value))
     if part.kind == "tensor":
         return selector.tensor(value)
-    if isinstance(value, Tensor):
+    if part.is_tensor:
         return selector.shared(value)
-    if not part.cut:  # a copy, so that a micro-batch does to its own what it does to it
-        return copy.copy(value) if type(value) in (dict, list) else value
-    return _rebuilt(part, part.cut, lambda inner: _taken(inner, selector))
+    return rebuilt(part, lambda inner: _taken(inner, selector)) if _is_cut(part) else value
 
 
-def _is_cut(part: BatchNode) -> bool:
+def _is_cut(part: Part) -> bool:
     """A micro-batch does not take it as it is."""
-    is_shared_tensor = isinstance(part.value, Tensor) and part.value.dim() > 0
-    is_open = type(part.value) in (dict, list)
-    return part.kind in ("rows", "tensor") or is_shared_tensor or is_open or any(map(_is_cut, part.parts))
+    return part.kind in ("rows", "tensor") or part.size is not None or type(part.value) is dict or any(map(_is_cut, part.parts))
 
 
-def _rebuilt(part: BatchNode, inside: Sequence[BatchNode], taken: Callable[[BatchNode], Any]) -> Any:
+def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
     """A container made anew, with what is taken of the parts inside of it in their places."""
     value = part.value
+    inside = {inner.key: taken(inner) for inner in part.parts if _is_cut(inner)}
     if isinstance(value, (list, tuple)):
-        entries = list(value)
-        for inner in inside:
-            entries[inner.key] = taken(inner)
-        return _maker_of(value)(entries)
+        return with_entries(value, [inside.get(index, entry) for index, entry in enumerate(value)]) if inside else copy.copy(value)
     made = copy.copy(value)
-    items = [inner for inner in inside if not inner.is_attribute]
-    for inner in items:
-        made[inner.key] = taken(inner)
-    for name in getattr(made, "__dict__", {}) if items else ():
+    if part.parts and part.parts[0].is_attribute:
+        for name, entry in inside.items():
+            object.__setattr__(made, name, entry)  # also where the class is frozen
+        return made
+    for key, entry in inside.items():
+        made[key] = entry
+    for name in getattr(made, "__dict__", {}) if inside else ():
         if name in value:  # `batch.labels` for `batch["labels"]`
             made.__dict__[name] = made[name]
-    for inner in inside:
-        if inner.is_attribute:
-            object.__setattr__(made, inner.key, taken(inner))  # also where the class is frozen
     return made
 
 
-def _maker_of(value: Sequence[Any]) -> Callable[[Any], Any]:
-    if type(value) is tuple or type(value) is list:
-        return type(value)
+def with_entries(value: Sequence[Any], entries: Sequence[Any]) -> Any:
+    """A list or tuple of the type of another."""
     if isinstance(value, tuple):
-        return getattr(value, "_make", type(value))
+        return getattr(value, "_make", type(value))(entries)
+    made: Any = copy.copy(value)
+    made[:] = entries
+    return made
 
-    def copied(entries: Any) -> Any:
-        made: Any = copy.copy(value)
-        made[:] = entries
-        return made
 
-    return copied
+# --- are its rows samples? --------------------------------------------------------------------------------------------
+
+
+def samples_of(batch: Any, samples: Collection[int]) -> int | None:
+    """How many samples a loader batch has; None where its rows may be none, as those of a graph."""
+    if isinstance(batch, Iterator):  # training_step draws its batches by itself
+        return None
+    try:
+        return layout_of_samples(batch, samples).size
+    except Exception:  # whatever a batch is that is not split
+        if len(samples) == 1 and 1 not in samples:  # else the dataset may make whole batches
+            return next(iter(samples))
+        return batch.size(0) if isinstance(batch, Tensor) and batch.dim() else None
+
+
+def layout_of_samples(
+    batch: Any, samples: Collection[int], known: Mapping[str, str] | None = None, tables: Mapping[str, int] | None = None
+) -> Layout:
+    """How a batch is made of rows that are samples.
+
+    What it shares by all rows has to be a table: not as many entries as the loader puts samples into a batch, nor of a size that
+    changes with the batch, nor whole numbers that nobody explains: tokens, labels or indices, of which a flat batch has more than
+    samples.
+
+    Args:
+        batch: of the loader.
+        samples: how many of them the loader puts into a batch; empty where it does not say so.
+        known: the ``kinds`` of the batches before.
+        tables: the sizes of what these shared, by path.
+
+    Raises:
+        UnsplittableBatchError: there are no rows, or they are no samples.
+    """
+    layout, known, is_first = Layout.read(batch, known, samples), known or {}, tables is None
+    found = _contradiction(layout, samples) or (_packing(layout, samples) if is_first else None)
+    for path, tensor in layout.shared_tensors.items():
+        size, missing = tensor.shape[0], f"{_shape(path, tensor)} has no entry for each of the {layout.size} rows"
+        if found is not None or size == 1 or size in _columns(layout):  # one for all rows, or for all columns
+            continue
+        if known.get(path) == "tensor" or (tables or {}).get(path, size) != size:
+            found = f"{missing}, unlike in the batch before: what changes with the batch is no table that samples share"
+        elif not samples and _is_whole(tensor) and path not in known:
+            found = missing
+    if found is not None:
+        raise UnsplittableBatchError.because(found)
+    return layout
+
+
+def may_be_one_sample(layout: Layout) -> bool:
+    """Whether what was found to be rows may be the parts of the only sample: all have its number, and something is there once."""
+    is_alone = any(tensor.dim() > 0 and tensor.shape[0] == 1 for tensor in layout.shared_tensors.values())
+    numbers = (t for t in layout.tensors.values() if t.dim() == 1 and _is_whole(t) and t.dtype != torch.bool)
+    return is_alone and layout.size > 1 and any(not t.any() for t in numbers)
+
+
+def may_belong_to_rows(layout: Layout, known: Mapping[str, str]) -> str | None:
+    """What is read as shared by all rows, and may be several entries of each, or whole numbers, which are hardly ever a table."""
+    columns = _columns(layout)
+    for path, tensor in layout.shared_tensors.items():
+        is_explained = path in known or tensor.shape[0] <= 1 or columns.issuperset(tensor.shape)
+        if not is_explained and (_is_whole(tensor) or (layout.size > 1 and tensor.shape[0] % layout.size == 0)):
+            return _shape(path, tensor)
+    return None
+
+
+def _contradiction(layout: Layout, samples: Collection[int]) -> str | None:
+    if not samples or layout.size in samples:
+        return None
+    shared = [_shape(path, tensor) for path, tensor in layout.shared_tensors.items() if tensor.shape[0] in samples]
+    if layout.size <= max(samples) and not shared:  # a collate_fn may leave samples out
+        return None
+    tensors = ", ".join([*(_shape(*found) for found in islice(layout.tensors.items(), 1)), *shared])
+    hint = " (DataLoader(batch_size=None) says that the dataset makes whole batches)" if max(samples) == 1 else ""
+    says = f"the loader puts {' or '.join(map(str, sorted(samples)))} into a batch"
+    return f"it would be {layout.size} samples, but {says}{hint}: {tensors}"
+
+
+def _packing(layout: Layout, samples: Collection[int]) -> str | None:
+    """Which tensor says that samples lie end to end: offsets, lengths, or the sample of each entry. Reads values."""
+    if not layout.shared_tensors:
+        return None
+    both = {**layout.tensors, **layout.shared_tensors}
+    for path, numbers in both.items():
+        if numbers.dim() != 1 or not _is_whole(numbers) or numbers.dtype == torch.bool or len(numbers) < 2:
+            continue
+        others = layout.tensors if path in layout.shared_tensors else layout.shared_tensors
+        ends = {t.shape[1] if t.shape[0] == 1 and t.dim() > 1 else t.shape[0] for t in others.values()}
+        steps, first, last = numbers.long().diff(), int(numbers[0]), int(numbers[-1])
+        is_sorted = first == 0 and bool((steps >= 0).all())
+        is_index = is_sorted and bool((steps <= 1).all()) and last + 1 in ends and 0 < last + 1 < len(numbers)
+        are_lengths = int(numbers.min()) > 0 and int(numbers.sum()) in ends and len(numbers) < int(numbers.sum())
+        if (is_sorted and last in ends and last != len(numbers)) or are_lengths or (is_index and layout.size not in samples):
+            return f"{_shape(path, numbers)} says that samples lie end to end"
+    return None
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether it holds whole numbers or bools."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _shape(path: str, tensor: Tensor) -> str:
+    return f"{path} of shape {tuple(tensor.shape)}"
+
+
+def _columns(layout: Layout) -> set[int]:
+    return {size for tensor in layout.tensors.values() for size in tensor.shape[1:]}

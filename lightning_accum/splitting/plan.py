@@ -1,25 +1,31 @@
-"""A loader batch as micro-batches: sorted by length, trimmed to the longest of them, each made when it is asked for."""
+"""A loader batch as micro-batches: the longest rows first, trimmed to the longest of each, packed to a size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
 from lightning_accum.errors import UnsplittableBatchError
+from lightning_accum.splitting.lengths import (
+    AmbiguousDims,
+    Spans,
+    cut_where_lengths_fall,
+    kept_columns,
+    number_within,
+    read_spans,
+)
 from lightning_accum.splitting.memory import MicroBatchSizes
-from lightning_accum.splitting.micro_batch import Layout, Tokens
-from lightning_accum.splitting.packed import PackedBatches
-from lightning_accum.splitting.packing import MicroBatchSize, Packer, RowSlice
-from lightning_accum.splitting.padding import AmbiguousDims, Spans, read_spans
-from lightning_accum.splitting.proofs import Proof, TrimmingCheck
+from lightning_accum.splitting.micro_batch import Layout, RowSelector, Tokens, layout_of_samples
+from lightning_accum.splitting.trimming import Proof, TrimmingCheck
 from lightning_accum.weighing.counts import count_samples
 
+MicroBatchSize: TypeAlias = int | Tokens | Literal["auto"]
 Split: TypeAlias = Callable[[Any, int], Sequence[Any]]
 """Cuts a batch into micro-batches of so many samples (or tokens, for a size in :class:`Tokens`)."""
-
 
 T = TypeVar("T")
 
@@ -34,6 +40,28 @@ class Mark(NamedTuple):
 
     undo: Callable[[], None]
     accumulated: Iterable[nn.Parameter] | None
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """One micro-batch of a plan.
+
+    Attributes:
+        rows: which rows of the batch.
+        count: how many.
+        cost: elements in a row.
+        columns: which columns are kept, by the size of the dimension that has them.
+    """
+
+    rows: slice | list[int]
+    count: int
+    cost: int
+    columns: Mapping[int, slice] = field(default_factory=dict)
+
+    @cached_property
+    def selector(self) -> RowSelector:
+        """What is taken of a batch."""
+        return RowSelector(self.rows, self.columns)
 
 
 @dataclass
@@ -71,21 +99,12 @@ class Plan:
             return
         piece, found = self.pieces[self.current], ""
         if self.is_read:
-            rows = range(piece.count) if piece.rows == slice(None) else piece.rows
-            rows = list(range(rows.start, rows.start + piece.count)) if isinstance(rows, slice) else list(rows)
-            more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
-            columns = " and ".join(f"columns {c.start} to {c.stop - 1} of {size}" for size, c in piece.columns.items())
-            found = f", row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:8]))}{more} of the loader batch"
-            found += f", {columns}" if columns else ", with all columns"
-        hint = ""
-        if self.is_read and not piece.columns:
-            hint = (
-                " Where the step takes the longest row for the number of columns, name the lengths: trim_padding=<their key>, or"
-                ' trim_padding="lengths" for encoder_lengths and decoder_lengths.'
-            )
+            found = f", {piece.count} rows of the loader batch, columns {dict(piece.columns) or 'all'}"
         error.add_note(
             f"GradientAccumulation(micro_batch=...) has split the batch: this was micro-batch {self.current} of"
-            f" {len(self.pieces)}{found}.{hint}"
+            f" {len(self.pieces)}{found}. If something in the batch belongs to all of its rows, pass split=, a function that cuts"
+            " it; if the step takes the longest row for the number of columns, name the lengths: trim_padding=<their key>, or"
+            ' trim_padding="lengths" for encoder_lengths and decoder_lengths.'
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -116,19 +135,17 @@ class Planner:
         warn: Callable[[str], None] = print,
         samples: Callable[[], Collection[int]] = frozenset,
     ) -> None:
-        self._size = size
-        self._sizes = sizes
-        self._trim = trim
-        self._split = split
-        self._warn = warn
+        self._size, self._sizes, self._trim, self._split = size, sizes, trim, split
+        self._warn, self._samples = warn, samples
         self._ambiguous = AmbiguousDims()
-        self.proofs = TrimmingCheck(warn)
+        self.trimming = TrimmingCheck(warn)
         """What was found out about padding."""
-        self._kinds: dict[str, str] | None = None
+        self.kinds: dict[str, str] = {}
+        """What each part of a batch is, by path: found in the first batch, and held to."""
+        self._tables: dict[str, int] | None = None
+        """The size of what all rows share, by path; None before the first batch."""
         self._seen: tuple[Any, dict[int, Spans]] | None = None
-        self._samples = samples
-        self._packed = PackedBatches(samples, warn)
-        self.packer = Packer(size, sizes, warn)
+        self._has_warned_of_long_rows = False
         self.description = ""
         """What was understood of the first batch, in words."""
 
@@ -136,12 +153,8 @@ class Planner:
         """See a batch that is still on the host, where its lengths can be read without waiting for a device."""
         if self._trim and self._split is None:
             layout = self._layout_of(batch)
-            if not self.packer.fits(layout):
+            if not self._fits(layout):
                 self._seen = (_shapes(layout), self._read_spans(layout))
-
-    def prove_again(self) -> None:
-        """What a loss depends on may change in a training: ask again where trimming was found right."""
-        self.proofs.forget_what_was_right()
 
     def plan(self, batch: Any, proof: Proof) -> Plan:
         """Plan one batch.
@@ -159,62 +172,115 @@ class Planner:
             return self._plan_by_function(batch, self._split)
         layout = self._layout_of(batch)
         spans = self.trimmable(layout, proof, seen[1] if seen is not None and seen[0] == _shapes(layout) else None)
-        pieces, order = self.packer.pack(layout, spans)
+        pieces, order = self.pack(layout, spans)
         if not self.description:
-            self.description = self._describe(layout, bool(spans))
+            shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
+            order_of = ["longest rows first, trimmed to the longest of each"] if spans else []
+            self.description = ", ".join([*order_of, f"all of them share {shared}"] if shared else order_of)
         is_whole = len(pieces) == 1 and not pieces[0].columns
         tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
         return Plan(batch, pieces, lambda piece: layout.taken(piece.selector), order, is_whole, tensors)
 
     def trimmable(self, layout: Layout, proof: Proof, seen: dict[int, Spans] | None = None) -> dict[int, Spans]:
         """Where rows begin and end, as far as the padding around them may be trimmed; empty where nothing is to be."""
-        if not self._trim or self.packer.fits(layout):
+        if not self._trim or self._fits(layout):
             return {}
-        return self.proofs.trimmable(layout, self._read_spans(layout) if seen is None else seen, proof)
+        return self.trimming.trimmable(layout, self._read_spans(layout) if seen is None else seen, proof)
 
     def _layout_of(self, batch: Any) -> Layout:
-        layout = Layout.read(batch, self._kinds, self._samples())
-        self._packed.check(layout, is_first=self._kinds is None)
-        self._kinds = layout.kinds
+        layout = layout_of_samples(batch, self._samples(), self.kinds, self._tables)
+        columns = {size for tensor in layout.tensors.values() for size in tensor.shape[1:]}
+        sizes = {path: tensor.shape[0] for path, tensor in layout.shared_tensors.items()}
+        self._tables = {**{path: size for path, size in sizes.items() if size not in (1, *columns)}, **(self._tables or {})}
+        self.kinds = layout.kinds
         return layout
 
-    def _may_be_padded(self, layout: Layout) -> bool:
-        tensors = layout.tensors.items()
-        return isinstance(self._trim, str) or any(
-            "mask" in path or (tensor.dim() > 1 and not tensor.is_floating_point()) for path, tensor in tensors
-        )
-
     def _read_spans(self, layout: Layout) -> dict[int, Spans]:
-        if not self._may_be_padded(layout):
+        tensors = layout.tensors
+        may_be_padded = any("mask" in path or (t.dim() > 1 and not t.is_floating_point()) for path, t in tensors.items())
+        if not may_be_padded and not isinstance(self._trim, str):
             return {}
-        spans = read_spans(layout.tensors, self._trim if isinstance(self._trim, str) else None)
-        return self._ambiguous.without(spans, layout.tensors, layout.shared_tensors)
+        spans = read_spans(tensors, self._trim if isinstance(self._trim, str) else None)
+        return self._ambiguous.without(spans, tensors, layout.shared_tensors)
 
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
-        if isinstance(self._size, int):
-            size = self._size
-        elif isinstance(self._size, Tokens):
-            size = self._size.at(0)
-        else:
+        size = self._size.at(0) if isinstance(self._size, Tokens) else self._size
+        if size == "auto":
             assert self._sizes is not None
             size = self._sizes.size_for(1, len(_cut(split, batch, 1)))
         micro_batches = _cut(split, batch, size)
         self.description = self.description or f"cut by {getattr(split, '__name__', split)}"
         counts = [min(size, count_samples(micro_batch) or size) for micro_batch in micro_batches]
-        pieces = [RowSlice([index], count, 1) for index, count in enumerate(counts)]
+        pieces = [RowSlice(slice(index, None), count, 1) for index, count in enumerate(counts)]
+        is_whole = len(micro_batches) == 1 and micro_batches[0] is batch
+        return Plan(batch, pieces, lambda piece: micro_batches[piece.rows.start], is_whole=is_whole, is_read=False)  # type: ignore[union-attr]
 
-        def make(piece: RowSlice) -> Any:
-            assert isinstance(piece.rows, list)
-            return micro_batches[piece.rows[0]]
+    # --- which rows make a micro-batch ------------------------------------------------------------------------------------
 
-        return Plan(batch, pieces, make, is_whole=len(micro_batches) == 1 and micro_batches[0] is batch, is_read=False)
+    def _fits(self, layout: Layout) -> bool:
+        """The whole batch is no larger than a micro-batch may be, padding included."""
+        if isinstance(self._size, Tokens):
+            return layout.size * max(_columns(layout)) <= self._size.at(0)
+        return isinstance(self._size, int) and layout.size <= self._size
 
-    def _describe(self, layout: Layout, is_sorted: bool) -> str:
-        parts = ["longest rows first, trimmed to the longest of each"] if is_sorted else []
-        if layout.shared_tensors:
-            shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
-            parts.append(f"all of them share {shared}")
-        return ", ".join(parts)
+    def pack(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[RowSlice], list[int] | None]:
+        """The micro-batches of a batch, and the order of its rows in them; None where they keep theirs."""
+        if layout.size == 0:
+            return [RowSlice(slice(None), 0, 1)], None
+        elements = max(1, sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size)
+        if not spans:
+            size = self._room(max(_columns(layout)) if isinstance(self._size, Tokens) else 0, elements, layout.size)
+            starts = range(0, layout.size, size)
+            return [RowSlice(slice(s, s + size), min(size, layout.size - s), elements) for s in starts], None
+        untrimmed = max((size for size in _columns(layout) if size not in spans), default=0)  # a source with a padded target
+        widest = max(*spans, untrimmed)
+        of_rows = list(zip(*(span.widths for span in spans.values()), strict=True))
+        widths = [max(untrimmed, *of_row) for of_row in of_rows]
+        costs = [max(1, elements * width // widest) for width in widths]
+        longest_first = sorted(range(layout.size), key=lambda row: (widths[row], sum(of_rows[row])), reverse=True)
+        groups, rest = [], longest_first
+        while rest:
+            number = min(self._room(widths[rest[0]], costs[rest[0]], len(rest)), len(rest))
+            if isinstance(self._size, Tokens):
+                number = number_within(self._size.at(0), rest[:number], untrimmed, spans.values())
+            groups.append(rest[:number])
+            rest = rest[number:]
+        if isinstance(self._size, int):
+            groups = cut_where_lengths_fall(groups, widths)
+        pieces = [RowSlice(rows, len(rows), costs[rows[0]], kept_columns(rows, spans.values())) for rows in groups]
+        if len(pieces) == 1:  # nothing to sort
+            return [replace(pieces[0], rows=slice(None))], None
+        return pieces, longest_first
+
+    def _room(self, width: int, cost: int, rows: int) -> int:
+        """How many rows a micro-batch may have, where its longest has ``width`` columns and ``cost`` elements."""
+        if isinstance(self._size, int):
+            return self._size
+        if not isinstance(self._size, Tokens):
+            assert self._sizes is not None
+            return self._sizes.size_for(cost, rows)
+        if width > self._size.at(0) and not self._has_warned_of_long_rows:
+            self._has_warned_of_long_rows = True
+            self._warn(
+                f"A row of {width} tokens is longer than micro_batch={self._size}. It is a micro-batch of its own: leaving it out"
+                " would change the result."
+            )
+        return max(1, self._size.at(0) // max(1, width))
+
+
+def _columns(layout: Layout) -> list[int]:
+    """Columns of all whole numbers in two dimensions, labels of a few classes among them; else of all features over time."""
+    tensors = {path: tensor for path, tensor in layout.tensors.items() if tensor.dim() > 1}
+    tokens = [tensor for tensor in tensors.values() if tensor.dim() == 2 and not tensor.is_floating_point()]
+    columns = [tensor.shape[1] for tensor in tokens or tensors.values() if tensor.dim() < 4]
+    if not columns:
+        images = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in tensors.items())
+        found = f"none of {images} says which dimension has the tokens" if images else "no tensor of the batch has two dimensions"
+        raise UnsplittableBatchError(
+            f"A micro-batch in Tokens needs rows with columns, but {found}. Use a number of samples:"
+            " GradientAccumulation(micro_batch=8)."
+        )
+    return columns
 
 
 class Splitting:
@@ -245,15 +311,23 @@ class Splitting:
         """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
         self._rows_of_whole: int | None = None
         self._may_be_whole = not (has_ranks or sizes is not None)
+        self._proof: Proof = lambda padded, trimmed: None
 
     def begin(self, batch: Any, proof: Proof) -> None:
         """Plan a loader batch."""
-        plan = self._planned(batch, proof)
+        self._proof = proof
+        plan = self._planned(batch)
         self.plan = None if plan.is_whole and self._may_be_whole else plan
         self._rows_of_whole = plan.rows
 
-    def _planned(self, batch: Any, proof: Proof) -> Plan:
-        return self.planner.plan(batch, proof)
+    def share(self, path: str) -> None:
+        """Have all rows share a part of a batch that has as many entries."""
+        self.planner.kinds = {**self.planner.kinds, path: "shared"}
+        if self.plan is not None:
+            self.begin(self.plan.batch, self._proof)
+
+    def _planned(self, batch: Any) -> Plan:
+        return self.planner.plan(batch, self._proof)
 
     @property
     def rows(self) -> int | None:
@@ -273,10 +347,8 @@ class Splitting:
         """What is done to a loader batch, in words."""
         if isinstance(self.size, Tokens):
             size = f"in micro-batches of up to {self.size.count} tokens, padding included"
-        elif self.size == "auto":
-            size = "in micro-batches as large as memory allows"
         else:
-            size = f"in micro-batches of {self.size}"
+            size = "in micro-batches as large as memory allows" if self.size == "auto" else f"in micro-batches of {self.size}"
         return ", ".join(part for part in (size, self.planner.description) if part)
 
 

@@ -1,4 +1,4 @@
-"""Whether what a module learns depends on padding: tried out on the module itself, before any is trimmed."""
+"""Whether what a module learns depends on padding: tried out on the module itself, once for each kind, before it is trimmed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -16,14 +17,105 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_accum.dispatch import with_tensors
 from lightning_accum.exact import exact_dtype
 from lightning_accum.prove import ALL, Look, Measured, aliases, fit_of, keys_of
+from lightning_accum.splitting.lengths import Spans, kept_columns
 from lightning_accum.splitting.memory import free, is_out_of_memory
-from lightning_accum.splitting.proofs import Inconclusive, Verdict
+from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.sync import GradientSync
 from lightning_accum.trial import Trial
 from lightning_accum.undo import Undo
 from lightning_accum.verdict import CannotCheckError
 from lightning_accum.weighing.modes import ONCE, Mode
 from lightning_accum.weighing.weight import Weigher
+
+
+@dataclass(frozen=True)
+class Inconclusive:
+    """What was tried neither shows that the loss depends on padding nor that it does not.
+
+    Attributes:
+        reason: why.
+        needs_trimming: the module cannot run rows that have more columns than the longest of them needs.
+    """
+
+    reason: str
+    needs_trimming: bool = False
+
+
+Verdict: TypeAlias = str | Inconclusive | None
+"""None where the module's loss does not depend on padding, what was seen where it does."""
+Proof: TypeAlias = Callable[..., Verdict]
+"""Takes a few rows with all of their padding, and the same rows without some of it, as one batch or as several."""
+_Known: TypeAlias = tuple[str, tuple[str, ...]]
+"""A side of rows, and the tensors that show where they end."""
+
+
+class TrimmingCheck:
+    """Which padding may be trimmed.
+
+    A proof that could not be made is tried again with the next batch that has such padding, then after one more, two, four.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._answers: dict[_Known, bool] = {}
+        self._waits: dict[_Known, tuple[int, int]] = {}
+        """Of a proof that could not be made: batches until it is tried again, and how many it last waited for."""
+        self._warn = warn
+
+    def prove_again(self) -> None:
+        """What a loss depends on may change in a training: ask again where trimming was found right."""
+        self._answers = {known: may for known, may in self._answers.items() if not may}
+
+    def trimmable(self, layout: Layout, spans: dict[int, Spans], proof: Proof) -> dict[int, Spans]:
+        """The spans without the padding that the loss was found to depend on."""
+        kept: list[Spans] = []
+        for span in spans.values():
+            may = {"left": True, "right": True}
+            for side in [side for side, is_there in (("right", span.is_padded_right), ("left", span.is_padded_left)) if is_there]:
+                known, (left, patience) = (side, span.read_from), self._waits.get((side, span.read_from), (0, 0))
+                if left:
+                    self._waits[known] = left - 1, patience
+                elif known not in self._answers:
+                    self._note(known, _prove(side, span, spans, layout, proof))
+                may[side] = self._answers.get(known, False)
+            kept.append(span.keep_padding(left=not may["left"], right=not may["right"]))
+        return {span.length: span for span in kept if span.is_padded}
+
+    def _note(self, known: _Known, verdict: Verdict) -> None:
+        where = f"Padding on the {known[0]} of rows is not trimmed"
+        if not isinstance(verdict, Inconclusive):
+            self._waits.pop(known, None)
+            self._answers[known] = verdict is None
+            if verdict is not None:
+                self._warn(
+                    f"{where}: the loss of this module depends on it ({verdict}). Pass GradientAccumulation(trim_padding=False) to"
+                    " say so yourself."
+                )
+            return
+        if known not in self._waits:
+            self._warn(
+                f"{where} so far: whether the loss of this module depends on it could not be found out ({verdict.reason}). It is"
+                " tried again with later batches."
+            )
+        patience = self._waits.get(known, (0, 0))[1]
+        self._waits[known] = patience, max(1, 2 * patience)
+
+
+def _prove(side: str, span: Spans, spans: dict[int, Spans], layout: Layout, proof: Proof) -> Verdict:
+    own = span.keep_padding(left=side == "right", right=side == "left")
+    rows = sorted(range(layout.size), key=own.widths.__getitem__)[:2]
+    if not (columns := kept_columns(rows, [own])):
+        rows = rows[:1]  # the second has no padding: the proof would be of the same batch twice
+        columns = kept_columns(rows, [own])
+    verdict = proof(layout.take(rows), layout.take(rows, columns))
+    if not isinstance(verdict, Inconclusive) or not verdict.needs_trimming:
+        return verdict
+    # a module that takes the longest row for the number of columns is asked of all kinds of padding at once: beside the shortest
+    # row of each stands one without padding, so that all columns are needed; then each is on its own
+    rows = sorted({each.widths.index(width) for each in spans.values() for width in (max(each.widths), min(each.widths))})
+    if any(max(each.widths) < each.length for each in spans.values()):
+        return verdict
+    together = proof(layout.take(rows), *(layout.take([row], kept_columns([row], spans.values())) for row in rows))
+    return verdict if isinstance(together, Inconclusive) else together
 
 
 def difference_by_padding(

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.errors import UnsplittableBatchError
 from lightning_accum.randomness import generators_kept
-from lightning_accum.splitting.joining import join as join_batches
+from lightning_accum.splitting.few_rows import join as join_batches
 from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.verification.step import ModuleState
 

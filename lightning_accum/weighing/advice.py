@@ -79,6 +79,14 @@ def of_one_row(verdict: Verdict, weight: Any) -> str:
     )
 
 
+def of_unchecked(verdict: Verdict) -> str:
+    """The warning of windows of which nobody knows what they add up to."""
+    return (
+        f"It could not be checked that micro-batches add up to their batch: {verdict.seen}. Compare a step with that of its full"
+        " batch by verify(module, data), or pass check=False if you know that it is right."
+    )
+
+
 def of_buffers(changed: Mapping[str, float]) -> str:
     """The warning of buffers that a step changes, by name; and by how much its loss changes with them."""
     names, size = " and ".join(map(repr, changed)), max(changed.values())

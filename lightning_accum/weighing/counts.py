@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, MissingEntryError, UnsplittableBatchError, WrongTypeError
-from lightning_accum.splitting.batch_parts import first_tensor_or_list, read_parts
+from lightning_accum.splitting.rows import first_tensor_or_list, read_parts
 
 Weight: TypeAlias = Callable[[Any], Any]
 """Counts what the mean loss of a batch is divided by: takes the batch, returns a scalar tensor or a number."""

@@ -11,9 +11,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum.splitting.attempts import RetriedSplitting
-from lightning_accum.splitting.packing import RowSlice
-from lightning_accum.splitting.plan import Mark, Plan
-from lightning_accum.splitting.proofs import Proof
+from lightning_accum.splitting.plan import Mark, Plan, RowSlice
 from lightning_accum.undo import Undo
 from lightning_accum.whole.row_wise import RowWise
 
@@ -58,7 +56,7 @@ class StepAttempts(RetriedSplitting):
         return self._row_wise.pieces
 
     @override
-    def _planned(self, batch: Any, proof: Proof) -> Plan:
+    def _planned(self, batch: Any) -> Plan:
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         return _Whole(batch, [RowSlice(slice(None), 1, 1)], copy.copy, tensors=tensors, is_read=False)
 

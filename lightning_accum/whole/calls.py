@@ -14,7 +14,7 @@ from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import RowWiseError
 from lightning_accum.randomness import RandomState
 from lightning_accum.splitting.micro_batch import RowSelector
-from lightning_accum.splitting.packing import RowSlice
+from lightning_accum.splitting.plan import RowSlice
 from lightning_accum.whole.call_state import CallState, as_with_a_graph, saving_nothing
 from lightning_accum.whole.gradient_proof import LeftBehind
 from lightning_accum.whole.layers import INSTEAD, Layer, check_others, differences, is_close, sharing_memory

@@ -15,7 +15,7 @@ from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import RowWiseError
 from lightning_accum.randomness import NoiseOfRows, RandomState, dropout_switched_off
 from lightning_accum.splitting.memory import is_out_of_memory
-from lightning_accum.splitting.proofs import Inconclusive, Verdict
+from lightning_accum.splitting.trimming import Inconclusive, Verdict
 from lightning_accum.whole.call_state import as_with_a_graph
 from lightning_accum.whole.calls import Form
 from lightning_accum.whole.gradient_proof import check_gradients

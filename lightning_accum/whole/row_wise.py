@@ -19,10 +19,9 @@ from lightning_accum.errors import ArgumentError, RowWiseError
 from lightning_accum.policy import Policy
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.memory import MicroBatchSizes, has_room_to_double
+from lightning_accum.splitting.memory import MicroBatchSizes
 from lightning_accum.splitting.micro_batch import Layout, Tokens
-from lightning_accum.splitting.packing import MicroBatchSize, RowSlice
-from lightning_accum.splitting.plan import Planner
+from lightning_accum.splitting.plan import MicroBatchSize, Planner, RowSlice
 from lightning_accum.whole.calls import Call, Form, taken, twice_differentiated
 from lightning_accum.whole.layers import Layer
 from lightning_accum.whole.row_proof import Largest, RowProof, difference_by_padding, number_of_rows, read_arguments
@@ -72,7 +71,7 @@ class RowWise:
         self._micro_batch = micro_batch
         self._device = device
         self._trim = trim and largest is None  # what is tried out on two rows would be on one rank alone
-        self.sizes = MicroBatchSizes(may_grow=lambda: has_room_to_double(device)) if micro_batch == "auto" else None
+        self.sizes = MicroBatchSizes() if micro_batch == "auto" else None
         """With ``"auto"``, what was found to fit."""
         self.pieces: list[RowSlice] = []
         """The micro-batches of all calls in the step so far."""
@@ -173,7 +172,7 @@ class RowWise:
             self._planners[layer.name] = planner
         layout = _layout(layer, arguments, form, number)
         spans = planner.trimmable(layout, partial(difference_by_padding, layer)) if form.may_be_sorted else {}
-        return planner.packer.pack(layout, spans)
+        return planner.pack(layout, spans)
 
     # --- the backward -------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_accum.errors import WrongTypeError
-from lightning_accum.splitting.batch_parts import holds_tensors
+from lightning_accum.splitting.rows import holds_tensors
 
 
 class UnknownObjectError(WrongTypeError):

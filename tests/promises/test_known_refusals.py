@@ -91,7 +91,6 @@ def test_a_schedule_over_the_estimated_steps_of_windows_of_tokens_lasts_until_tr
     assert run.global_step == 28  # four batches of 2 rows or two of 6 make a window
 
 
-@open_until(22, "the list of names is split with the rows, and the step fails on it", RuntimeError)
 def test_a_list_of_names_as_long_as_the_batch_is_shared_by_its_rows() -> None:
     def by_name(net: nn.Module, batch: Any) -> Tensor:
         columns = torch.stack([net.weight[:, names.index(name)] for name in batch[2]], 1)

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from lightning_accum import DoesNotAddUpError, UnsplittableBatchError
 from real_modules.language import WORDS, words
-from real_modules.table import Crashed, Refused, Warned, dealt, padded, randint, real_module
+from real_modules.table import Refused, Warned, dealt, padded, randint, real_module
 
 
 def sentence(generator: Generator) -> dict[str, Tensor]:
@@ -302,9 +302,7 @@ def with_names(rows: Sequence[tuple[Tensor, ...]]) -> tuple[Any, ...]:
     return *default_collate(rows), VARIABLES
 
 
-@real_module(
-    "weather forecasts by variable", dealt(weather, 2, 2, 4, 2, 3), collate=with_names, split_today=Crashed("RuntimeError")
-)
+@real_module("weather forecasts by variable", dealt(weather, 2, 2, 4, 2, 3), collate=with_names)
 class WeatherWithNamesOfVariables(LightningModule):
     """The batch has a list of names, as long as the batch has rows; errors are weighted by latitude."""
 

@@ -29,7 +29,7 @@ CEILINGS = {
     "width of the package": 152,
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 43,
-    "assignments to an attribute of another object": 292,
+    "assignments to an attribute of another object": 271,
     "lines of tests": 29_600,
     "lines of tests in files that import private modules": 740,
 }

@@ -1,9 +1,11 @@
-"""Where the rows of a batch begin and end, read from the batch itself."""
+"""Where the rows of a batch begin and end, read from the batch itself, and which of them go together."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -54,14 +56,43 @@ class Spans:
         stops = (self.length,) * len(self.stops) if right else self.stops
         return replace(self, starts=starts, stops=stops)
 
-    def columns(self, rows: Sequence[int]) -> slice:
-        """The columns that are not padding in all of ``rows``."""
-        return slice(min(self.starts[row] for row in rows), max(self.stops[row] for row in rows))
-
     @property
     def widths(self) -> list[int]:
         """How many columns of every row are not padding."""
         return [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
+
+
+def kept_columns(rows: Sequence[int], spans: Iterable[Spans]) -> dict[int, slice]:
+    """The columns that ``rows`` need, by the size of the dimension that has them; none where that is all."""
+    bounds = ((s.length, min(s.starts[row] for row in rows), max(s.stops[row] for row in rows)) for s in spans)
+    return {length: slice(start, stop) for length, start, stop in bounds if (start, stop) != (0, length)}
+
+
+def number_within(tokens: int, rows: Sequence[int], untrimmed: int, spans: Iterable[Spans]) -> int:
+    """How many of the first ``rows`` keep to the tokens: padded left and right, they need more columns than any has."""
+    widths = [untrimmed] * len(rows)
+    for span in spans:
+        starts = accumulate((span.starts[row] for row in rows), min)
+        stops = accumulate((span.stops[row] for row in rows), max)
+        widths = list(map(max, widths, map(sub, stops, starts)))
+    return next((number for number in range(1, len(rows)) if widths[number] * (number + 1) > tokens), len(rows))
+
+
+def cut_where_lengths_fall(groups: list[list[int]], widths: Sequence[int]) -> list[list[int]]:
+    """Make two of a micro-batch where half of what they all have on average is padding that this saves."""
+    least = sum(len(rows) * widths[rows[0]] for rows in groups) / len(groups) / 2
+    cut: list[list[int]] = []
+    waiting = groups[::-1]
+    while waiting:
+        rows = waiting.pop()
+        # what is saved when so many of the longest rows are on their own
+        saved = [(len(rows) - first) * (widths[rows[0]] - widths[rows[first]]) for first in range(len(rows))]
+        first = saved.index(max(saved))
+        if saved[first] < least:
+            cut.append(rows)
+        else:
+            waiting += [rows[first:], rows[:first]]
+    return cut
 
 
 def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[int, Spans]:
@@ -178,43 +209,25 @@ def _spans(is_token: Tensor, read_from: tuple[str, ...]) -> Spans:
 
 
 def _agrees(span: Spans, tensors: Mapping[str, Tensor], lengths: Collection[int]) -> bool:
-    """Whether all whole numbers and bools with these rows and columns say nothing in the padding.
+    """Whether all whole numbers with these rows and columns say nothing in the padding.
 
     Labels of a decoder can have the length of the encoder's mask by chance, and are no padding there. Tensors that have one of
     ``lengths`` in another dimension too are masks of attention, which are as they like where it is from padding.
     """
-    if not span.is_padded:
-        return True
-    shape, inside, padded = (len(span.starts), span.length), None, _one_padded(span)
-    of_shape = {path: tensor for path, tensor in tensors.items() if tensor.shape[:2] == shape and path not in span.read_from}
-    for tensor in of_shape.values():
-        if not _is_whole(tensor) or not set(lengths).isdisjoint(tensor.shape[2:]):
+    bounds = torch.tensor((span.starts, span.stops))[..., None]
+    for path, tensor in tensors.items() if span.is_padded else ():
+        is_other = tensor.shape[:2] != (len(span.starts), span.length) or path in span.read_from or not is_whole(tensor)
+        if is_other or not set(lengths).isdisjoint(tensor.shape[2:]):
             continue
-        if inside is None or inside.device != tensor.device:
-            inside = _inside(span, tensor.device)
-        is_constant = (tensor == tensor[padded]) | inside.reshape(*shape, *(1,) * (tensor.dim() - 2))
-        if not is_constant.all() and not _counts(tensor):
+        columns, (start, stop) = torch.arange(span.length, device=tensor.device), bounds.to(tensor.device)
+        if not _is_constant(tensor[(columns < start) | (columns >= stop)]) and not _counts(tensor):
             return False
     return True
 
 
-def _one_padded(span: Spans) -> tuple[int, int]:
-    """The row and column of any padding."""
-    if span.is_padded_left:
-        return next(row for row, start in enumerate(span.starts) if start), 0
-    return next(row for row, stop in enumerate(span.stops) if stop < span.length), span.length - 1
-
-
-def _inside(span: Spans, device: torch.device) -> Tensor:
-    """True from the start to the stop of every row."""
-    bounds = torch.tensor((span.starts, span.stops), dtype=torch.int32, device=device)[..., None]
-    columns = torch.arange(span.length, dtype=torch.int32, device=device)
-    return (columns >= bounds[0]) & (columns < bounds[1])
-
-
 def _counts(tensor: Tensor) -> bool:
     """Whether every row stays or goes up by one from column to column, as positions and segments do."""
-    if tensor.dtype == torch.bool or not _is_whole(tensor) or tensor.dim() != 2 or tensor.shape[1] < 2:
+    if tensor.dtype == torch.bool or not is_whole(tensor) or tensor.dim() != 2 or tensor.shape[1] < 2:
         return False
     lowest, highest = tensor.diff(dim=1).aminmax()
     return int(lowest) >= 0 and int(highest) <= 1
@@ -227,18 +240,13 @@ def _from_labels(tensors: Mapping[str, Tensor], but: Collection[int]) -> dict[in
     """
     found: dict[int, Spans] = {}
     for path, labels in tensors.items():
-        if labels.dim() != 2 or not _is_whole(labels) or labels.shape[1] in (0, *but, *found):
+        if labels.dim() != 2 or not is_whole(labels) or labels.shape[1] in (0, *but, *found):
             continue
-        length = labels.shape[1]
-        ends_ignored = labels[:, -1] == IGNORE_INDEX
-        if not bool(ends_ignored.any()):
+        length, is_token, is_ignored = labels.shape[1], labels != IGNORE_INDEX, labels[:, -1] == IGNORE_INDEX
+        others = (other for other in tensors.values() if other is not labels and other.shape[1:2] == (length,))
+        inputs = [other for other in others if not _counts(other)]
+        if not bool(is_ignored.any()) or not all(_is_constant(other[:, -1][is_ignored]) for other in inputs):
             continue
-        inputs = [
-            other for other in tensors.values() if other is not labels and other.shape[1:2] == (length,) and not _counts(other)
-        ]
-        if not all(_is_constant(other[:, -1][ends_ignored]) for other in inputs):
-            continue
-        is_token = labels != IGNORE_INDEX
         for other in inputs:
             is_token = is_token | (other != other[:, -1:]).reshape(*other.shape[:2], -1).any(-1)
         span = _spans(is_token, (path,)).keep_padding(left=True, right=False)  # positions count from the left
@@ -247,7 +255,7 @@ def _from_labels(tensors: Mapping[str, Tensor], but: Collection[int]) -> dict[in
     return found
 
 
-def _is_whole(tensor: Tensor) -> bool:
+def is_whole(tensor: Tensor) -> bool:
     """Whether it holds whole numbers or bools."""
     return not tensor.is_floating_point() and not tensor.is_complex()
 

@@ -1,7 +1,7 @@
 """A batch as rows: what it is made of, how many rows it has, and which of its parts have one entry a row.
 
-The number of rows is the loader's batch size, if a part has as many entries; or else the one size that most parts have. A tensor or
-a list of as many entries is rows. Everything else is shared by all rows.
+The number of rows is the loader's batch size, if a part has as many entries; or else the one size that most tensors have in
+dimension 0. A tensor or a list of as many entries is rows. Everything else is shared by all rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Siz
 
 
 @dataclass(slots=True, eq=False)
-class BatchNode:
+class Part:
     """A part of a batch. Strings, numbers and the like are none: all micro-batches share them.
 
     Attributes:
@@ -32,8 +32,7 @@ class BatchNode:
         key: where it is in the part around it: a key, an index, or the name of an attribute.
         size: of dimension 0 of a tensor, or the length of a list.
         problem: why it cannot be split.
-        kind: what it is if the batch has the rows that were found: a tensor, rows, a container, or shared.
-        cut: of a container, the parts inside of it that a micro-batch does not take as they are.
+        kind: a ``tensor`` with rows; a list that is ``rows``, one entry each; a ``container`` of other parts; or ``shared``.
     """
 
     path: str
@@ -43,15 +42,24 @@ class BatchNode:
     size: int | None = None
     problem: str = ""
     kind: str = "shared"
-    parts: list[BatchNode] = field(default_factory=list)
-    cut: list[BatchNode] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is one."""
+        return isinstance(self.value, Tensor)
 
     @property
     def is_list(self) -> bool:
         """Whether it may have one entry a row."""
-        return self.size is not None and not isinstance(self.value, Tensor)
+        return self.size is not None and not self.is_tensor
 
-    def walk(self) -> Iterator[BatchNode]:
+    @property
+    def has_tensors(self) -> bool:
+        """Whether it is a tensor, or holds one."""
+        return any(part.is_tensor for part in self.walk())
+
+    def walk(self) -> Iterator[Part]:
         """This part and all inside of it."""
         yield self
         for inner in self.parts:
@@ -64,7 +72,7 @@ class BatchNode:
         return f"{name} of shape {tuple(self.value.shape)}" if self.size is not None else name
 
 
-def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = ()) -> tuple[BatchNode, int, list[BatchNode]]:
+def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = ()) -> tuple[Part, int, list[Part]]:
     """Find out what a batch is made of.
 
     Args:
@@ -79,12 +87,22 @@ def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = 
         UnsplittableBatchError: no size, or more than one, fits.
     """
     root = _parse(batch)
-    size = _number_of_rows(root, known, samples)
+    sized = [part for part in root.walk() if part.size and known.get(part.path) != "shared"]
+    of_known = {part.size for part in sized if known.get(part.path) in ("tensor", "rows")}
+    of_loader = {part.size for part in sized if part.size in samples and part is not root}
+    earlier, may_be = known.get(root.path), not of_loader and (root.size in samples or may_be_samples(batch))
+    if root.is_list and (earlier == "rows" or (earlier is None and may_be)):  # samples that were not collated
+        if earlier is None and root.size not in samples and _may_be_of_several_loaders(root):
+            raise _unsplittable(root, f"either its {root.size} entries or what is in each could be the samples")
+        root.kind = "rows"
+        return root, root.size or 0, [root]
+    one = next((sizes.pop() for sizes in (of_known, of_loader) if len(sizes) == 1), None)
+    size = one or _most_frequent(root)
     return root, size, list(_set_kinds(root, root, size, known))
 
 
-def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = False) -> BatchNode:
-    part = BatchNode(path or "batch", value, key, is_attribute)
+def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = False) -> Part:
+    part = Part(path or "batch", value, key, is_attribute)
     if isinstance(value, Tensor):
         if value.is_nested or value.layout is not torch.strided:
             part.problem = "nested" if value.is_nested else f"of the layout {value.layout}"
@@ -100,14 +118,14 @@ def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = Fal
             part.size = len(value)
     elif _is_record(value):
         part.parts = _parse_all(((f.name, getattr(value, f.name)) for f in dataclasses.fields(value)), path, are_attributes=True)
-    elif not isinstance(value, type) and (_is_array(value) or isinstance(value, Iterator) or hasattr(value, "to")):
+    elif not isinstance(value, type) and (
+        isinstance(value, Iterator) or hasattr(value, "to") or bool(getattr(value, "shape", ())) or holds_tensors(value, depth=4)
+    ):
         part.problem = "of a class that is not known here"
-    elif holds_tensors(value, depth=4):
-        part.problem = "of a class that is not known here, and holds tensors"
     return part
 
 
-def _parse_all(entries: Iterable[tuple[Any, Any]], path: str, are_attributes: bool = False) -> list[BatchNode]:
+def _parse_all(entries: Iterable[tuple[Any, Any]], path: str, are_attributes: bool = False) -> list[Part]:
     parts = []
     for key, value in entries:
         if type(value) not in _PLAIN:
@@ -115,11 +133,6 @@ def _parse_all(entries: Iterable[tuple[Any, Any]], path: str, are_attributes: bo
             step = (f".{key}" if path else key) if is_name else f"[{key!r}]"
             parts.append(_parse(value, path + step, key, are_attributes))
     return parts
-
-
-def _is_array(value: Any) -> bool:
-    """A NumPy array, a pandas object, an array of another library."""
-    return hasattr(value, "__array__") and bool(getattr(value, "shape", ()))
 
 
 def holds_tensors(value: Any, depth: int) -> bool:
@@ -140,89 +153,64 @@ def _as_tuple(names: str | Iterable[str]) -> Iterable[str]:
 # --- how many rows it has, and what each part is ----------------------------------------------------------------------
 
 
-def _number_of_rows(root: BatchNode, known: Mapping[str, str], samples: Collection[int]) -> int:
-    sized = [part for part in root.walk() if part.size]
-    of_known = {part.size for part in sized if known.get(part.path) in ("tensor", "rows")}
-    of_loader = {part.size for part in sized if part.size in samples and part is not root}
-    for sizes in (of_known, of_loader):
-        if len(sizes) == 1 and None not in sizes:
-            return sizes.pop() or 0
-    if root.is_list and root.size in samples and not of_loader:  # samples that were not collated
-        return root.size or 0
-    if may_be_samples(root.value):
-        sizes = {part.size for part in sized if isinstance(part.value, Tensor)}
-        if len(sizes) == 1 and not any(map(_has_number, root.value)):
-            raise _unsplittable(root, f"either its {root.size} entries or what is in each could be the samples")
-        return root.size or 0
-    votes = Counter(_votes(root, root))
+def _most_frequent(root: Part) -> int:
+    votes = Counter(size for part in root.parts or [root] for size in _votes(part))
     if len(votes) > 1:
         votes.pop(0, None)
     if not votes:
         problems = [f"{part}, {part.problem}" for part in root.walk() if part.problem]
         raise _unsplittable(root, problems[0] if problems else "no tensor has rows")
-    (size, most), *others = votes.most_common()
-    if others and others[0][1] == most:
-        equally = sorted(other for other, number in votes.items() if number == most)
-        raise _unsplittable(root, f"{' or '.join(map(str, equally))} could be its number of rows")
-    return size
+    most = max(votes.values())
+    sizes = sorted(size for size, number in votes.items() if number == most)
+    if len(sizes) > 1:
+        raise _unsplittable(root, f"{' or '.join(map(str, sizes))} could be its number of rows")
+    return sizes[0]
 
 
-def _votes(part: BatchNode, root: BatchNode) -> list[int]:
+def _votes(part: Part) -> list[int]:
     """The sizes that parts have; of a list with tensors, its length, and the size of its tensors if they have one."""
-    if isinstance(part.value, Tensor):
+    if part.is_tensor:
         found = [part.size]
-    elif part.is_list and part is not root:
-        sizes = {inner.size for inner in part.walk() if isinstance(inner.value, Tensor)}
+    elif part.is_list:
+        sizes = {inner.size for inner in part.walk() if inner.is_tensor}
         found = [part.size] * bool(sizes) + list(sizes) * (len(sizes) == 1)
     else:
-        found = [size for inner in part.parts for size in _votes(inner, root)]
+        found = [size for inner in part.parts for size in _votes(inner)]
     return [size for size in found if size is not None]
 
 
-def _set_kinds(part: BatchNode, root: BatchNode, size: int, known: Mapping[str, str]) -> Iterator[BatchNode]:
+def _set_kinds(part: Part, root: Part, size: int, known: Mapping[str, str]) -> Iterator[Part]:
     """Set what each part is if there are ``size`` rows. Yields those outside rows."""
     earlier = known.get(part.path)
     if part.problem:
         raise _unsplittable(root, f"{part}, {part.problem}")
-    if part.size == size and earlier != "shared":
-        if isinstance(part.value, Tensor):
-            part.kind = "tensor"
-        elif earlier == "rows" or (earlier is None and not _has_parts_with_rows(part, root, size)):
-            part.kind = "rows"
-    if part.kind == "shared" and part.parts:
-        part.kind = "container"
+    if part.is_tensor:
+        part.kind = "tensor" if part.size == size and earlier != "shared" else "shared"
+    elif part.size == size and part is not root and earlier not in ("shared", "container"):
+        part.kind = "rows" if earlier == "rows" or not _are_columns(part, root, size) else "container"
+    else:
+        part.kind = "container" if part.parts else "shared"
     yield part
     if part.kind == "container":
         for inner in part.parts:
             yield from _set_kinds(inner, root, size, known)
 
 
-def _has_parts_with_rows(part: BatchNode, root: BatchNode, size: int) -> bool:
-    """Whether what is in a list of ``size`` entries has ``size`` rows each."""
-    if part is root and not any(isinstance(inner.value, Tensor) and inner.size == size for inner in part.walk()):
-        return False
-    inside = list(part.walk())
-    if not any(isinstance(inner.value, Tensor) for inner in inside):
-        return False
-    beside = [other for other in root.walk() if other is not root and other not in inside and other.is_list and other.size == size]
-    are_samples = any(not _have_rows(other, size) for other in beside)  # as targets beside images of three channels
-    return not are_samples and _have_rows(part, size)
+def _are_columns(part: Part, root: Part, size: int) -> bool:
+    """Whether a list of ``size`` entries holds parts of ``size`` rows each, as those beside it do."""
+    lists = [other for other in root.walk() if other is not root and other.size == size and other.is_list and other.has_tensors]
+    others = [other for other in lists if other is not part and other not in part.walk() and part not in other.walk()]
+    return part.has_tensors and all(_has_columns(other, size) for other in (part, *others))
 
 
-def _have_rows(part: BatchNode, size: int) -> bool:
-    return all(_has_rows(entry, size) for entry in part.value)
+def _has_columns(part: Part, size: int) -> bool:
+    return len(part.parts) == part.size and all(
+        inner.size == size if inner.is_tensor or not inner.parts else inner.is_list and _has_columns(inner, size)
+        for inner in part.parts
+    )
 
 
-def _has_rows(value: Any, size: int) -> bool:
-    if isinstance(value, Tensor):
-        return not value.is_nested and value.dim() > 0 and value.shape[0] == size
-    if not isinstance(value, (list, tuple)):
-        return False
-    is_plain = all(type(entry) in _PLAIN for entry in value)
-    return len(value) == size if is_plain else all(_has_rows(entry, size) for entry in value)
-
-
-def _unsplittable(root: BatchNode, found: str) -> UnsplittableBatchError:
+def _unsplittable(root: Part, found: str) -> UnsplittableBatchError:
     """The error, with the entries of the batch."""
     entries = [str(part) for part in root.walk() if part.size is not None or part.problem or part is root]
     return UnsplittableBatchError.because(f"{found} ({', '.join(islice(entries, 8))}{', ...' * (len(entries) > 8)})")
@@ -237,10 +225,11 @@ def may_be_samples(batch: Any) -> bool:
     )
 
 
-def _has_number(entry: Any) -> bool:
-    """Whether it is the label of a sample: ``(image, 3)``."""
-    values = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, tuple) else ()
-    return any(isinstance(value, (int, float)) for value in values)
+def _may_be_of_several_loaders(root: Part) -> bool:
+    """All tensors have one size, and no entry has the label of a sample, as ``(image, 3)`` has."""
+    sizes = {part.size for part in root.walk() if part.is_tensor}
+    values = (v for e in root.value for v in (e.values() if isinstance(e, dict) else e if isinstance(e, tuple) else ()))
+    return len(sizes) == 1 and not any(isinstance(value, (int, float)) for value in values)
 
 
 def _is_record(value: Any) -> bool:
