@@ -74,14 +74,12 @@ class GradientNoiseScale(Callback):
     - ``|G|^2 = |g|^2 - S / N``.
 
     Each is smoothed over the windows by itself. The norms are taken from the gradients that training computes anyway, with one
-    all-reduce of 56 bytes a window. It logs ``noise_scale/samples``; ``noise_scale/weight``, the same in units of the weight
-    (tokens, for a language model); ``noise_scale/variance`` (``S`` for a unit of weight) and ``noise_scale/gradient`` (``|G|^2``).
-    At the end of ``fit`` it prints the suggested batch size, with an interval of two standard errors, from the scatter of the
-    windows. :attr:`estimate` has these numbers. They go on from a checkpoint.
+    all-reduce of 56 bytes a window. It logs ``noise_scale/samples``, ``noise_scale/weight`` (in tokens, for a language model),
+    ``noise_scale/variance`` (``S`` for a unit of weight) and ``noise_scale/gradient`` (``|G|^2``). At the end of ``fit`` it prints
+    the suggested batch size, with an interval of two standard errors, which :attr:`estimate` has, too.
 
     Micro-batches are assumed to be random parts of the data: shuffle it, and do not sort rows by length (``trim_padding=False``).
-    Units of weight are assumed to be independent, which the tokens of a sample are not: the suggestion in tokens holds for samples
-    of the length that was measured.
+    The tokens of a sample are not independent: the suggestion in tokens holds for samples of the length that was measured.
 
     Args:
         smoothing: how much the estimate of a window counts in the mean, compared to that of the next window: 0.99 looks back
@@ -119,10 +117,6 @@ class GradientNoiseScale(Callback):
         self._current: _Seen = (None, math.nan, 1.0)
         self._micro_batches: list[tuple[_Seen, Tensor]] = []
         """Those of the window so far, and the squared norms of their gradients."""
-        self._begin_fit()
-
-    def _begin_fit(self) -> None:
-        """What was seen in an earlier fit is of another training, unless a checkpoint brings it back."""
         self._windows, self._sums = 0, torch.zeros(len(_SUMMED))
 
     @property
@@ -132,12 +126,12 @@ class GradientNoiseScale(Callback):
         if windows < 2:
             return None
         s, g, ss, sg, gg, weight, samples = (value / total for value in sums)
-        four = 4 * squares / (total**2 - squares)  # two standard errors of a mean, squared, divided by the variance
         scale, low, high = max(s, 0.0) / g if g > 0 else math.inf, 0.0, math.inf
-        if s > 0 and four * (ss - s * s) < s * s and g > 0 and four * (gg - g * g) < g * g:
-            # of the logarithm of a ratio of two means (the delta method)
-            error = math.sqrt(four * max(ss / (s * s) - 2 * sg / (s * g) + gg / (g * g), 0.0))
-            low, high = scale * math.exp(-error), scale * math.exp(error)
+        four = 4 * squares / (total**2 - squares)  # two standard errors of a mean, squared, divided by the variance
+        of_s, of_g, of_both = four * (ss - s * s), four * (gg - g * g), four * (sg - s * g)
+        if s > 0 and of_s < s * s and g > 0 and of_g < g * g:  # of the logarithm of a ratio of two means (the delta method)
+            error = math.exp(math.sqrt(max(of_s / s**2 - 2 * of_both / (s * g) + of_g / g**2, 0.0)))
+            low, high = scale / error, scale * error
         one = weight / samples if samples > 0 else math.nan  # sample
         return NoiseScale(scale, low, high, scale / one, low / one, high / one, one, weight, s, g, int(windows))
 
@@ -145,7 +139,8 @@ class GradientNoiseScale(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             families.adopt(self, trainer)
-            self._begin_fit()
+            # an earlier fit was of another training, unless a checkpoint brings it back
+            self._windows, self._sums = 0, torch.zeros(len(_SUMMED))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -268,8 +263,7 @@ class GradientNoiseScale(Callback):
         shown = {f"noise_scale/{name}": value for name, value in found.items()}
         trainer_state.window_metrics(trainer).update(shown)
         if trainer.loggers and trainer_state.is_logging_due(trainer):
-            numbers = {name: value.item() for name, value in shown.items()}
-            trainer_state.log_metrics(trainer, {name: value for name, value in numbers.items() if math.isfinite(value)})
+            trainer_state.log_metrics(trainer, {name: v for name, value in shown.items() if math.isfinite(v := value.item())})
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -280,7 +274,7 @@ class GradientNoiseScale(Callback):
                 " finite gradients. Take several loader batches together, GradientAccumulation(4), or split each,"
                 " GradientAccumulation(micro_batch=...)."
             )
-        elif accumulation is not None and found is not None:
+        elif found is not None:
             rank_zero_info(
                 f"GradientNoiseScale: a window of about {found.samples:,.0f} samples (weight {found.weight:,.0f}) is worth having,"
                 f" between {found.samples_low:,.0f} and {found.samples_high:,.0f} (two standard errors). That is the gradient noise"
@@ -302,7 +296,6 @@ class GradientNoiseScale(Callback):
         for handle in self._handles:
             handle.remove()
         self._accumulation, self._micro_batches, self._optimizers, self._handles, self._norms = None, [], [], [], None
-        self._watched = {}
 
     @override
     def state_dict(self) -> dict[str, Any]:
