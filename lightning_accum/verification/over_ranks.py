@@ -56,7 +56,7 @@ class OverRanks:
         change, batches = self.alone.change, self.comparison.batches
         shares = [list(batches[rank :: self.ranks]) for rank in range(self.ranks)]
         self.tolerance, self.full = self.alone.tolerance, self.alone.full
-        self.steps = _steps(_Task(self.runner, shares, self.strategy, change))
+        self.steps = _steps(self.runner, shares, self.strategy, change)
         self.parts = [self.runner.accumulated(share, change) for share in shares]
         by_rank = [Difference.between(step.gradients, self.full.gradients) for step in self.steps]
         worst = max(range(self.ranks), key=lambda rank: by_rank[rank].largest)
@@ -158,39 +158,24 @@ class OverRanks:
 # --- in the process of a rank ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What each rank needs: the loader batches of all, in ``shares``."""
-
-    runner: StepRunner
-    shares: Sequence[Sequence[Any]]
-    strategy: str | Strategy
-    change: Change
-
-
 def _is_of_this_package(strategy: str | Strategy) -> bool:
     """Whether it weights micro-batches, and takes this package's callback."""
     return isinstance(strategy, Engine) or str(strategy).startswith("accum")
 
 
-def _steps(task: _Task) -> list[Step]:
-    """The step of a window over ranks, as each rank saw it.
-
-    Raises:
-        RanksFailedError: there was none.
-    """
-    runner = task.runner
-    parts = (runner.module, runner.policy, runner.trainer, runner.hooks, task.shares, task.strategy, task.change)
+def _steps(runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | Strategy, change: Change) -> list[Step]:
+    """The step of a window over ranks, of whose loader batches these are the ``shares``, as each rank saw it."""
+    parts = (runner.module, runner.policy, runner.trainer, runner.hooks, shares, strategy, change)
     with runner.state.restored_afterwards():
         try:
             sent = pickle.dumps(parts)
         except Exception as error:  # whatever a class of the user's raises
             raise RanksFailedError(
-                f"verify(devices={len(task.shares)}) sends the module, its batches and the strategy to fresh processes, but they"
+                f"verify(devices={len(shares)}) sends the module, its batches and the strategy to fresh processes, but they"
                 f" cannot be pickled: {error}. Define classes and functions at the top level of a file, and make what cannot be"
                 " pickled in setup()."
             ) from error
-    return list(run_on_ranks(partial(_run_rank, sent), len(task.shares)))
+    return list(run_on_ranks(partial(_run_rank, sent), len(shares)))
 
 
 def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:

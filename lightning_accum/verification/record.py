@@ -196,9 +196,8 @@ def _copy(tensor: Tensor) -> Tensor:
 class Difference:
     """How much two sets of tensors differ, relative to the second.
 
-    Attributes:
-        overall: the norm of all differences over the norm of all expected tensors.
-        by_name: the same for each tensor; relative to a share of the typical size for one that is much smaller.
+    ``overall`` is the norm of all differences over the norm of all expected tensors; ``by_name`` the same for each tensor, relative
+    to a share of the typical size for one that is much smaller.
     """
 
     overall: float

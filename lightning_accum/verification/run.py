@@ -173,13 +173,12 @@ def _report(
     policy: dict[str, Any],
     precision: Any,
 ) -> Report:
-    full, window, result = seen.full, seen.window, seen if over_ranks is None else over_ranks
+    full, window, result = seen.full, seen.window, over_ranks or seen
     notes = [*_notes(module, comparison, seen), *seen.notes]
-    rows: list[ParameterDifference] = []
-    second, weight = "there could be none on micro-batches", "cannot be read"
+    second, weight, loss = "there could be none on micro-batches", "cannot be read", math.nan
     if window is not None:
         notes += [warning for warning in window.warnings if warning not in full.warnings]
-        rows = [ParameterDifference(name, value, result.update.by_name[name]) for name, value in result.gradient.by_name.items()]
+        loss = window.loss if over_ranks is None else over_ranks.loss
         parts = f"{window.micro_batches} micro-batches"
         if len(comparison.batches) > 1:
             parts = f"{len(comparison.batches)} loader batches" + (f" in {parts}" if policy["micro_batch"] is not None else "")
@@ -187,13 +186,14 @@ def _report(
             parts += f" on {over_ranks.ranks} ranks ({over_ranks.strategy_in_words})"
         second, weight = f"one on the same rows as {parts}", window.weight or "none: the window was one micro-batch"
     size = "" if comparison.rows is None else f" of {comparison.rows} rows"
+    rows = [ParameterDifference(name, value, result.update.by_name[name]) for name, value in result.gradient.by_name.items()]
     return Report(
         module=type(module).__name__,
         compared=f"One optimizer step on a full batch{size}, and {second}, in precision {precision}.",
         is_equal=result.is_equal,
         gradient=result.gradient.overall,
         update=result.update.overall,
-        losses=(full.loss, math.nan if window is None else window.loss if over_ranks is None else over_ranks.loss),
+        losses=(full.loss, loss),
         tolerance=seen.tolerance,
         tolerance_reason=_reason(seen),
         parameters=sorted(rows, key=lambda row: -row.gradient if row.gradient == row.gradient else -math.inf),
