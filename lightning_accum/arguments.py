@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -79,3 +80,22 @@ def what_to_use_instead_of(strategy: Strategy) -> str:
     return (
         f'Use Trainer(strategy="accum") on one device, or Trainer(strategy="accum_ddp") on several; for sharded modules {sharded}.'
     )
+
+
+_Sync = TypeVar("_Sync", bound=str)
+
+
+def checked_sync(sync: _Sync, *others: str) -> _Sync:
+    """The argument ``sync`` of a strategy.
+
+    Raises:
+        MisconfigurationException: it is none of them.
+    """
+    known = ("window", "micro_batch", *others)
+    if sync not in known:
+        raise MisconfiguredError(f"sync={sync!r}: expected {', '.join(map(_quoted, known[:-1]))} or {_quoted(known[-1])}")
+    return sync
+
+
+def _quoted(value: str) -> str:
+    return f'"{value}"'

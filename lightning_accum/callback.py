@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_accum import families, seams, valid_policy
+from lightning_accum import families, seams
 from lightning_accum.arguments import MisconfiguredError, check_validation_is_left_to, misconfigured, refuse, what_to_use_instead_of
 from lightning_accum.asked import Asked
 from lightning_accum.boundary import SchedulerCounts, Tail
@@ -21,7 +21,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.loops.hooks import callbacks_of
 from lightning_accum.manual.windows import ManualWindows
 from lightning_accum.metrics import WindowMetrics
-from lightning_accum.policy import OnNonfinite, Policy, WindowSize
+from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_policy, row_wise_fields
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
 from lightning_accum.weighing.counts import Weight
@@ -145,7 +145,7 @@ class GradientAccumulation(Callback):
         validate_every: int | None = None,
     ) -> None:
         with misconfigured():
-            self.policy = valid_policy.checked(
+            self.policy = checked_policy(
                 Policy(
                     window,
                     weight,  # type: ignore[arg-type]  # a sequence becomes a tuple
@@ -160,7 +160,7 @@ class GradientAccumulation(Callback):
                     check,
                     offload=micro_batch == "offload",
                     validate_every=validate_every,
-                    **valid_policy.row_wise_fields(row_wise, micro_batch),
+                    **row_wise_fields(row_wise, micro_batch),
                 )
             )
         refuse(Asked(self.policy))

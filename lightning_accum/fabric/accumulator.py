@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_accum import valid_policy
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.boundary import Tail
 from lightning_accum.check import MOST_BATCHES
@@ -21,7 +20,7 @@ from lightning_accum.fabric.passes import Passes
 from lightning_accum.fabric.training import Fabric, Training
 from lightning_accum.fabric.words import Words
 from lightning_accum.nonfinite import Guard
-from lightning_accum.policy import OnNonfinite, Policy, WindowSize
+from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_policy, row_wise_fields
 from lightning_accum.session import Session
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Split
@@ -121,7 +120,7 @@ class Accumulator(Loop):
             raise ArgumentError(_NOT_IN_A_LOOP[micro_batch])
         words = Words("the loss function" if loss_of is None else "loss_of")
         with words:
-            self.policy = policy = valid_policy.checked(
+            self.policy = policy = checked_policy(
                 Policy(
                     1 if window is None else window,
                     weight,  # type: ignore[arg-type]  # a sequence becomes a tuple
@@ -133,7 +132,7 @@ class Accumulator(Loop):
                     accumulate_dtype=accumulate_dtype,
                     on_nonfinite=on_nonfinite,
                     check=check,
-                    **valid_policy.row_wise_fields(row_wise, micro_batch),
+                    **row_wise_fields(row_wise, micro_batch),
                 )
             )
             training = Training(fabric, model, optimizer, self._refuse_step)

@@ -26,7 +26,7 @@ from lightning_accum.user_warnings import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning_accum.accumulation import Accumulation
-    from lightning_accum.loops.loggers import WindowRows
+    from lightning_accum.loops.results import WindowRows
     from lightning_accum.manual.windows import ManualWindows
 
 

@@ -6,25 +6,30 @@ gets a subclass of its own class instead of a successor, for as long as a fit ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_accum import seams
 from lightning_accum.engine import Engine
+from lightning_accum.failures import reraise_first_rank_error
 from lightning_accum.loops.epochs import AccumulatingEpochLoop
 from lightning_accum.loops.fit import AccumulatingFitLoop
-from lightning_accum.loops.loggers import WindowRows
 from lightning_accum.loops.manual import WindowManualOptimization
 from lightning_accum.loops.optimization import WindowOptimization
-from lightning_accum.loops.progress import BarOfLoaderBatches
-from lightning_accum.loops.results import BatchResults
+from lightning_accum.loops.results import BatchResults, WindowRows
 from lightning_accum.loops.specialised import specialised
-from lightning_accum.loops.trainer import AccumulatingTrainer
+from lightning_accum.loops.trainer import AccumulatingTrainer, BarOfLoaderBatches
 from lightning_accum.loops.uneven import DeferredSigterm, NonPaddingSampling
 
 
@@ -69,3 +74,49 @@ def handle_sigterm_before_training(trainer: pl.Trainer) -> None:
     """The ranks of a fit are connected: have one that gets SIGTERM name itself on the others."""
     signals = cast("DeferredSigterm", trainer._signal_connector)
     signals.before_training.enter_context(signals.handled_before_training())
+
+
+# --- the processes of a fit over ranks, from their launch on ----------------------------------------------------------
+
+
+def naming_launcher(strategy: Strategy) -> _Launcher | None:
+    """The launcher of a strategy; it runs fits so that all ranks raise what the first of them failed with, before training too."""
+    launcher, environment = strategy._launcher, getattr(strategy, "cluster_environment", None)
+    if launcher is None and environment is not None and environment.creates_processes_externally:
+        # sharding strategies have none, under torchrun for example; that of DDP then starts no process either
+        launcher = strategy._launcher = _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)  # type: ignore[attr-defined]
+    if launcher is not None and "launch" not in vars(launcher):
+        # an attribute and not a class, since a launcher is pickled where it spawns processes
+        launcher.launch = partial(_launch, type(launcher).launch, launcher)  # type: ignore[method-assign]
+    return launcher
+
+
+def forks_or_spawns(launcher: _Launcher | None) -> bool:
+    """Whether the process starts the others from itself, as functions."""
+    return isinstance(launcher, _MultiProcessingLauncher)
+
+
+def _launch(
+    launch: Callable[..., Any],
+    launcher: _Launcher,
+    function: Callable[..., Any],
+    *args: Any,
+    trainer: pl.Trainer | None = None,
+    **kwargs: Any,
+) -> Any:
+    if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        function = partial(_fit_on_rank, forks_or_spawns(launcher), function)
+    try:
+        return launch(launcher, function, *args, trainer=trainer, **kwargs)
+    finally:
+        vars(launcher).pop("launch", None)
+
+
+def _fit_on_rank(is_forked: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        with reraise_first_rank_error(passing=(SIGTERMException,)):
+            return function(*args, **kwargs)
+    except SIGTERMException as error:
+        if is_forked:
+            error.code = 128 + signal.SIGTERM  # with status 0 the process that forked this one waits for its result
+        raise

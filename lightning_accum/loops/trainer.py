@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import has_iterable_dataset
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ProgressBar
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accum.boundary import count_windows
+from lightning_accum.boundary import count_batches, count_windows
 from lightning_accum.engine import Engine
 from lightning_accum.loops.hooks import callbacks_of
 from lightning_accum.policy import Policy
@@ -151,3 +151,27 @@ def _weight_of_micro_batch(weight: float, samples: float, size: MicroBatchSize |
     if isinstance(size, Tokens):
         return min(weight, size.at(0))
     return weight * min(1.0, size / samples) if isinstance(size, int) else weight
+
+
+# --- the end of the progress bar --------------------------------------------------------------------------------------
+
+
+class BarOfLoaderBatches(ProgressBar):
+    """Ends with the loader batches that the steps take: it counts these, and Lightning gives it the steps for an end."""
+
+    @property
+    @override
+    def total_train_batches(self) -> int | float:
+        trainer, strategy = self.trainer, cast("Engine", self.trainer.strategy)
+        policy, windows = strategy.policy, strategy.windows
+        if trainer.max_epochs != -1 or trainer.max_steps <= 0 or not trainer.lightning_module.automatic_optimization:
+            return super().total_train_batches
+        if isinstance(policy.window, Tokens):
+            return trainer.num_training_batches  # nobody knows how many they take
+        steps, epoch = trainer.global_step, trainer.current_epoch
+
+        def size(window: int) -> int:
+            return policy.size_at(epoch, steps + window) or trainer.accumulate_grad_batches
+
+        carried = 0 if windows is None else windows.position
+        return count_batches(trainer.max_steps - steps, size, trainer.num_training_batches + carried) - carried

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_accum.arguments import checked_sync
 from lightning_accum.strategies.mixin import AccumulationMixin
-from lightning_accum.strategies.preparation import checked
 from lightning_accum.sync import DDPSync, GradientSync, SyncPolicy, WideDDPSync
 
 
@@ -41,7 +41,7 @@ class DDPAccumulationStrategy(AccumulationMixin, DDPStrategy):
 
     def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sync_policy = checked(sync)
+        self._sync_policy = checked_sync(sync)
 
     @override
     def _make_sync(self) -> GradientSync:

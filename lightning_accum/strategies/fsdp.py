@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
-from lightning_accum.arguments import MisconfiguredError
+from lightning_accum.arguments import MisconfiguredError, checked_sync
 from lightning_accum.checkpoint import PartialWindow
-from lightning_accum.strategies.preparation import checked
 from lightning_accum.strategies.sharded import ShardedMixin
 from lightning_accum.sync import FSDP1Sync, SyncPolicy, forward_replaced
 from lightning_accum.user_warnings import rank_zero_warn
@@ -40,7 +39,7 @@ class FSDPAccumulationStrategy(ShardedMixin, FSDPStrategy):
 
     def __init__(self, *args: Any, sync: SyncPolicy = "window", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sync_policy = checked(sync)
+        self._sync_policy = checked_sync(sync)
 
     @override
     def _engine(self) -> dict[str, Any]:

@@ -24,8 +24,7 @@ from lightning_accum.check import MOST_BATCHES
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.engine import Engine
 from lightning_accum.loops.hooks import callbacks_of, gradient_reads
-from lightning_accum.loops.installation import handle_sigterm_before_training, installed
-from lightning_accum.loops.launch import naming_launcher
+from lightning_accum.loops.installation import handle_sigterm_before_training, installed, naming_launcher
 from lightning_accum.loops.specialised import own_attributes
 from lightning_accum.loops.trainer_state import loader_batches_into_window, loader_batches_seen, trainer_of
 from lightning_accum.loops.watch import Watch

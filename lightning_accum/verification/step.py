@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.errors import UsageError
-from lightning_accum.loops.launch import forks_or_spawns
+from lightning_accum.loops.installation import forks_or_spawns
 from lightning_accum.randomness import NoiseOfRows, seed_everything
 from lightning_accum.state_kinds import hooks_of
 from lightning_accum.undo import Undo

@@ -25,10 +25,10 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 CEILINGS = {
     "lines of code": 17_091,
     "lines of the package": 25_858,
-    "files of the package": 162,
+    "files of the package": 148,
     "width of the package": 152,
     "lines of its largest file": 430,
-    "files outside trainer/ that import Lightning": 43,
+    "files outside trainer/ that import Lightning": 36,
     "assignments to an attribute of another object": 271,
     "lines of tests": 29_600,
     "lines of tests in files that import private modules": 740,

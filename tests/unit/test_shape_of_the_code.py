@@ -246,7 +246,7 @@ ON_THE_HOST = {
     "demo/model.py": "the demo trains there",
     "demo/train.py": "the demo trains there",
     "dispatch.py": "a number that an operator takes",
-    "loops/loggers.py": "numbers for a logger",
+    "loops/results.py": "numbers for a logger",
     "loops/trainer.py": "numbers for a progress bar",
     "metrics.py": "the mean of an epoch",
     "noise.py": "numbers of a checkpoint",
