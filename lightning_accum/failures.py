@@ -12,30 +12,23 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
 from lightning_accum.errors import AccumulationError
 from lightning_accum.ranks import Ranks
 
-_LONGEST_ANSWER = 5.0  # seconds that the store has, when the host that it is on neither answers nor closes the connection
+_LONGEST_ANSWER = 5.0  # seconds that the store has, if its host neither answers nor closes the connection
 _PATIENCE = 2.0  # seconds in which another rank's note may follow the end of its connection
-_FAREWELL = 0.5  # seconds that rank 0 stays, with whose process the store usually goes, for the others to look into it
+_FAREWELL = 0.5  # seconds that rank 0 stays for the others to look: the store usually goes with its process
 _MESSAGES = ("Connection closed", "Connection reset", "Timed out waiting", "timeout caused pair closure", "gloo", "NCCL")
 """Of errors of communication that are RuntimeErrors. Not "timed out" alone: a DataLoader's time-out is a failure of its own."""
-_run = 0
-"""Runs so far, alike on all ranks. Each has a note of its own: a failure that was caught is not raised as that of a later run."""
-
-_left = 0
-"""What ranks did together so far, alike on all."""
+_run = _left = 0
+"""Runs, and what ranks did together, so far: alike on all ranks. Each run has a note of its own."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A rank, and the type and message of what it failed with."""
-
+class _Failure(NamedTuple):
     rank: int
     error: str
 
@@ -44,40 +37,17 @@ class RankFailedError(AccumulationError, RuntimeError):
     """Another rank failed first. The error of this rank is its ``__cause__``."""
 
 
-def failure_of(error: BaseException, rank: int) -> Failure:
-    """What rank ``rank`` failed with."""
-    return Failure(rank, "".join(traceback.format_exception_only(error)).strip()[:2000])
-
-
 def note_failure(error: BaseException, rank: int) -> None:
-    """Note for all ranks that this one failed, unless another did before.
-
-    Does nothing for an error of communication, which follows from another, and without a process group, or when its store is gone:
-    the store is in the process of rank 0, or in torchrun's.
-    """
+    """Note that this rank failed, unless another did before, or the error is one of communication, which follows from another."""
     if not _is_of_communication(error):
-        _first(failure_of(error, rank))
-
-
-def first_failure() -> Failure | None:
-    """The failure that was noted first; None where there is none, or no store to ask.
-
-    Example:
-        >>> first_failure() is None  # there is no process group
-        True
-    """
-    return _first()
+        _first(_failure_of(error, rank))
 
 
 @contextmanager
-def reraise_first_rank_error(rank: int | None = None, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Note an error of the body, or raise what another rank failed with before.
+def reraise_first_rank_error(passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    """Note an error of the body, or raise what another rank failed with before. All ranks enter equally often.
 
-    An error passes unchanged if it is the first, if the first was the same, or if none was noted. All ranks enter equally often.
-
-    Args:
-        rank: this rank; None for that of the process group, of which there may be none yet.
-        passing: exceptions that are not errors, beside KeyboardInterrupt and SystemExit; they pass and are not noted.
+    An error passes unchanged if it is the first, the first was the same, none was noted, or it is no failure (``passing``).
 
     Raises:
         RankFailedError: another rank failed first.
@@ -89,49 +59,31 @@ def reraise_first_rank_error(rank: int | None = None, passing: tuple[type[BaseEx
     except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, RankFailedError, *passing)):
             raise
-        if rank is None:
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        own = failure_of(error, rank)
-        is_store_here = rank == 0 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        is_distributed = dist.is_available() and dist.is_initialized()
+        own = _failure_of(error, dist.get_rank() if is_distributed else 0)
         first = _first(patience=_PATIENCE) if _is_of_communication(error) else _first(own)
-        if is_store_here:
+        if own.rank == 0 and is_distributed and dist.get_world_size() > 1:
             time.sleep(_FAREWELL)
-        if first is None or first.rank == rank or first.error == own.error:
+        if first is None or first.rank == own.rank or first.error == own.error:
             raise
-        first_failure = f"Rank {first.rank} failed first, with {first.error.rstrip('.')}. This rank could not go on without it"
-        raise RankFailedError(f"{first_failure} ({own.error.splitlines()[0]}).") from error
+        found = f"Rank {first.rank} failed first, with {first.error.rstrip('.')}. This rank could not go on without it"
+        raise RankFailedError(f"{found} ({own.error.splitlines()[0]}).") from error
 
 
 def raise_failure_of_loader(own: Exception | None, ranks: Ranks, source: int) -> NoReturn:
-    """Raise what the loader of rank ``source`` failed with. Called on all ranks.
-
-    The rank sends it by itself: a note is gone where that was rank 0, and has ended already.
-
-    Raises:
-        RankFailedError: the loader of another rank failed, and not that of this one.
-    """
-    first = ranks.share(None if own is None else failure_of(own, ranks.rank), source)
+    """Raise what the loader of rank ``source`` failed with, which sends it itself. Called on all ranks."""
+    first = ranks.share(None if own is None else _failure_of(own, ranks.rank), source)
     if own is not None:
         raise own
     raise RankFailedError(f"The loader of rank {first.rank} failed, with {first.error.rstrip('.')}. No rank goes on without it.")
 
 
 def have_all_left(has_failed: bool, patience: float) -> bool:
-    """Leave what all ranks do together, and may wait for each other in. Called on all of them.
-
-    Args:
-        has_failed: this rank leaves before its end.
-        patience: seconds that it then waits for the others to leave.
-
-    Returns:
-        False where this rank has failed, and another is still there: it waits for this one. True where that is not known.
-    """
+    """Leave what all ranks do together. False if this rank has failed, and another waits for it after ``patience`` seconds."""
     global _left
     _left += 1
     with suppress(Exception):
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        store, end = _get_default_store(), time.monotonic() + patience
+        store, end = _store(), time.monotonic() + patience
         number = store.add(f"lightning_accum/left/{_left}", 1)
         while has_failed and number < dist.get_world_size():
             if time.monotonic() >= end:
@@ -143,29 +95,37 @@ def have_all_left(has_failed: bool, patience: float) -> bool:
     return True
 
 
+def _store() -> Any:
+    # private, but the public ProcessGroup.get_group_store of torch 2.13 is not in 2.6; the same in both
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _failure_of(error: BaseException, rank: int) -> _Failure:
+    return _Failure(rank, "".join(traceback.format_exception_only(error)).strip()[:2000])
+
+
 def _is_of_communication(error: BaseException) -> bool:
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(name in str(error) for name in _MESSAGES)):
         return True
     return error.__cause__ is not None and _is_of_communication(error.__cause__)
 
 
-def _first(own: Failure | None = None, patience: float = 0.0) -> Failure | None:
+def _first(own: _Failure | None = None, patience: float = 0.0) -> _Failure | None:
     """What was noted first, ``own`` if nothing was. None if the store is gone or slow: an error must not wait for it."""
     key, end, found = f"lightning_accum/first_failure/{_run}", time.monotonic() + patience, []
 
     def ask() -> None:
         with suppress(Exception):
-            # private, but the public ProcessGroup.get_group_store of torch 2.13 is not in 2.6; the same in both
-            from torch.distributed.distributed_c10d import _get_default_store
-
-            store = _get_default_store()
+            store = _store()
             while own is None and not store.check([key]):  # get alone would wait for as long as a collective does
                 if time.monotonic() >= end:
                     return
                 time.sleep(0.05)
             # compare_set is atomic: it sets what was not there, and returns what is there now
-            note = store.get(key) if own is None else store.compare_set(key, "", json.dumps([own.rank, own.error]))
-            found.append(Failure(*json.loads(note)))
+            note = store.get(key) if own is None else store.compare_set(key, "", json.dumps(own))
+            found.append(_Failure(*json.loads(note)))
 
     with suppress(RuntimeError):  # the interpreter ends, and starts no thread
         asking = threading.Thread(target=ask, daemon=True)
