@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -253,5 +254,5 @@ def has_several_terms(checked: Checked, batches: Sequence[Any]) -> bool:
         return False
     trial, terms = checked.trial(), dict[int, Term]()
     with suppress(CannotCheckError), trial.held():
-        terms = trial.measure(lambda: batches[0], Weigher("auto"), None, 0).terms
+        terms = trial.measure(lambda: deepcopy(batches[0]), Weigher("auto"), None, 0).terms
     return checked.on_any(sum(not term.is_penalty for term in terms.values()) > 1)
