@@ -181,13 +181,13 @@ def looks_at(checked: Checked, trial: Trial, rows: Rows, weigher: Weigher) -> li
     if checked.on_any(trial.draws_unlike_numbers):  # not for each row: then all rows draw the same
         looks = _looks_at(checked, trial, found, weigher, base, by_row=False)
     for row in range(number, min(rows.number, MOST_ROWS)):  # one by one: whether terms are in proportion
-        one = trial.measure(partial(found.take, [row]), weigher, None, 0)
+        one = trial.measure(partial(found.take, [row]), weigher, None, 0, is_part=True)
         looks.append(Look(one, [one], [1]))
     of_training = int(-checked.largest(-min(found.of_batch, rows.size)))
     if of_training > number:  # what few rows cannot show
         halves = [[*range(of_training // 2)], [*range(of_training // 2, of_training)]]
         whole, *parts = (
-            trial.measure(partial(found.take, part), weigher, part, of_training, scale)
+            trial.measure(partial(found.take, part), weigher, part, of_training, scale, scale != 1.0)
             for part, scale in (([*range(of_training)], 1.0), *((half, float(MOST_ROWS)) for half in halves))
         )
         if not checked.on_any(trial.draws_unlike_numbers):

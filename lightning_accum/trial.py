@@ -296,7 +296,7 @@ class Trial:
             self.has_drawn |= before.torch_has_drawn() or before.others_have_drawn()
         if loss.numel() != 1:
             raise CannotCheckError("the loss of the first rows is not one number")
-        if not loss.requires_grad:
+        if not loss.requires_grad and (not is_part or self.backward.is_waited_for_in_forward):
             raise CannotCheckError("the loss of the first rows needs no gradient")
         if loss.grad_fn is None:
             return loss, Reading([])

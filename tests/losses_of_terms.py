@@ -134,6 +134,9 @@ def if_any(loss: Tensor, losses: Tensor, mask: Tensor) -> Tensor:
         loss = loss + losses[mask].mean()
     return loss
 
+def where_there_is(*losses: tuple[Tensor, Tensor]) -> Tensor:
+    return sum((losses[mask].mean() for losses, mask in losses if mask.any()), start=torch.zeros((), dtype=D))
+
 def uncertain(m: Any, *losses: Tensor) -> Tensor:
     total = torch.zeros((), dtype=D)
     for s, loss in zip(m.net.log_vars, losses, strict=False):
@@ -197,6 +200,10 @@ LOSSES: dict[str, Row] = {
     "two terms only where there is something": Row("tokens, some, some", lambda o, b, m:
         if_any(if_any(ce(o, b), each(o, b)[:, 1], b.some), o.mean.square().sum(1), b.some)),
     "a term or the number 0": Row("tokens, some", lambda o, b, m: ce(o, b) + (each(o, b)[b.some].mean() if b.some.any() else 0.0)),
+    "columns, where something of each is known": Row("", lambda o, b, m:
+        where_there_is(*(((o.values[:, c] - b.y[:, c]).square(), b.has_box[:, c]) for c in range(3)))),
+    "heads, where something of each is known": Row("", lambda o, b, m:
+        where_there_is((each(o, b).sum(1), b.has_box[:, 1]), ((o.rebuilt - b.x).square().sum(1), b.some))),
     "a term for each class": Row("", lambda o, b, m: balanced(o, b)),
     "a loop over heads": Row("tokens, some, boxes, edges", lambda o, b, m:
         by_loop(ce(o, b), [masked(each(o, b)[:, 0], b.some), boxes(o, b), edges(o, b)])),

@@ -6,7 +6,7 @@ The names of nodes were read in torch 2.13; those of what they save are listed i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -77,6 +77,32 @@ def kinds_below(node: Node) -> tuple[str, ...]:
 
 
 _KINDS_BELOW = 4
+
+
+def head_of(node: Node, places: Mapping[int, int]) -> tuple[int, ...]:
+    """What tells a loss from others of its kind: the columns that it is of, and the place of the parameter of the layer that it is
+    computed from, in ``places`` by its id.
+    """
+    found: list[int] = []
+    for _ in range(_NODES_ABOVE_A_LAYER):
+        inputs = inputs_of(node)
+        for leaf, _ in inputs if kind_of(node) in _HEADS else ():
+            while kind_of(leaf) in THROUGH and inputs_of(leaf):
+                leaf = inputs_of(leaf)[0][0]
+            if (place := places.get(id(getattr(leaf, "variable", None)), 0)) > 0:
+                return (*found, place)
+        if kind_of(node) == "Select" and 0 < node._saved_dim < _MOST_DIMS:  # not a row
+            found += [int(node._saved_dim), int(node._saved_index) % 2**32]
+        if not inputs or kind_of(node) in _MIXTURES:
+            break
+        node = inputs[0][0]
+    return tuple(found)
+
+
+_HEADS = {"Addmm", "Baddbmm", "Bmm", "Convolution", "Linear", "Mm", "Mv"}
+_MIXTURES = {"Cat", "CopySlices", "IndexAdd", "IndexCopy", "IndexPut", "Scatter", "ScatterAdd", "Stack"}
+"""Of rows that may have gone through layers of their own."""
+_NODES_ABOVE_A_LAYER, _MOST_DIMS = 24, 64
 
 
 def reduced_numel(node: Node) -> int:

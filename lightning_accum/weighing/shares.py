@@ -8,8 +8,9 @@ copied to the host, and a gradient whose numbers are all the same is one number.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lightning_accum.weighing.nodes import (
     THROUGH,
     Node,
     constant_operand,
+    head_of,
     ignored_of,
     is_first_layer,
     is_number,
@@ -38,6 +40,7 @@ from lightning_accum.weighing.nodes import (
 from lightning_accum.weighing.terms import PENALTY, Denominator, Term, on_host, one_of, same, size_of, tensor_of
 
 _ADDITIONS = {"Add", "Sub", "Rsub"}
+_NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -73,18 +76,20 @@ class _Leaves:
     words: str
     place: tuple[int, ...]
     """In the sum."""
+    node: Node
     leaf: Node = None
     ways: list[_Way] = field(default_factory=list)
     shares: list[Denominator] = field(default_factory=list)
 
 
 @torch.no_grad()
-def terms_of(loss: Tensor, below: tuple[Node, int] | None = None) -> list[Term]:
+def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mapping[int, int] = _NOWHERE) -> list[Term]:
     """Run the backward of ``loss`` down to what it adds up. No hook is called, and the graph stays as it is.
 
     Args:
         loss: one number, with its graph.
         below: the node to begin with, and the place of its output; that of the loss if None.
+        places: of parameters, by their id: terms of other heads are others.
 
     Raises:
         UnreadableLossError: a node cannot be run, as after a backward.
@@ -106,6 +111,8 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None) -> list[Term]:
     seen: dict[int, int] = {}
     terms = []
     for leaves in sorted(found.values(), key=lambda leaves: leaves.place):
+        if places and (head := head_of(leaves.node, places)):
+            leaves.key = zlib.crc32(repr(head).encode(), leaves.key >> 8) << 8
         seen[leaves.key] = number = seen.get(leaves.key, -1) + 1
         terms.append(_term(leaves, leaves.key + min(number, 255)))
     return terms
@@ -355,7 +362,7 @@ def _note(found: dict[Any, _Leaves], node: Node, kind: str, way: _Way) -> list[A
         path = (*way.path, *kinds_below(node), *("penalty",) * is_penalty)
         words = CRITERIA[kind][0] if kind in CRITERIA else "mean" if way.is_mean else "sum" if way.total is not None else ""
         words = PENALTY if is_penalty else words
-        found[edge] = _Leaves(zlib.crc32("/".join(path).encode()) << 8, words, way.place)
+        found[edge] = _Leaves(zlib.crc32("/".join(path).encode()) << 8, words, way.place, node)
     leaves = found[edge]
     leaves.ways.append(way)
     leaves.leaf = node if kind in ("NllLoss", "NllLoss2D") and way.full is None else None

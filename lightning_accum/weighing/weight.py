@@ -7,7 +7,7 @@ explicit weights count it from the batch (see :mod:`lightning_accum.weighing.cou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any, Literal, NamedTuple
 
@@ -70,6 +70,7 @@ class Weigher:
         self.hidden: Mode | None = None
         self.takes_functions = True
         self.criterion: str | None = None
+        self._places: dict[int, int] = {}
         self._terms: list[Term] = []
         self._found: FoundFunction | None = None
         self._plain: tuple[type, Any, Contribution] | None = None
@@ -116,10 +117,15 @@ class Weigher:
         self.criterion = self.criterion or name_of(self._weight)
         return Contribution(weight, of_mean=of_mean, doubt=_is_lost(loss, weight, reading.terms))
 
+    def know(self, parameters: Iterable[Tensor]) -> None:
+        """Take the losses of several heads, which have these parameters, for terms of their own."""
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters, 1)}
+
     def another(self) -> Weigher:
         """One that reads as this one, and knows nothing of modes."""
         other = Weigher(self._weight)
         other.looped, other.aliases, other.takes_functions = self.looped, dict(self.aliases), self.takes_functions
+        other._places = self._places
         return other
 
     def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]]) -> None:
@@ -148,7 +154,7 @@ class Weigher:
         """The terms of a loss."""
         assert loss.grad_fn is not None
         found = function_of_mean(loss.grad_fn, loss.output_nr) if self._weight != "equal" and self.takes_functions else None
-        terms = alike(terms_of(loss, None if found is None else found.mean), self.looped)
+        terms = alike(terms_of(loss, None if found is None else found.mean, self._places), self.looped)
         if self.aliases:
             terms = [term._replace(key=self.aliases.get(term.key, term.key)) for term in terms]
         return Reading(terms, found)
