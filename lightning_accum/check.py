@@ -43,7 +43,8 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first
-    accumulation.weigher.know(checked.module.parameters())
+    if not checked.sync.is_waited_for_in_forward:  # else the engine puts others in their place
+        accumulation.weigher.know(checked.module.parameters())
     if before is not None and before.looked_at > 1 and not accumulation.position:
         _end(checked)  # the window of the rows that were looked at has taken its step
         return

@@ -20,7 +20,7 @@ def check_doubted(checked: Checked) -> None:
         DoesNotAddUpError: they do not add up together with rows that were checked. On all ranks.
     """
     accumulation = checked.accumulation
-    rows = next((batch for doubt, batch in accumulation.doubted if doubt), accumulation.checked_rows)
+    rows = next((batch for doubt, batch in reversed(accumulation.doubted) if doubt), accumulation.checked_rows)
     accumulation.doubted.clear()
     accumulation.doubts_left -= 1
     if not accumulation.doubts_left:
