@@ -96,8 +96,8 @@ class Accumulation(Windows):
         """A few rows of the last loader batch that was checked."""
         self.fitting: Mapping[int, Mapping[Any, float]] = {}
         """What each term weighed by each mode, in the whole of the rows that were checked last."""
-        self.doubted: list[tuple[Denominator, Any]] = []
-        """Micro-batches of the window whose loss was not checked, if the number beside them, which a device may hold, is not 0."""
+        self.doubted: list[tuple[Denominator, Any, bool]] = []
+        """Micro-batches of the window whose loss is to be looked at, if the number is not 0; whether for terms that are new."""
         self.doubts_left = MOST_DOUBTS
         """How many windows more are looked at that have a micro-batch whose weight may be none."""
         self.may_count_first = False
@@ -194,8 +194,8 @@ class Accumulation(Windows):
         is_new = contribution.structure and not self.checks_left and self.weigher.is_new(contribution.structure)
         doubt = 1.0 if is_new else contribution.doubt if self.doubts_left else 0.0
         if isinstance(doubt, Tensor) or doubt:
-            self.doubted.append((doubt, micro_batch.batch))
-            self.window.has_doubts = sum(of_one for of_one, _ in self.doubted) != 0
+            self.doubted.append((doubt, micro_batch.batch, bool(is_new)))
+            self.window.has_doubts = sum(of_one for of_one, *_ in self.doubted) != 0
         if self.window.counted is not None and contribution.of_terms is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:

@@ -43,8 +43,7 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first
-    if not checked.sync.is_waited_for_in_forward:  # else the engine puts others in their place
-        accumulation.weigher.know(checked.module.parameters())
+    checked.show_parameters(accumulation.weigher)
     if before is not None and before.looked_at > 1 and not accumulation.position:
         _end(checked)  # the window of the rows that were looked at has taken its step
         return
@@ -234,6 +233,7 @@ class Check:
     def _find_in(self, trial: Trial, rows: Rows) -> _Found:
         weigher = self._accumulation.weigher.another()
         with trial.held():
+            self._checked.show_parameters(weigher)  # others are in their place, where they are wider
             looks = looks_at(self._checked, trial, rows, weigher)
             functions = {measured.function for look in looks for measured in (look.whole, *look.parts)}
             if self._checked.on_any(len(functions) > 1):  # a single row may look as if it was one

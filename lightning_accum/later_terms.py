@@ -20,10 +20,11 @@ def check_doubted(checked: Checked) -> None:
         DoesNotAddUpError: they do not add up together with rows that were checked. On all ranks.
     """
     accumulation = checked.accumulation
-    rows = next((batch for doubt, batch in reversed(accumulation.doubted) if doubt), accumulation.checked_rows)
+    of_others = (0.0, accumulation.checked_rows, True)
+    _, rows, is_new = next((doubted for doubted in reversed(accumulation.doubted) if doubted[0]), of_others)
     accumulation.doubted.clear()
-    accumulation.doubts_left -= 1
-    if not accumulation.doubts_left:
+    accumulation.doubts_left -= not is_new
+    if not (is_new or accumulation.doubts_left):
         accumulation.warn_once(OF_COUNTS_OF_ONE)
     if checked.on_any(rows is None):
         return

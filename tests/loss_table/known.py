@@ -14,15 +14,11 @@ OPEN: Known = {
         "idioms: weighed squares, sum over the weights and a half",
     ),
     ("refused", "issue 22: terms of one row have other nodes than those of several"): (
-        "forecasting: exponential survival, by events",
-        "language: causal, in chunks of positions",
         "libraries: a loop with a running mean",
         "metric learning: triplets, mean of those that are violated",
         "papers: all anchors and a penalty of theirs by positives",
     ),
-    ("false alarm", "issue 22: a single row has another constant factor"): ("self-supervised: FixMatch, divided by rows",),
     ("not exact", "issue 22: the window in which a term is seen first is left out"): (
-        "forecasting: free bits of each row",
         "idioms: squares, halves, each summed, over the number",
     ),
 }
