@@ -40,7 +40,7 @@ from lightning_accum.weighing.nodes import (
 from lightning_accum.weighing.terms import PENALTY, Denominator, Term, on_host, one_of, same, size_of, tensor_of
 
 _ADDITIONS = {"Add", "Sub", "Rsub"}
-_NOWHERE: Mapping[int, int] = MappingProxyType({})
+NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Leaves:
 
 
 @torch.no_grad()
-def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mapping[int, int] = _NOWHERE) -> list[Term]:
+def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mapping[int, int] = NOWHERE) -> list[Term]:
     """Run the backward of ``loss`` down to what it adds up. No hook is called, and the graph stays as it is.
 
     Args:
@@ -111,10 +111,10 @@ def terms_of(loss: Tensor, below: tuple[Node, int] | None = None, places: Mappin
     seen: dict[int, int] = {}
     terms = []
     for leaves in sorted(found.values(), key=lambda leaves: leaves.place):
-        if places and (head := head_of(leaves.node, places)):
-            leaves.key = zlib.crc32(repr(head).encode(), leaves.key >> 8) << 8
-        seen[leaves.key] = number = seen.get(leaves.key, -1) + 1
-        terms.append(_term(leaves, leaves.key + min(number, 255)))
+        head = head_of(leaves.node, places) if places else ()
+        key = zlib.crc32(repr(head).encode(), leaves.key >> 8) << 8 if head else leaves.key
+        seen[key] = number = seen.get(key, -1) + 1
+        terms.append(_term(leaves, key + min(number, 255)))
     return terms
 
 

@@ -21,7 +21,7 @@ from lightning_accum.weighing.functions import FoundFunction, function_of_mean
 from lightning_accum.weighing.modes import COUNT, MEAN, ONCE, SUM, TOTAL, Mode, default_mode, may_be_raised, weight_of
 from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
-from lightning_accum.weighing.shares import terms_of
+from lightning_accum.weighing.shares import NOWHERE, terms_of
 from lightning_accum.weighing.terms import Denominator, Term, alike
 
 
@@ -42,6 +42,7 @@ class Weigher:
 
     Args:
         weight: ``"auto"``, ``"equal"``, a callable of the batch, or one for each term of the loss.
+        places: of parameters, see :meth:`know`.
 
     Attributes:
         modes: how each term is weighed, by its key, as the check has found; others as they look.
@@ -57,8 +58,8 @@ class Weigher:
         criterion: what the weight was found to be, in words; None before the first micro-batch.
     """
 
-    def __init__(self, weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...]) -> None:
-        self._weight = weight
+    def __init__(self, weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...], places: Mapping[int, int] = NOWHERE) -> None:
+        self._weight, self._places = weight, places
         self.modes: dict[int, Mode] = {}
         self.ratios: dict[int, float] = {}
         self.looped: frozenset[int] = frozenset()
@@ -70,7 +71,6 @@ class Weigher:
         self.hidden: Mode | None = None
         self.takes_functions = True
         self.criterion: str | None = None
-        self._places: dict[int, int] = {}
         self._terms: list[Term] = []
         self._found: FoundFunction | None = None
         self._plain: tuple[type, Any, Contribution] | None = None
@@ -123,9 +123,8 @@ class Weigher:
 
     def another(self) -> Weigher:
         """One that reads as this one, and knows nothing of modes."""
-        other = Weigher(self._weight)
+        other = Weigher(self._weight, self._places)
         other.looped, other.aliases, other.takes_functions = self.looped, dict(self.aliases), self.takes_functions
-        other._places = self._places
         return other
 
     def learn(self, other: Weigher, fitting: Mapping[int, Mapping[Mode, float]]) -> None:
