@@ -71,9 +71,10 @@ class GradientAccumulation(Callback):
             backward of the loss (gradient caching, arXiv 2101.06983). If a mask among the arguments shows the lengths of rows, the
             longest come first, and padding is trimmed. The loss sees the outputs of the whole batch, so any loss is exact:
             contrastive losses, those of pairs or of batch statistics. What a submodule computes for one row must not depend on the
-            others, which is tried out on two rows. Over ranks a loss is of all rows if ``training_step`` gathers them itself,
-            ``self.all_gather(..., sync_grads=True)``. Submodules may be sharded with ``fully_shard``, not with FSDP1. Not for steps
-            that differentiate through a call themselves (gradient penalties).
+            others: before the first step, that of some rows is compared with that of the same rows and these submodules in
+            micro-batches. Over ranks a loss is of all rows if ``training_step`` gathers them itself, ``self.all_gather(...,
+            sync_grads=True)``. Submodules may be sharded with ``fully_shard``, not with FSDP1. Not for steps that differentiate
+            through a call themselves (gradient penalties).
         weight: what a micro-batch weighs: the denominator of its mean loss. ``"auto"`` reads it from the loss;
             :class:`TokenCount`, :class:`SampleCount` or a callable of the batch count it, for losses that hide it; ``"equal"``
             is the classic mean of the micro-batches' means. For a loss of several terms that are divided by different counts, a

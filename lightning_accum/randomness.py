@@ -201,7 +201,23 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
         """
         self._draws, self._rows, self._total = 0, None if rows is None else tuple(rows), total
         if rows is None or self._rows == tuple(range(total)):
-            self._whole, self.is_unlike = {}, False
+            self.is_unlike = False
+
+    @contextmanager
+    def of_call(self, number: int, rows: Sequence[int], total: int) -> Iterator[None]:
+        """In here a call of a submodule draws for some of its rows: as it does where it is called with all of them.
+
+        Args:
+            number: of the call in its step.
+            rows: of those of the call.
+            total: how many the call has.
+        """
+        before = self._draws, self._rows, self._total
+        self._draws, self._rows, self._total = number << 20, tuple(rows), total
+        try:
+            yield
+        finally:
+            self._draws, self._rows, self._total = before
 
     def sample(self, shape: Sequence[int], draw: Callable[[Sequence[int]], Tensor]) -> Tensor:
         """What ``draw`` gives of a shape, for the rows that are run."""
@@ -210,7 +226,9 @@ class NoiseOfRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its
             return draw(shape[1:]).expand(shape).clone()
         rows, number, total = self._rows, len(self._rows), self._total
         is_whole = rows == tuple(range(total))
-        whole = self._whole.setdefault(self._draws, shape) if is_whole else self._whole.get(self._draws, ())
+        if is_whole:
+            self._whole[self._draws] = shape
+        whole = self._whole.get(self._draws, ())
         others = [dim for dim, size in enumerate(whole) if len(whole) == len(shape) and size != shape[dim]]
         repeats = len(whole) > 0 and whole[0] > total and whole[0] % total == 0
         if whole == shape or (len(others) == 1 and whole[others[0]] * number == shape[others[0]] * total):

@@ -216,6 +216,8 @@ class Session:
             else:
                 with self._around_backward(loss, micro_batch, weighed):
                     step.backward(loss, weighed.grad_output)
+            if self._row_wise is not None:
+                self._row_wise.end_backward()
             if accumulation.observer is not None:
                 accumulation.observer.end_backward()
         if self._has_sync:

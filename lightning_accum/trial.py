@@ -82,6 +82,11 @@ class Trial:
         """Of the module."""
         return next((p.device for p in self._module.parameters()), torch.device("cpu"))
 
+    @property
+    def noise(self) -> TrialMode:
+        """What gives rows their random numbers."""
+        return self._mode
+
     def random_state(self) -> RandomState:
         """How the random generators are now."""
         return RandomState(self.device)

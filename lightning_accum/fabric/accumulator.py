@@ -27,6 +27,7 @@ from lightning_accum.splitting.plan import Split
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.counts import Weight
 from lightning_accum.weighing.safeguards import warn_of_batch_norm, warn_of_hooks
+from lightning_accum.whole.row_proof import unproven
 from lightning_accum.whole.row_wise import row_wise_of
 
 _log = logging.getLogger("lightning.fabric.accumulation")
@@ -144,6 +145,8 @@ class Accumulator(Loop):
             training.make_sync(policy.finishes_after_backward, sums, loss)
             accumulation = Accumulation(policy, training.ranks, words.rank_zero_warn, passes.splitting(), sums)
             accumulation.row_wise = row_wise_of(policy, training.module, training.ranks, training.is_sharded)
+        if loss is None and accumulation.row_wise is not None and accumulation.row_wise.proofs_left:
+            words.rank_zero_warn(unproven(accumulation.row_wise, "pass loss_of="))
         sync, undo, guard = training.sync, training.snapshotter, None
         if on_nonfinite != "propagate":
             looks = training.scaler is None  # which looks at gradients by itself

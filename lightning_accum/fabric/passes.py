@@ -26,6 +26,7 @@ from lightning_accum.splitting.micro_batch import samples_of
 from lightning_accum.splitting.plan import Splitting
 from lightning_accum.splitting.trimming import difference_by_padding
 from lightning_accum.start_line import start_line, warn_of_windows_never_full
+from lightning_accum.whole.row_proof import prove_row_wise
 
 Part = tuple[MicroBatch, bool]
 """A micro-batch, and whether its window ends with it."""
@@ -134,6 +135,11 @@ class Passes:
             accumulation.splitting.plan = None
             if batch is not None:
                 self.plan_ahead(batch)
+        row_wise = accumulation.row_wise
+        if row_wise is not None and row_wise.proofs_left and self._loss_of is not None:
+            batches, warn = [] if batch is None else [batch], self._words.rank_zero_warn
+            module, sync, ranks, undo = training.module, training.sync, training.ranks, training.snapshotter
+            prove_row_wise(row_wise, module, self._loss_of, undo, sync, ranks, batches, self._samples, warn)
         if accumulation.checks_left and self._loss_of is not None:
             is_long = self._policy.may_be_longer_than_one(1)
             checked = Checked(

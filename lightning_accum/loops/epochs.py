@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_accum import seams
 from lightning_accum.boundary import Boundary
 from lightning_accum.engine import Engine
-from lightning_accum.loops.first_batch import check_first_batch
+from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step
 from lightning_accum.loops.hooks import call_checkpoints, call_step_counters
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.uneven import is_agreeing
@@ -286,6 +286,8 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         strategy, optimization, seen = self.strategy, self.optimization, self.batch_progress.total.ready
         if accumulation.splitting is not None:
             accumulation.splitting.plan = None
+        if strategy.world_size > 1:
+            prove_row_wise_step(self.trainer, strategy, OrderedDict())
         if accumulation.checks_left and strategy.world_size > 1:
             check_first_batch(self.trainer, strategy, OrderedDict())
         ends_window = self.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")

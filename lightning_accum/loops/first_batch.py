@@ -21,6 +21,8 @@ from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked
 from lightning_accum.loops.results import collecting_logs
+from lightning_accum.user_warnings import rank_zero_warn
+from lightning_accum.whole.row_proof import prove_row_wise
 from lightning_accum.wider import is_narrow
 
 
@@ -80,3 +82,12 @@ def check_first_batch(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict
     except JointLossError as error:
         raise MisconfiguredLossError(str(error)) from None
     accumulation.look_at_doubted = partial(check_doubted, checked)
+
+
+def prove_row_wise_step(trainer: pl.Trainer, strategy: Engine, kwargs: OrderedDict[str, Any]) -> None:
+    """Try submodules in micro-batches on the loader batch in ``kwargs``, while that is due. Called as ``check_first_batch``."""
+    row_wise, ranks = strategy.row_wise, strategy.ranks
+    if row_wise is not None and row_wise.proofs_left and ranks is not None:
+        batches = [value for name, value in kwargs.items() if name != "dataloader_iter"][:1]
+        module, step, samples = trainer.lightning_module, unlogged_step(trainer, kwargs), strategy.samples_of_loader()
+        prove_row_wise(row_wise, module, step, strategy.snapshotter, strategy.sync, ranks, batches, samples, rank_zero_warn)

@@ -25,7 +25,7 @@ from lightning_accum.engine import Engine
 from lightning_accum.errors import UsageError
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops import trainer_state
-from lightning_accum.loops.first_batch import check_first_batch, unlogged_step
+from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step, unlogged_step
 from lightning_accum.loops.hooks import call_window_hooks, current_hook, is_lightnings, is_silent
 from lightning_accum.loops.results import collecting_logs, show_logs
 from lightning_accum.splitting.logs import BatchLog
@@ -94,6 +94,8 @@ class WindowOptimization(_AutomaticOptimization):
         self.epoch_loop.batch = batch
         if accumulation.splitting is not None:
             accumulation.splitting.begin(batch, partial(self._difference_by_padding, kwargs))
+        if not self._skip_backward:
+            prove_row_wise_step(self.trainer, strategy, kwargs)
         if accumulation.checks_left and not self._skip_backward:
             check_first_batch(self.trainer, strategy, kwargs)
         return WindowClosure(self, accumulation, batch, others, self.epoch_loop.begun, ends_window)

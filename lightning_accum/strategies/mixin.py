@@ -42,6 +42,7 @@ from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.safeguards import warn_of_batch_norm, warn_of_hooks
 from lightning_accum.whole.attempts import StepAttempts
 from lightning_accum.whole.offload import Offload
+from lightning_accum.whole.row_proof import unproven
 from lightning_accum.whole.row_wise import row_wise_of
 from lightning_accum.windows import Windows
 
@@ -160,6 +161,8 @@ class AccumulationMixin(Engine):
         assert self.ranks is not None
         with misconfigured():
             self.row_wise = row_wise_of(self.policy, module, self.ranks, self.reduces_every_backward_by_itself)
+        if self.row_wise is not None and self.row_wise.proofs_left and not module.automatic_optimization:
+            rank_zero_warn(unproven(self.row_wise, "the module optimizes by itself"))
         self.offload = Offload(self.root_device) if self.policy.offload else None
         if not module.automatic_optimization:
             self._begin_manual(trainer, callback)

@@ -1,369 +1,316 @@
-"""The proof that a submodule treats rows independently: its outputs for some rows, together and one by one."""
+"""The proof of ``row_wise=``: the user's own step on a few rows, as it is, and with the submodules in micro-batches.
+
+Both are measured and compared as the check compares rows with their parts: all gradients of the step. So it sees whatever makes
+another step of it: rows that depend on each other, gradients that a hook clips, an output in an attribute that is of one
+micro-batch alone. Parameters are as they are, and moved: a last layer of zeros hides what is before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
-from lightning_accum.dispatch import in_eager_mode
 from lightning_accum.errors import RowWiseError
-from lightning_accum.randomness import NoiseOfRows, RandomState, dropout_switched_off
-from lightning_accum.splitting.memory import is_out_of_memory
-from lightning_accum.splitting.trimming import Inconclusive, Verdict
-from lightning_accum.whole.call_state import as_with_a_graph
-from lightning_accum.whole.calls import Form
-from lightning_accum.whole.gradient_proof import check_gradients
-from lightning_accum.whole.layers import INSTEAD, Layer, check_others, is_close
-from lightning_accum.whole.trees import Tree, UnknownObjectError, is_list_of_numbers, leaves, read
-from lightning_accum.wider import is_narrow, widened, widened_batch
+from lightning_accum.exact import exact_dtype, rounding_of_gradients
+from lightning_accum.prove import ALL, Deviation, Look, Measured, fit_of
+from lightning_accum.randomness import RandomState
+from lightning_accum.ranks import Ranks
+from lightning_accum.splitting.few_rows import FewRows
+from lightning_accum.sync import GradientSync
+from lightning_accum.trial import Trial
+from lightning_accum.undo import Undo
+from lightning_accum.verdict import CannotCheckError, UnsuitableRowsError
+from lightning_accum.weighing.counts import count_samples
+from lightning_accum.weighing.modes import ONCE
+from lightning_accum.whole.forms import INSTEAD
+from lightning_accum.whole.row_wise import RowWise
 
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a call."""
+_MOVED = 0.1
+"""How far parameters are moved, as part of their size."""
 
 
-def read_arguments(layer: Layer, arguments: _Arguments) -> Tree:
-    """Take the arguments of a call apart.
+def prove_row_wise(
+    row_wise: RowWise,
+    module: nn.Module,
+    step: Callable[[Any], Any],
+    undo: Undo,
+    sync: GradientSync,
+    ranks: Ranks,
+    batches: Sequence[Any],
+    samples: Any,
+    warn: Callable[[str], None],
+) -> None:
+    """Try whether the step is the same in micro-batches. Called on all ranks at each loader batch, until that was seen.
+
+    Args:
+        row_wise: runs the submodules in training.
+        module: that is trained.
+        step: runs it on a batch, and logs nothing.
+        undo: keeps what a step changes.
+        sync: of the engine.
+        ranks: that train.
+        batches: the loader batch; empty where this rank has none.
+        samples: how many of them the loader puts into a batch; empty where it does not say so.
+        warn: takes a warning.
 
     Raises:
-        RowWiseError: there may be tensors among them that are not found.
+        RowWiseError: it is another. On all ranks.
     """
+    row_wise.begin_proof()
+
+    def on_any(claim: bool) -> bool:
+        return ranks.largest(float(claim))[0] > 0
+
     try:
-        return read(arguments)
-    except UnknownObjectError as error:
-        raise RowWiseError(f"row_wise={layer.name!r}: an argument of {layer.name!r} is {error}. Pass tensors.") from error
+        if held := undo.iterators():
+            raise CannotCheckError(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
+        take, number = _rows_of(batches, samples)
+        reason: CannotCheckError | None = None
+    except CannotCheckError as error:
+        take, number, reason = lambda rows: None, 0, error
+    try:
+        number = -int(ranks.largest(float(-number))[0])
+        if number < 2:
+            raise reason or UnsuitableRowsError("the first batches have 1 row")
+        engine = sync if sync.is_waited_for_in_forward else _InPlace()
+        trial = Trial(module, step, partial(undo.take, watches_parameters=False), engine, lambda value: ranks.largest(value)[0])
+        kinds = _Proof(row_wise, module, trial, take, number).run()
+    except CannotCheckError as error:
+        if not (on_any(isinstance(error, UnsuitableRowsError)) and row_wise.proofs_left):
+            row_wise.end_proofs(set(), None)
+            warn(unproven(row_wise, str(error)))
+    else:
+        kind = "has a call of another kind (its mode, its arguments) than those of the first batch"
+        row_wise.end_proofs(kinds, lambda name: warn(unproven(row_wise, f"{name!r} {kind}")))
 
 
-def number_of_rows(layer: Layer, arguments: Tree, of_batch: int | None) -> int:
-    """The rows of a call: the size of dimension 0 of its tensors.
-
-    Of several sizes it is that of the batch, or a multiple of it, as of two views that were joined; else that of the first tensor.
-
-    Args:
-        layer: that is called.
-        arguments: of the call.
-        of_batch: the rows of the batch, where that is known.
-
-    Raises:
-        RowWiseError: there are none.
-    """
-    found = [leaf for leaf in arguments.leaves if not is_list_of_numbers(leaf)]
-    sizes = [size for leaf in found if (size := _size(leaf)) is not None]
-    if not sizes:
-        raise RowWiseError(
-            f"row_wise={layer.name!r}: {layer.name!r} is called without a tensor whose dimension 0 could be the rows."
-        )
-    if of_batch:
-        sizes.sort(key=lambda size: 0 if size == of_batch else 1 if size and size % of_batch == 0 else 2)
-    return sizes[0]
-
-
-def _size(leaf: Any) -> int | None:
-    if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.dim() == 0):
-        return None
-    return len(leaf)
-
-
-Largest: TypeAlias = Callable[..., Sequence[float]]
-"""Of each of some numbers, the largest over the ranks. Called on all of them."""
-
-
-class RowProof:
-    """Proves once for each kind of call that its rows are independent, and finds where they are.
-
-    Dropout is off and other random numbers are the same for every row; nothing is compiled; buffers are put back.
-
-    Args:
-        largest: over the ranks, where they wait for each other in each forward.
-        most: rows that are run together, at least 2.
-    """
-
-    def __init__(self, largest: Largest | None = None, most: int = 8) -> None:
-        self._forms: dict[Any, Form] = {}
-        self._largest = largest
-        self._most = 2 if largest is not None else max(2, most)  # ranks that wait for each other all run equally often
-
-    def __call__(self, layer: Layer, arguments: Tree, number: int) -> Form:
-        """Where the rows of a call are.
-
-        Args:
-            layer: that is called.
-            arguments: of the call.
-            number: of rows.
-
-        Raises:
-            RowWiseError: its rows are not independent, or it cannot be told where they are.
-        """
-        fitting = tuple(_size(leaf) == number for leaf in arguments.leaves)
-        shapes = tuple(map(_shape, arguments.leaves, fitting))
-        flags = tuple(map(_flag, arguments.others))
-        key = (layer.name, layer.module.training, fitting, shapes, flags)
-        form = self._forms.get(key)
-        if self._largest is not None:
-            is_needed, fewest = self._largest(float(form is None), float(-number))
-            if fewest == -1:
-                raise RowWiseError(
-                    f"row_wise={layer.name!r}: {layer.name!r} is called with one row on a rank, where others have more. Sharded,"
-                    " it runs on all ranks together: have the loader yield at least two rows."
-                )
-            form = None if is_needed else form
-        if form is None:
-            try:
-                with _held(layer.module), torch.no_grad():
-                    form = _prove_exactly(layer, arguments, fitting, number, self._most)
-            except UnknownObjectError as error:
-                raise RowWiseError(
-                    f"row_wise={layer.name!r}: {layer.name!r} returns {error}. Have it return tensors: of a model of Hugging Face,"
-                    " pass use_cache=False."
-                ) from error
-            if number > 1:
-                self._forms[key] = form
-        return form
-
-
-def _flag(other: Any) -> Any:
-    """What calls of one kind have in common in an argument that is no tensor: a mode, names, whether outputs are asked for."""
-    return tuple(other) if isinstance(other, list) else other if isinstance(other, (bool, str)) else type(other)
-
-
-def _shape(leaf: Any, fits: bool) -> Any:
-    """What calls of one kind have in common in an argument: not its number of rows or its length."""
-    return (leaf.dtype, leaf.dim(), None if fits else leaf.shape[:1]) if isinstance(leaf, Tensor) else str
-
-
-def _prove_exactly(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], number: int, most: int) -> Form:
-    """In single precision if it computes in half precision, where rounding hides breaks, and runs in single precision too."""
-    tensors = [*layer.module.parameters(), *(leaf for leaf in arguments.leaves if isinstance(leaf, Tensor))]
-    kinds = {tensor.device.type for tensor in tensors}
-    if not layer.is_sharded and (any(map(is_narrow, tensors)) or any(map(torch.is_autocast_enabled, kinds))):
-        try:
-            with ExitStack() as stack:
-                for kind in kinds:
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-                stack.enter_context(widened(layer.module, torch.float32))
-                wide = read(arguments.make(widened_batch(leaf, torch.float32) for leaf in arguments.leaves))
-                return _prove(layer, wide, fitting, number, most)
-        except RowWiseError:
-            raise
-        except Exception:  # some submodules run in their own precision only, and memory may run out
-            pass
-    return _prove(layer, arguments, fitting, number, most)
-
-
-def _prove(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], number: int, most: int) -> Form:
-    for name, inner in layer.module.named_modules():
-        if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
-            raise _not_independent(layer, name, inner, "normalises by the statistics of the rows beside it")
-    if number == 1:  # nothing is joined
-        outputs = leaves(_run(layer, arguments, fitting, [0]))
-        return Form(fitting, tuple(0 if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == 1 else None for leaf in outputs))
-    two = [0, _unlike_first(arguments.leaves, fitting, number)]
-    are_rows = _kinds(layer, arguments, fitting, two)
-    watch = _Watch(layer.module)
-    several = [*two, *(row for row in range(min(number, most)) if row not in two)][:most]
-    rows, together = _run_several(layer, arguments, are_rows, several, watch)
-    buffers = {name: (buffer, buffer._version) for name, buffer in layer.module.named_buffers()}
-    apart = []
-    for row in rows:
-        with watch.as_("apart"):
-            apart.append(_run(layer, arguments, are_rows, [row]))
-    for name, buffer in layer.module.named_buffers():
-        if name in buffers and (buffers[name][0] is not buffer or buffers[name][1] != buffer._version):
-            owner = name.rpartition(".")[0]
-            what = f"changes its buffer {name.rpartition('.')[2]!r} in forward"
-            raise _not_independent(layer, owner, layer.module.get_submodule(owner), what)
-    for output in apart:
-        check_others(layer, read(output).others, read(together).others)
-    dims = _dims(together, apart)
-    if dims is None:
-        name, inner = watch.first_that_differs()
-        raise _not_independent(layer, name, inner, "gives some rows together other outputs than alone")
-    if not layer.is_sharded:
-        # not as one alone where an expert takes so many rows and no more
-        if _dims(_run(layer, arguments, are_rows, two[:1] * len(rows)), apart[:1] * len(rows)) != dims:
-            raise _not_independent(layer, "", layer.module, "gives rows that are alike other outputs together than alone")
-        check_gradients(layer, partial(_run, layer, arguments, are_rows), (two + two[:1])[:most], dims)
-    sizes = (
-        None if dim is None else len(leaf) if isinstance(leaf, (list, tuple)) else leaf.shape[dim]
-        for leaf, dim in zip(leaves(together), dims, strict=True)
+def unproven(row_wise: RowWise, reason: str) -> str:
+    """The warning that it could not be tried."""
+    return (
+        f"row_wise={row_wise.names}: it could not be checked that the step with these submodules in micro-batches is that of the"
+        f" whole batch: {reason}. Compare them by verify(module, data), or pass check=False if you know that it is right."
     )
-    return Form(are_rows, dims, may_be_sorted=all(size in (None, len(rows)) for size in sizes))
 
 
-def _run_several(
-    layer: Layer, arguments: Tree, are_rows: tuple[bool, ...], rows: list[int], watch: _Watch
-) -> tuple[list[int], Any]:
-    """Run more rows than two together, for what depends on how many there are, where there is memory for that. Returns which."""
-    try:
-        with watch.as_("together"):
-            return rows, _run(layer, arguments, are_rows, rows)
-    except Exception as error:
-        if len(rows) == 2 or not is_out_of_memory(error):
-            raise
-    return _run_several(layer, arguments, are_rows, rows[:2], watch)
+class _InPlace(GradientSync):
+    """Gives out gradients as a backward leaves them: also those behind a reentrant checkpoint, or a call that runs again."""
+
+    @override
+    def gradients_of(
+        self, loss: Tensor, share: float, parameters: Sequence[nn.Parameter], keeps_graph: bool = False
+    ) -> Sequence[Tensor | None]:
+        torch.autograd.backward(loss, torch.full_like(loss, share), retain_graph=keeps_graph)
+        found = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return found
 
 
-def difference_by_padding(layer: Layer, padded: _Arguments, trimmed: _Arguments, *others: _Arguments) -> Verdict:
-    """Whether the outputs of a submodule are others with the padding of some rows than without; None for no."""
-    if others:
-        return Inconclusive("it is tried on one part alone")
-    with _held(layer.module), torch.no_grad():
-        try:
-            outputs = [leaves(_as_it_is(layer, *arguments)) for arguments in (padded, trimmed)]
-        except Exception as error:
-            return Inconclusive(f"{layer.name} raises {type(error).__name__}: {error}")
-    if len(outputs[0]) == len(outputs[1]) and all(map(_are_equal, *outputs)):
-        return None
-    return "its outputs have the columns of the padding, or depend on them"
+class _Draws:
+    """Has each call of a submodule draw for its rows, in micro-batches, what it has drawn for them in the whole."""
 
-
-def _are_equal(a: Any, b: Any) -> bool:
-    return is_close(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and bool(a == b)
-
-
-def _kinds(layer: Layer, arguments: Tree, fitting: tuple[bool, ...], rows: list[int]) -> tuple[bool, ...]:
-    """Which arguments have rows: those of fitting size, but for one that only runs, with fewer rows, if it is left as it is.
-
-    A mask of the size (length, length) fits a batch of as many rows by chance.
-    """
-    if _runs(layer, arguments, fitting, rows):
-        return fitting
-    places = [place for place, fits in enumerate(fitting) if fits]
-    for place in places[1:] + places[:1] if len(places) > 1 else []:
-        others = tuple(fits and index != place for index, fits in enumerate(fitting))
-        if _runs(layer, arguments, others, rows):
-            return others
-    _run(layer, arguments, fitting, rows)  # the error is the user's
-    return fitting
-
-
-def _runs(layer: Layer, arguments: Tree, are_rows: Sequence[bool], rows: list[int]) -> bool:
-    try:
-        outputs = leaves(_run(layer, arguments, are_rows, rows))
-    except UnknownObjectError:
-        raise
-    except Exception:
-        return False
-    return any(isinstance(leaf, Tensor) for leaf in outputs)
-
-
-def _run(layer: Layer, arguments: Tree, are_rows: Sequence[bool], rows: Sequence[int]) -> Any:
-    def some_rows(leaf: Any, is_row: bool) -> Any:
-        if not is_row:
-            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-        return leaf.detach()[rows] if isinstance(leaf, Tensor) else [leaf[row] for row in rows]
-
-    return _as_it_is(layer, *arguments.make(map(some_rows, arguments.leaves, are_rows)))
-
-
-def _as_it_is(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor))
-    before = RandomState(next((tensor.device for tensor in tensors), torch.device("cpu")))
-    try:
-        with NoiseOfRows():
-            return layer.run(*args, **kwargs)
-    finally:
-        before.restore()  # each run draws the same of Python and numpy
-
-
-def _unlike_first(found: list[Any], fitting: Sequence[bool], number: int) -> int:
-    """The first row that is not as row 0."""
-    for row in range(1, min(number, 64)):
-        for leaf, fits in zip(found, fitting, strict=True):
-            if fits and (not torch.equal(leaf[0], leaf[row]) if isinstance(leaf, Tensor) else leaf[0] != leaf[row]):
-                return row
-    return 1
-
-
-def _dims(together: Any, apart: list[Any]) -> tuple[int | None, ...] | None:
-    """The dimension of each output that has the rows; None where outputs together are not those of each row."""
-    whole, parts = leaves(together), [leaves(part) for part in apart]
-    if any(len(part) != len(whole) for part in parts):
-        return None
-    dims: list[int | None] = []
-    for leaf, *of_rows in zip(whole, *parts, strict=True):
-        if not isinstance(leaf, Tensor):
-            is_same = all(row == leaf for row in of_rows)
-            if not is_same and list(leaf) != [entry for row in of_rows for entry in row]:
-                return None
-            dims.append(None if is_same else 0)
-            continue
-        joined = [dim for dim in range(leaf.dim()) if _is_joined(leaf, of_rows, dim)]
-        if joined:
-            dims.append(joined[0])
-        elif all(row.shape == leaf.shape and is_close(row, leaf) for row in of_rows):
-            dims.append(None)
-        else:
-            return None
-    return tuple(dims)
-
-
-def _is_joined(whole: Tensor, parts: list[Tensor], dim: int) -> bool:
-    if any(part.dim() != whole.dim() for part in parts):
-        return False
-    shapes = [part.shape[:dim] + part.shape[dim + 1 :] for part in (whole, *parts)]
-    if len(set(shapes)) > 1 or sum(part.shape[dim] for part in parts) != whole.shape[dim]:
-        return False
-    return is_close(torch.cat(parts, dim), whole)
-
-
-class _Watch:
-    """The inputs and outputs of all modules inside of one, for some rows together and for each."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._seen: dict[str, dict[nn.Module, list[Any]]] = {"together": {}, "apart": {}}
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._states: dict[int, RandomState] = {}
 
     @contextmanager
-    def as_(self, what: str) -> Iterator[None]:
-        """The modules run in here."""
-        kept = self._seen[what]
-
-        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            kept.setdefault(module, []).append(((args, kwargs), output))
-
-        with ExitStack() as stack:
-            for inner in self._module.modules():
-                handle = inner.register_forward_hook(keep, with_kwargs=True)
-                stack.callback(handle.remove)
+    def __call__(self, call: int, rows: Sequence[int], total: int) -> Iterator[None]:
+        self._states.setdefault(call, self._trial.random_state()).restore()
+        with self._trial.noise.of_call(call, rows, total):
             yield
 
-    def first_that_differs(self) -> tuple[str, nn.Module]:
-        """The first module with other outputs for rows together than for each, from the same inputs; its parts come first."""
-        names = {inner: name for name, inner in self._module.named_modules()}
-        for inner, together in self._seen["together"].items():
-            apart = self._seen["apart"].get(inner, [])
-            if len(together) != 1 or not apart:
-                continue
-            with suppress(UnknownObjectError):
-                inputs, outputs = (_dims(together[0][which], [seen[which] for seen in apart]) for which in (0, 1))
-                if inputs is not None and outputs is None:
-                    return names[inner], inner
-        return "", self._module
+
+class _Proof:
+    """Compares the step on some rows with that of their micro-batches. Ranks take every step of it together.
+
+    Args:
+        row_wise: runs the submodules in training.
+        module: that is trained.
+        trial: runs the step, and leaves everything as it was.
+        take: makes a batch of some rows.
+        number: of rows, on the rank that has the fewest.
+    """
+
+    def __init__(self, row_wise: RowWise, module: nn.Module, trial: Trial, take: Callable[[Any], Any], number: int) -> None:
+        self._row_wise, self._module, self._trial, self._take = row_wise, module, trial, take
+        self._is_sharded = row_wise.largest is not None
+        self._kinds: set[Hashable] = set()
+        odd = [few for few in (7, 5, 3) if few <= number and not self._is_sharded]  # few other dimensions are as large
+        other = odd[0] + (1 if odd[0] < number else -1) if odd else 2
+        self._numbers = [*odd[:1], other, *odd[1:], 2]
+        size = row_wise.size
+        self._of_training = min(number, size) if isinstance(size, int) and not self._is_sharded else 0
+
+    def run(self) -> set[Hashable]:
+        """Look with parameters moved, and as they are. Returns the kinds of calls that were there.
+
+        Raises:
+            RowWiseError: a gradient is another one.
+            CannotCheckError: there is none, or another one each time.
+        """
+        found = []
+        for context in (_moved(self._module), nullcontext()):
+            with context:
+                found.append(self._look_in_any_type())
+        if self._trial.largest(float(any(found))) == 0:
+            raise UnsuitableRowsError("the first rows have no gradient")
+        return self._kinds
+
+    @staticmethod
+    def _sizes(number: int) -> Sequence[int]:
+        """Of micro-batches."""
+        return (1, 2) if number > 4 else (1,)
+
+    def _look_in_any_type(self) -> bool:
+        """In double precision if the module runs in it, else in single precision, else in its own: rounding hides breaks."""
+        for dtype in dict.fromkeys((exact_dtype(self._trial.device), torch.float32)):
+            with suppress(CannotCheckError):
+                return self._look(self._trial.widened(dtype))
+        return self._look(self._trial)
+
+    def _look(self, trial: Trial) -> bool:
+        """Returns whether there was something to compare."""
+        hooks = {name: own._backward_hooks for name, own in self._module.named_parameters()}
+        with trial.held():
+            for name, own in self._module.named_parameters():  # others in a wider type
+                for hook in (hooks[name] or {}).values() if own._backward_hooks is not hooks[name] else ():
+                    own.register_hook(hook)  # type: ignore[no-untyped-call]
+            wrong: Deviation | None = None
+            problem: CannotCheckError | None = None
+            for number in self._numbers:
+                try:
+                    found = [self._compare(trial, self._row_wise.names, number, size) for size in self._sizes(number)]
+                except CannotCheckError as error:  # memory may run out
+                    problem = error
+                    continue
+                worst = max(found, key=lambda deviation: deviation.size)
+                if not self._is_wrong(trial, worst):
+                    break
+                if wrong is not None or number == 2:  # twice: no argument without rows is as large by chance
+                    self._refuse(trial, worst, number)
+                wrong = worst
+            else:
+                raise problem or CannotCheckError("no number of rows")
+            if self._of_training > number:  # what few rows cannot show; memory may run out
+                with suppress(CannotCheckError):
+                    large = self._compare(trial, self._row_wise.names, self._of_training, -(-self._of_training // 2))
+                    if self._is_wrong(trial, large):
+                        self._refuse(trial, large, self._of_training)
+            return any(deviation.has_evidence for deviation in found)
+
+    def _is_wrong(self, trial: Trial, found: Deviation) -> bool:
+        """On any rank."""
+        return trial.largest(found.size / rounding_of_gradients(trial.eps)) > 1
+
+    def _compare(self, trial: Trial, names: Sequence[str], number: int, size: int) -> Deviation:
+        """How far the step in micro-batches of some rows is from that of the rows together."""
+        draws = _Draws(trial)
+        whole = self._measure(trial, names, None, number, draws)
+        assert isinstance(whole, Measured)
+        try:
+            part = self._measure(trial, names, size, number, draws)
+        except CannotCheckError as error:
+            return Deviation(math.inf, True, str(error))
+        found, losses = fit_of([Look(whole, [part])], ALL, ONCE, trial.eps).deviation, (whole.loss, part.loss)
+        norm = math.sqrt(sum(float(gradient.nan_to_num().square().sum()) for gradient in whole.gradient(ALL).values()))
+        apart = abs(whole.loss - part.loss) / max(*map(abs, losses), norm) if all(map(math.isfinite, losses)) and norm else 0.0
+        return found if found.size >= apart else Deviation(apart, True, "the loss")
+
+    def _measure(self, trial: Trial, names: Sequence[str], size: int | None, number: int, draws: _Draws) -> Measured:
+        own = self._row_wise
+        row_wise = RowWise(self._module, names, size, own.device, own.trim, own.largest, draws)
+        batch = partial(self._take, range(number))
+
+        def run() -> Measured | RowWiseError:
+            trial.restore(range(number), number)
+            try:
+                with row_wise.step(number):
+                    loss = trial.step(batch())
+                    if loss.numel() != 1 or not loss.requires_grad:
+                        raise CannotCheckError("the loss of the first rows is not one number that needs a gradient")
+                    gradients = trial.gradients(loss, 1.0)
+                    row_wise.end_backward()
+                    return Measured(float(loss.detach()), {}, {ALL: gradients}, None, batch)
+            except RowWiseError as error:
+                return error
+
+        found = trial.together(run)
+        if trial.largest(float(isinstance(found, RowWiseError))):
+            raise found if isinstance(found, RowWiseError) else RowWiseError(f"row_wise={own.names}: another rank has refused it")
+        self._kinds |= row_wise.kinds
+        assert isinstance(found, Measured)
+        return found
+
+    # --- what is wrong ------------------------------------------------------------------------------------------------
+
+    def _refuse(self, trial: Trial, found: Deviation, number: int) -> None:
+        """Raise what is wrong, unless the step is another one each time."""
+        if trial.largest(float(trial.has_drawn or trial.draws_unlike_numbers)):
+            raise CannotCheckError("training_step draws random numbers that are others for each micro-batch")
+        one, other = (self._measure(trial, self._row_wise.names, None, number, _Draws(trial)) for _ in range(2))
+        if self._is_wrong(trial, fit_of([Look(one, [other])], ALL, ONCE, trial.eps).deviation):
+            raise CannotCheckError("training_step gives the same rows another gradient each time")
+        names = [name for name in self._row_wise.names if self._is_wrong_with(trial, name, number)] or self._row_wise.names
+        name = names[0] if self._is_sharded else self._innermost(trial, names[0], number)
+        kind = type(self._module.get_submodule(name)).__name__
+        seen = found.seen if found.size == math.inf else f"relative error of {found.seen}: {found.size:.2g}"
+        raise RowWiseError(
+            f"row_wise={names[0]!r} runs {names[0]!r} in micro-batches, and with {name} ({kind}) in micro-batches the step of some"
+            f" rows is not that of the rows together ({seen}). Its outputs or gradients for a row depend on other rows (a mean over"
+            " rows, experts that take so many, a hook that clips gradients); or the loss uses what a call leaves in an attribute"
+            f" or a hook, which is of one micro-batch alone: have {names[0]!r} return it, with one entry a row. {INSTEAD}"
+        )
+
+    def _is_wrong_with(self, trial: Trial, name: str, number: int) -> bool:
+        return any(self._is_wrong(trial, self._compare(trial, [name], number, size)) for size in self._sizes(number))
+
+    def _innermost(self, trial: Trial, name: str, number: int) -> str:
+        """The submodule inside of one that is wrong, which has none inside that is."""
+        for child, _ in self._module.get_submodule(name).named_children():
+            with suppress(RowWiseError):
+                if self._is_wrong_with(trial, f"{name}.{child}", number):
+                    return self._innermost(trial, f"{name}.{child}", number)
+        return name
+
+
+def _rows_of(batches: Sequence[Any], samples: Any) -> tuple[Callable[[Any], Any], int]:
+    """What makes a batch of some rows, and how many there are: all, if they cannot be told apart."""
+    if not batches:
+        return lambda rows: None, 0
+    try:
+        few = FewRows(batches[0], samples)
+    except CannotCheckError:
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(batches[0])):
+            raise
+        return lambda rows: copy(batches[0]), count_samples(batches[0]) or 2
+    return few.take, few.of_batch
 
 
 @contextmanager
-def _held(module: nn.Module) -> Iterator[None]:
-    """In here dropout is off and nothing is compiled; afterwards buffers are as they were."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    with dropout_switched_off(module), as_with_a_graph(), in_eager_mode():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if buffer._version or not torch.equal(buffer, value):
-                        buffer.copy_(value)
-
-
-def _not_independent(layer: Layer, name: str, inner: nn.Module, what: str) -> RowWiseError:
-    path = ".".join(part for part in (layer.name, name) if part)
-    return RowWiseError(
-        f"row_wise={layer.name!r} runs {layer.name!r} in micro-batches, but {path} ({type(inner).__name__}) {what}, so that the"
-        f" whole batch has other outputs. {INSTEAD}"
-    )
+def _moved(module: nn.Module) -> Iterator[None]:
+    """In here each parameter is moved: a last layer of zeros gives nothing, and no gradient to what is before it."""
+    kept = []
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            values = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+            if values.is_floating_point() and values.dtype.itemsize > 1 and values.numel() and not values.is_meta:
+                kept.append((values, values.cpu().clone()))
+                size = values.float().square().mean().sqrt()
+                way = (torch.arange(values.numel(), device=values.device) + index).float().sin().reshape(values.shape)
+                values.add_((_MOVED * torch.where(size > 0, size, 1.0) * way).to(values.dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for values, before in kept:
+                values.copy_(before)

@@ -7,10 +7,10 @@ the gradient (GradCache, arXiv 2101.06983). Any loss of the outputs gets the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,24 @@ from lightning_accum.ranks import Ranks
 from lightning_accum.splitting.memory import MicroBatchSizes
 from lightning_accum.splitting.micro_batch import Layout, Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Planner, RowSlice
-from lightning_accum.whole.calls import Call, Form, taken, twice_differentiated
-from lightning_accum.whole.layers import Layer
-from lightning_accum.whole.row_proof import Largest, RowProof, difference_by_padding, number_of_rows, read_arguments
+from lightning_accum.whole.calls import Call, taken
+from lightning_accum.whole.forms import (
+    Form,
+    Layer,
+    difference_by_padding,
+    flag_of,
+    form_of,
+    name_of,
+    number_of_rows,
+    read_arguments,
+    size_of,
+)
 from lightning_accum.whole.trees import Tree
 
-_ENGINE = "_engine_run_backward"
-"""What all of torch's backwards go through, read in torch 2.6 to 2.15."""
+_MOST_PROOFS = 8
+"""Loader batches at which it is tried whether micro-batches are the whole, until there was a gradient to compare."""
+Draws: TypeAlias = Callable[[int, Sequence[int], int], AbstractContextManager[None]]
+"""What some rows of a call run in, where it is tried out: the number of the call in its step, the rows, and how many there are."""
 
 
 class RowWise:
@@ -37,10 +48,12 @@ class RowWise:
     Args:
         module: that is trained.
         names: of its submodules.
-        micro_batch: rows, or tokens, of a micro-batch; or ``"auto"``.
+        micro_batch: rows, or tokens, of a micro-batch; or ``"auto"``; None to run calls as they are, in a trial.
         device: where the module runs.
         trim: whether calls run longest rows first, trimmed to the longest of a micro-batch, where their lengths can be read.
         largest: over the ranks, where submodules are sharded, so that ranks wait for each other in each of their forwards.
+        draws: where they are tried out.
+        proofs: loader batches at which it is tried whether micro-batches are the whole, until that was seen.
 
     Raises:
         ValueError: a name is no submodule, or is inside of another.
@@ -61,76 +74,99 @@ class RowWise:
         self,
         module: nn.Module,
         names: Sequence[str],
-        micro_batch: MicroBatchSize,
+        micro_batch: MicroBatchSize | None,
         device: torch.device,
         trim: bool = True,
-        largest: Largest | None = None,
+        largest: Callable[..., Sequence[float]] | None = None,
+        draws: Draws | None = None,
+        proofs: int = 0,
     ) -> None:
-        self._largest = largest
+        self.largest, self.size, self.device, self.trim = largest, micro_batch, device, trim
         self._layers = [Layer(name, inner, inner, largest is not None) for name, inner in _named(module, names)]
-        self._micro_batch = micro_batch
-        self._device = device
-        self._trim = trim and largest is None  # what is tried out on two rows would be on one rank alone
+        self._draws = draws
         self.sizes = MicroBatchSizes() if micro_batch == "auto" else None
         """With ``"auto"``, what was found to fit."""
         self.pieces: list[RowSlice] = []
         """The micro-batches of all calls in the step so far."""
-        self._planners: dict[str, Planner] = {}
-        self._running: Call | None = None
-        self._proof = RowProof(largest, micro_batch) if isinstance(micro_batch, int) and micro_batch < 8 else RowProof(largest)
-        self._calls: list[Call] = []
-        self._rows: int | None = None
-        self._is_inside = self._has_run = self._drops = False
         self._called: set[str] = set()
+        self.kinds: set[Hashable] = set()
+        """The kinds of their calls."""
+        self.proofs_left = proofs
+        """Loader batches at which it may be tried whether micro-batches are the whole."""
+        self._warn_of_kind: Callable[[str], None] | None = None
+        self._planners: dict[str, Planner] = {}
+        self._forms: dict[Hashable, Form] = {}
+        self._calls: list[Call] = []
+        self._running: Call | None = None
+        self._rows: int | None = None
+        self._number = 0
+        self._is_inside = self._drops = self._is_over = False
+
+    def end_proofs(self, kinds: set[Hashable], warn: Callable[[str], None] | None) -> None:
+        """It was seen, for ``kinds`` of calls; or is not tried any more.
+
+        Args:
+            kinds: of calls.
+            warn: takes the name of a submodule that has a call of another kind; None if nothing was seen.
+        """
+        self.proofs_left, self._warn_of_kind = 0, warn
+        self.kinds |= kinds
+
+    def begin_proof(self) -> None:
+        """It is tried at a loader batch."""
+        self.proofs_left -= 1
+
+    @property
+    def names(self) -> list[str]:
+        """Of the submodules."""
+        return [layer.name for layer in self._layers]
 
     def describe(self) -> str:
         """What runs in micro-batches, in words."""
-        size = self._micro_batch
+        size = self.size
         rows = f"of up to {size.count} tokens" if isinstance(size, Tokens) else f"of {size}"
         rows = "as large as memory allows" if size == "auto" else rows
-        return f"{', '.join(layer.name for layer in self._layers)} in micro-batches {rows}, the loss sees all rows"
+        return f"{', '.join(self.names)} in micro-batches {rows}, the loss sees all rows"
 
     @contextmanager
     def step(self, rows: int | None = None) -> Iterator[None]:
         """In here, from the forward to the end of the backward, calls of the submodules run in micro-batches.
 
         Args:
-            rows: of the batch, where that is known.
-
-        Raises:
-            RowWiseError: a submodule was not called.
+            rows: of the batch, if that is known.
         """
-        self._rows, self._has_run = rows, False
-        run_engine = getattr(torch.autograd, _ENGINE, None)
-        if run_engine is None:
-            raise RowWiseError(f"row_wise: torch {torch.__version__} runs its backwards in a way that is not known here")
+        self._rows, self._number, self._is_over = rows, 0, False
         try:
             with ExitStack() as stack:
                 for layer in self._layers:
                     stack.enter_context(_calls_replaced(layer, self._call))
-                stack.enter_context(_replaced(vars(torch.autograd), _ENGINE, self._backward_through(run_engine)))
                 yield
         finally:
             self.forget()
-        if self._has_run and len(self._called) < len(self._layers):
-            missing = next(layer.name for layer in self._layers if layer.name not in self._called)
-            raise RowWiseError(
-                f"row_wise={missing!r}: training_step does not call {missing!r}, so none of it runs in micro-batches. Name a"
-                " submodule that is called as a module, self.encoder(x), and not by another of its methods."
-            )
 
     def forget(self) -> None:
         """There will be no backward for what ran."""
-        for call in self._calls:
-            if call.left is not None:
-                call.left.forget()
         self._calls.clear()
         self.pieces.clear()
         self._running = None
 
+    def end_backward(self) -> None:
+        """The backward of the loss is over, on all ranks of sharded submodules: calls of now are no part of the step.
+
+        Raises:
+            RowWiseError: a submodule was not called.
+        """
+        self._is_over = True
+        self._check_is_next(0)
+        if missing := [name for name in self.names if name not in self._called]:
+            raise RowWiseError(
+                f"row_wise={missing[0]!r}: training_step does not call {missing[0]!r}, so none of it runs in micro-batches. Name a"
+                " submodule that is called as a module, self.encoder(x), and not by another of its methods."
+            )
+
     @property
     def running(self) -> RowSlice | None:
-        """The micro-batch of a call that was running when an error was raised; None where it was another part of the step."""
+        """The micro-batch of a call that was running when an error was raised; None if it was another part of the step."""
         return None if self._running is None else self._running.pieces[self._running.current]
 
     @contextmanager
@@ -146,62 +182,86 @@ class RowWise:
     # --- the forward --------------------------------------------------------------------------------------------------
 
     def _call(self, layer: Layer, *args: Any, **kwargs: Any) -> Any:
-        if self._is_inside or not torch.is_grad_enabled():
+        if self._is_inside or self._is_over or not torch.is_grad_enabled():
             return layer.run(*args, **kwargs)
         self._is_inside = True
         try:
             self._called.add(layer.name)
-            arguments = read_arguments(layer, (args, kwargs))
-            number = number_of_rows(layer, arguments, self._rows)
-            form = self._proof(layer, arguments, number)
-            pieces, order = self._pieces(layer, arguments, form, number)
-            shadows = 0 if self._largest is None else int(self._largest(float(len(pieces)))[0]) - len(pieces)
-            call = self._running = Call(layer, arguments, form, pieces, order, shadows, lambda: self._is_inside)
-            output = call.run(self._device, self._run_again)
-            self._running = None
+            return self._run(layer, read_arguments(layer, (args, kwargs)))
         finally:
             self._is_inside = False
+
+    def _run(self, layer: Layer, arguments: Tree) -> Any:
+        rows = number_of_rows(layer, arguments, self._rows)
+        self._number += 1
+
+        def run(piece: RowSlice, given: Any, number: int = self._number) -> Any:
+            args, kwargs = given
+            own = range(rows)[piece.rows] if isinstance(piece.rows, slice) else piece.rows
+            with nullcontext() if self._draws is None else self._draws(number, own, rows):
+                return layer.run(*args, **kwargs)
+
+        is_one = rows < 2 or (isinstance(self.size, int) and rows <= self.size)
+        if self.size is None or (is_one and self.largest is None):  # as it is
+            return run(RowSlice(slice(None), rows, 1), arguments.make(iter(arguments.leaves)))
+        form = self._form(layer, arguments, rows, run)
+        pieces, order = self._pieces(layer, arguments, form, rows)
+        shadows = 0 if self.largest is None else int(self.largest(float(len(pieces)))[0]) - len(pieces)
+        call = self._running = Call(layer, arguments, form, pieces, order, shadows, run, self.device)
+        output = call.run(self._run_again)
+        self._running = None
         self._calls.append(call)
         self.pieces += pieces
         return output
 
-    def _pieces(self, layer: Layer, arguments: Tree, form: Form, number: int) -> tuple[list[RowSlice], list[int] | None]:
+    def _form(self, layer: Layer, arguments: Tree, rows: int, run: Callable[[RowSlice, Any], Any]) -> Form:
+        """Where the rows of a call are."""
+        fitting = tuple(size_of(leaf) == rows for leaf in arguments.leaves)
+        dims = tuple(leaf.dim() if isinstance(leaf, Tensor) else -1 for leaf in arguments.leaves)
+        kind = (layer.name, layer.module.training, dims, *map(flag_of, arguments.others))
+        form = self._forms.get((fitting, kind))
+        if self.largest is not None:
+            is_needed, fewest = self.largest(float(form is None), float(-rows))
+            if fewest >= -1:
+                raise RowWiseError(
+                    f"row_wise={layer.name!r}: {layer.name!r} is called with one row on a rank, where others have more."
+                    " Sharded, it runs on all ranks together: have the loader yield at least two rows."
+                )
+            form = None if is_needed else form
+        if form is None:
+            form = self._forms[fitting, kind] = form_of(layer, arguments, fitting, rows, run)
+        kind = (*kind, form)
+        if kind not in self.kinds:
+            self.kinds.add(kind)
+            if self._warn_of_kind is not None:
+                self._warn_of_kind(layer.name)
+        return form
+
+    def _pieces(self, layer: Layer, arguments: Tree, form: Form, rows: int) -> tuple[list[RowSlice], list[int] | None]:
         planner = self._planners.get(layer.name)
         if planner is None:  # that nothing is trimmed needs no warning: outputs may be sequences
-            planner = Planner(self._micro_batch, self.sizes, self._trim, warn=lambda text: None)
+            assert self.size is not None
+            # what is tried out on two rows would be on one rank alone
+            planner = Planner(self.size, self.sizes, self.trim and self.largest is None, warn=lambda text: None)
             self._planners[layer.name] = planner
-        layout = _layout(layer, arguments, form, number)
+        tensors: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
+        for path, leaf, is_row in zip(arguments.paths, arguments.leaves, form.inputs, strict=True):
+            if isinstance(leaf, Tensor):
+                tensors[is_row][name_of(layer, path)] = leaf
+        layout = Layout(rows, tensors[True], tensors[False], {}, partial(taken, arguments, form.inputs))
         spans = planner.trimmable(layout, partial(difference_by_padding, layer)) if form.may_be_sorted else {}
         return planner.pack(layout, spans)
 
     # --- the backward -------------------------------------------------------------------------------------------------
 
-    def _backward_through(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def run_engine(
-            roots: Any, seeds: Any, keeps_graph: bool, creates_graph: bool, inputs: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            if self._is_inside:
-                return run(roots, seeds, keeps_graph, creates_graph, inputs, *args, **kwargs)
-            for layer in {call.layer.name: call.layer for call in self._calls}.values() if inputs else ():
-                if any(tensor is parameter for tensor in inputs for parameter in layer.module.parameters()):
-                    raise twice_differentiated(layer.name)  # the graph of a call does not lead to them
-            result = run(roots, seeds, keeps_graph, creates_graph, inputs, *args, **kwargs)
-            self._check_is_next(0)
-            for call in self._calls:
-                call.check_unwritten()
-            self._has_run = True
-            return result
-
-        return run_engine
-
     def _run_again(self, call: Call, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Run a call again in its backward. Returns the gradients of its inputs."""
-        self._check_is_next(1 + next(place for place, other in enumerate(self._calls) if other is call))
+        self._check_is_next(1 + self._calls.index(call))
         if self._drops:
             gradients = [None] * len(gradients)
-            if self._largest is None:
+            if self.largest is None:
                 return [torch.zeros_like(leaf) for leaf in call.needs_gradient]
-        now = RandomState(self._device)
+        now = RandomState(self.device)
         self._is_inside, self._running = True, call
         try:
             of_inputs = call.run_again(gradients)
@@ -212,10 +272,10 @@ class RowWise:
         return of_inputs
 
     def _check_is_next(self, number: int) -> None:
-        """Raise on all ranks of sharded submodules where they do not go on with the same call; 0 for none."""
-        if self._largest is None:
+        """Raise on all ranks of sharded submodules unless they go on with the same call; 0 for none."""
+        if self.largest is None:
             return
-        last, first = self._largest(float(number), float(-number))
+        last, first = self.largest(float(number), float(-number))
         if last != -first:
             raise RowWiseError(
                 "row_wise: the loss of one rank depends on a call of sharded submodules that the loss of another does not depend"
@@ -223,26 +283,11 @@ class RowWise:
             )
 
 
-def _layout(layer: Layer, arguments: Tree, form: Form, number: int) -> Layout:
-    """How the arguments of a call are made of rows."""
-    tensors: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
-    for path, leaf, is_row in zip(arguments.paths, arguments.leaves, form.inputs, strict=True):
-        if isinstance(leaf, Tensor):
-            tensors[is_row][_name(layer, path)] = leaf
-    return Layout(number, tensors[True], tensors[False], {}, partial(taken, arguments, form.inputs))
-
-
-def _name(layer: Layer, path: str) -> str:
-    """What an argument is called: ``0.1.mask`` is in the second that was passed by position, ``1.x`` is one that has a name."""
-    by_name, _, rest = path.partition(".")
-    place, *inside = rest.split(".")
-    if by_name == "0" and int(place) < len(layer.argument_names):
-        place = layer.argument_names[int(place)]
-    return ".".join([place, *inside])
+# --- which submodules -------------------------------------------------------------------------------------------------
 
 
 def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: bool) -> RowWise | None:
-    """What runs submodules in micro-batches; None where none was named.
+    """What runs submodules in micro-batches; None if none was named.
 
     Args:
         policy: what was asked for.
@@ -255,9 +300,9 @@ def row_wise_of(policy: Policy, module: nn.Module, ranks: Ranks, is_sharded: boo
     """
     if not policy.row_wise:
         return None
-    assert policy.row_wise_size is not None
     largest, trim = ranks.largest if is_sharded else None, policy.trim_padding is not False
-    return RowWise(module, policy.row_wise, policy.row_wise_size, ranks.device, trim, largest)
+    proofs = _MOST_PROOFS if policy.check else 0
+    return RowWise(module, policy.row_wise, policy.row_wise_size, ranks.device, trim, largest, proofs=proofs)
 
 
 def _named(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -275,30 +320,20 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module
                 raise ArgumentError(
                     f"row_wise={list(names)}: {inner!r} is inside of {outer!r}, which runs in micro-batches. Name one of them."
                 )
-    distinct: dict[nn.Module, str] = {}
-    for name in names:
-        distinct.setdefault(modules[name], name)
-    return [(name, layer) for layer, name in distinct.items()]
+    return [(name, layer) for layer, name in {modules[name]: name for name in reversed(names)}.items()][::-1]
 
 
 @contextmanager
 def _calls_replaced(layer: Layer, call: Callable[..., Any]) -> Iterator[None]:
     """Have calls of a submodule, with their hooks, run ``call``: in the way in which ``nn.Module.compile`` has them run."""
-    own = vars(layer.module).get("_compiled_call_impl")
+    holder, name = vars(layer.module), "_compiled_call_impl"
+    is_own, own = name in holder, holder.get(name)
     layer.run = layer.module._call_impl if own is None else own
-    with _replaced(vars(layer.module), "_compiled_call_impl", lambda *args, **kwargs: call(layer, *args, **kwargs)):
-        yield
-
-
-@contextmanager
-def _replaced(holder: dict[str, Any], name: str, value: Any) -> Iterator[None]:
-    missing = name not in holder
-    before = holder.get(name)
-    holder[name] = value
+    holder[name] = lambda *args, **kwargs: call(layer, *args, **kwargs)
     try:
         yield
     finally:
-        if missing:
-            del holder[name]
+        if is_own:
+            holder[name] = own
         else:
-            holder[name] = before
+            del holder[name]

@@ -7,9 +7,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from lightning_accum.errors import WrongTypeError
+from lightning_accum.errors import RowWiseError, WrongTypeError
+from lightning_accum.exact import exact, rounding
 from lightning_accum.splitting.rows import holds_tensors
 
 
@@ -108,3 +110,55 @@ def _refilled(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     for key, entry in entries.items():
         made[key] = entry
     return made
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def check_others(name: str, found: list[Any], expected: list[Any]) -> None:
+    """Raise if what is no tensor in the outputs for some rows is not what it is for others."""
+    pairs = [*zip(found, expected, strict=False), (len(found), len(expected))]
+    differing = next(((a, b) for a, b in pairs if not _are_equal(a, b)), None)
+    if differing is not None:
+        raise RowWiseError(
+            f"row_wise={name!r}: {name!r} returns {differing[0]!r} for some rows and {differing[1]!r} for"
+            " others, which cannot be joined: have it return tensors, with one entry a row."
+        )
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # arrays are neither true nor false
+        return False
+
+
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal but for rounding."""
+    return found.shape == expected.shape and all(map(bool, differences(found, expected)))
+
+
+def differences(found: Tensor, expected: Tensor | None) -> list[Tensor]:
+    """Whether they are equal but for rounding, on their device; empty if they are equal."""
+    found = found.detach()
+    if expected is None or (found.device.type == "cpu" and torch.equal(found, expected)):
+        return []
+    if found.is_complex():
+        found = torch.view_as_real(found.resolve_conj())
+        expected = torch.view_as_real(expected.resolve_conj())
+    if not found.is_floating_point():
+        return [(found == expected).all()]
+    tolerance = rounding(_coarsest_eps(expected))
+    found, expected = exact(found), exact(expected)
+    difference = (found - expected).nan_to_num(0.0, 0.0, 0.0).norm()
+    is_near = difference <= tolerance * expected.nan_to_num(0.0, 0.0, 0.0).norm()
+    return [is_near & (found.isfinite() == expected.isfinite()).all()]
+
+
+def _coarsest_eps(tensor: Tensor) -> float:
+    """Of the types that a tensor like this one is computed in."""
+    kind, dtypes = tensor.device.type, [tensor.dtype]
+    if torch.is_autocast_enabled(kind):
+        dtypes.append(torch.get_autocast_dtype(kind))
+    is_tf32 = tensor.is_cuda and tensor.dtype == torch.float32
+    return max(*(torch.finfo(dtype).eps for dtype in dtypes), 2**-10 if is_tf32 else 0.0)

@@ -320,7 +320,7 @@ def views(*sizes: int) -> list[list[Tensor]]:
 
 
 @WITH_AND_WITHOUT_FABRIC
-@pytest.mark.parametrize("arguments", [{}, {"loss_of": of_towers}], ids=["", "loss_of"])
+@pytest.mark.parametrize("arguments", [{"check": False}, {"loss_of": of_towers}], ids=["unchecked", "loss_of"])
 @pytest.mark.filterwarnings("error::lightning_accum.AccumulationWarning")
 def test_row_wise_towers_have_the_contrastive_loss_of_the_whole_batch(fabric: Callable[[], Any], arguments: Any) -> None:
     class Calling(nn.ModuleDict):
@@ -341,6 +341,11 @@ def test_row_wise_towers_have_the_contrastive_loss_of_the_whole_batch(fabric: Ca
         assert accumulator.step()
     assert error_of_updates(module, expected, towers()) < 1e-12
     assert max(seen) < 8
+
+
+def test_row_wise_towers_that_cannot_be_tried_out_are_warned_of() -> None:
+    with pytest.warns(AccumulationWarning, match=r"row_wise=\['left'\].*pass loss_of="):
+        accumulator_of(towers().net, micro_batch=3, row_wise="left")
 
 
 def test_a_loss_that_does_not_add_up_is_an_error_before_the_first_step() -> None:

@@ -257,7 +257,6 @@ ON_THE_HOST = {
     "trial.py": "gradients that were copied there",
     "trial_mode.py": "a precision",
     "weighing/functions.py": "a number",
-    "whole/gradient_proof.py": "sums that were copied there",
     "window.py": "a comparison",
 }
 """Where float64 may be named, beside ``exact.py`` and ``verify``, which runs on the host: Apple's MPS has none."""
