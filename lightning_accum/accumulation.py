@@ -186,7 +186,7 @@ class Accumulation(Windows):
                 raise
             contribution = Contribution(math.nan if self.world_size > 1 else None)  # one alone depends on no weight
         again = self._again
-        if again is not None and contribution is again[0] and loss.dtype is again[1]:
+        if again is not None and contribution is again[0] and loss.dtype is again[1] and not again[2].is_written_to:
             self.window.add_again(loss, contribution)
             if micro_batch.is_boundary:
                 self.reduce()

@@ -131,7 +131,7 @@ class Window:
         if isinstance(weight, Tensor):
             return (weight / weight_scale).to(loss.dtype).reshape(shape)
         key = (weight / weight_scale, shape, loss.dtype, loss.device)
-        if self._grad_output is None or self._grad_output[0] != key:
+        if self._grad_output is None or self._grad_output[0] != key or self._grad_output[1]._version:  # a backward wrote into it
             self._grad_output = (key, torch.full(shape, key[0], dtype=loss.dtype, device=loss.device))
         return self._grad_output[1]
 
