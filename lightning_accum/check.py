@@ -43,7 +43,6 @@ def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:
     """
     accumulation, before = checked.accumulation, checked.accumulation.verdict
     accumulation.may_count_first = checked.may_count_first
-    checked.show_parameters(accumulation.weigher)
     if before is not None and before.looked_at > 1 and not accumulation.position:
         _end(checked)  # the window of the rows that were looked at has taken its step
         return
@@ -83,9 +82,8 @@ def _check(checked: Checked, batches: Sequence[Any]) -> None:
 
 def _end(checked: Checked) -> None:
     """Enough was looked at. What is known now, and was not when training began, is said."""
-    verdict = checked.accumulation.verdict
-    if checked.accumulation.checks_left < MOST_BATCHES - 1 and verdict is not None:
-        checked.inform(f"GradientAccumulation: {verdict}.")
+    if checked.accumulation.checks_left < MOST_BATCHES - 1 and checked.accumulation.verdict is not None:
+        checked.inform(f"GradientAccumulation: {checked.accumulation.verdict}.")
     checked.accumulation.checks_left = 0
 
 
@@ -95,9 +93,7 @@ class _Found(NamedTuple):
     Attributes:
         verdict: that of this rank.
         adds_up: on all.
-        weigher: with how each term is weighed.
         constants: what the weights of a term have in them beside what adds up.
-        terms: of the losses.
         mend: an argument that makes it add up, if one was found.
         fitting: what each term weighs in the whole, by each mode that adds up.
     """
@@ -115,10 +111,8 @@ class Check:
     """Looks at one loader batch, by all ranks together. It leaves the module as it was (``Trial.held``)."""
 
     def __init__(self, checked: Checked, rows: Rows, is_later: bool = False) -> None:
-        self._checked, self._accumulation, self._rows = checked, checked.accumulation, rows
-        self._is_later = is_later
-        self._trial = checked.trial()
-        self._weight = self._accumulation.policy.weight
+        self._checked, self._accumulation, self._rows, self._is_later = checked, checked.accumulation, rows, is_later
+        self._trial, self._weight = checked.trial(), checked.accumulation.policy.weight
 
     def run(self) -> None:
         """Have windows weigh as the parts were found to add up.
@@ -155,6 +149,8 @@ class Check:
         weigher, own = accumulation.weigher, found.weigher
         self._keep_units(weigher, found)
         weigher.learn(own, found.fitting)
+        if own.tells_heads:
+            weigher.know(checked.module.parameters())
         constant = 0.0 if own.counts_first or len(found.terms) > 1 else next(iter(found.constants.values()), 0.0)
         accumulation.window.constant = constant or None
         if own.counts_first and not weigher.counts_first:
@@ -233,7 +229,7 @@ class Check:
     def _find_in(self, trial: Trial, rows: Rows) -> _Found:
         weigher = self._accumulation.weigher.another()
         with trial.held():
-            self._checked.show_parameters(weigher)  # others are in their place, where they are wider
+            weigher.know(self._checked.module.parameters() if weigher.tells_heads else ())  # others are there, if they are wider
             looks = looks_at(self._checked, trial, rows, weigher)
             functions = {measured.function for look in looks for measured in (look.whole, *look.parts)}
             if self._checked.on_any(len(functions) > 1):  # a single row may look as if it was one
@@ -242,6 +238,11 @@ class Check:
             found = self._decide(looks, weigher, trial)
             if found.adds_up:
                 return found
+            if not self._checked.sync.is_waited_for_in_forward and not weigher.tells_heads:  # else others are in their place
+                of_heads = weigher.another()
+                of_heads.know(self._checked.module.parameters())
+                if (own := self._decide(looks_at(self._checked, trial, rows, of_heads), of_heads, trial)).adds_up:
+                    return own
             trial.keep_state(looks[0].whole.batch)  # as a first forward may initialise it, from its rows
             begun = weigher.another()
             begun.aliases = dict(self._accumulation.weigher.aliases)

@@ -37,7 +37,7 @@ def check_doubted(checked: Checked) -> None:
             joined, turned = trial.together(lambda: (own.by_turns(others), others.by_turns(own)))
             if checked.sync.is_waited_for_in_forward or not _goes_by_order(checked, trial, joined, turned):
                 own = joined
-        modes = dict(accumulation.weigher.modes)
+        modes, names = dict(accumulation.weigher.modes), accumulation.weigher.names()
         numbers = accumulation.ranks.largest(-own.of_batch, own.number, -own.at_once)
         Check(checked, Rows(own, -int(numbers[0]), int(numbers[1]), -int(numbers[2]), False), is_later=True).run()
     except CannotCheckError as reason:
@@ -48,7 +48,7 @@ def check_doubted(checked: Checked) -> None:
         return
     weigher = accumulation.weigher
     is_other = any(weigher.modes[key] != mode for key, mode in modes.items())
-    if not counts_first and (weigher.counts_first or is_other):
+    if weigher.names() != names if counts_first else weigher.counts_first or is_other:
         accumulation.leave_out_window()
         accumulation.warn_once(OF_LATER_WEIGHTS)
 

@@ -59,11 +59,6 @@ class Checked:
         take_snapshot = partial(self.snapshotter.take, watches_parameters=False)
         return Trial(self.module, self.step, take_snapshot, self.sync, self.largest)
 
-    def show_parameters(self, weigher: Weigher) -> None:
-        """Have it take the losses of several heads for terms of their own."""
-        if not self.sync.is_waited_for_in_forward:  # else the engine puts others in their place
-            weigher.know(self.module.parameters())
-
     def largest(self, number: float) -> float:
         """Of the numbers of all ranks. Called on all of them."""
         return self.accumulation.ranks.largest(number)[0]

@@ -108,6 +108,15 @@ def of_attributes(difference: float) -> str:
     )
 
 
+def how_to_mend(found: str) -> str:
+    """The error of a loss that shows no weight."""
+    return (
+        f'weight="auto" found no denominator in the loss: its graph ends in {found}. Say what the mean loss is divided by:'
+        " GradientAccumulation(weight=TokenCount(...)) for tokens, weight=SampleCount() for samples, weight=<a callable of the"
+        ' batch> for anything else, or weight="equal" for the mean of the micro-batches\' means.'
+    )
+
+
 def _sizes(verdict: Verdict) -> str:
     if len(verdict.rows) > 3:
         return "single rows"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import AccumulationError, ArgumentError, UnreadableLossError, WrongTypeError
+from lightning_accum.weighing.advice import how_to_mend
 from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.counts import SampleCount, Weight
 from lightning_accum.weighing.functions import FoundFunction, function_of_mean
@@ -47,6 +48,7 @@ class Weigher:
     Attributes:
         modes: how each term is weighed, by its key, as the check has found; others as they look.
         ratios: the weight of each term over that of the first, where they are in proportion.
+        tells_heads: the losses of several heads are terms of their own.
         looped: see :func:`lightning_accum.weighing.terms.alike`.
         aliases: keys that are taken for others.
         units: what weights are multiplied by, of a term whose mode was another before.
@@ -59,7 +61,7 @@ class Weigher:
     """
 
     def __init__(self, weight: Literal["auto", "equal"] | Weight | tuple[Weight, ...], places: Mapping[int, int] = NOWHERE) -> None:
-        self._weight, self._places = weight, places
+        self._weight, self._places, self.tells_heads = weight, places, bool(places)
         self.modes: dict[int, Mode] = {}
         self.ratios: dict[int, float] = {}
         self.looped: frozenset[int] = frozenset()
@@ -120,6 +122,11 @@ class Weigher:
     def know(self, parameters: Iterable[Tensor]) -> None:
         """Take the losses of several heads, which have these parameters, for terms of their own."""
         self._places = {id(parameter): place for place, parameter in enumerate(parameters, 1)}
+        self.tells_heads = bool(self._places)
+
+    def names(self) -> tuple[Any, ...]:
+        """What tells terms from others; those that are counted are others where it changes."""
+        return {key: name for key, name in self.aliases.items() if key != name}, self.looped, self.tells_heads
 
     def another(self) -> Weigher:
         """One that reads as this one, and knows nothing of modes."""
@@ -379,15 +386,6 @@ def checked(weight: Any, source: Any) -> Denominator:
     if not (number >= 0 and math.isfinite(number)):
         raise ArgumentError(f"weight={source} must be a count, finite and not negative, but returned {weight}")
     return number
-
-
-def how_to_mend(found: str) -> str:
-    """The error of a loss that shows no weight."""
-    return (
-        f'weight="auto" found no denominator in the loss: its graph ends in {found}. Say what the mean loss is divided by:'
-        " GradientAccumulation(weight=TokenCount(...)) for tokens, weight=SampleCount() for samples, weight=<a callable of the"
-        ' batch> for anything else, or weight="equal" for the mean of the micro-batches\' means.'
-    )
 
 
 def scale_terms(terms: Sequence[Term], factors: Sequence[Denominator]) -> Callable[[Sequence[Denominator]], None]:

@@ -270,9 +270,7 @@ def focal_and_classes(o: Any, b: Any, m: Any) -> Tensor:
     return (o.values - b.y).square().sum() / b.some.sum().clamp(min=1) + F.cross_entropy(o.classes, b.t)
 
 
-@pytest.mark.parametrize(
-    "policy", [{"window": 4}, {"window": 4, "weight": lambda batch: int(batch["some"].sum())}, {"micro_batch": 2}]
-)
+@pytest.mark.parametrize("policy", [{"window": 4}, {"window": 4, "weight": COUNTS["some"]}, {"micro_batch": 2}])
 @pytest.mark.parametrize("loss", [focal, focal_and_classes])
 def test_a_count_that_is_raised_to_1_is_refused_before_its_step(loss: Function, policy: dict[str, Any]) -> None:
     """In the rows that are checked something is chosen in each."""
@@ -286,10 +284,5 @@ def test_a_count_that_is_raised_to_1_is_refused_before_its_step(loss: Function, 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_sum_over_samples_is_looked_at_no_further(size: int) -> None:
-    def loss(o: Any, b: Any, m: Any) -> Tensor:
-        return (o.values - b.y).square().sum() / len(b.t)
-
-    batches = [rows(size, seed) for seed in range(16)]
-    assert_one_window_one_batch(
-        *(partial(OfTerms, loss), [batches], windows_of([batches], 2), GradientAccumulation(2)), collate=default_collate
-    )
+    batches = [rows(size, seed) for seed in range(12)]
+    assert_exact(lambda o, b, m: (o.values - b.y).square().sum() / len(b.t), {"window": 4}, batches)
