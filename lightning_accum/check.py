@@ -23,8 +23,7 @@ from lightning_accum.weighing.modes import MEAN, MODES, ONCE, SUM, Mode
 from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher, name_of, words_of
 
-MOST_BATCHES = 8
-"""Loader batches that are looked at until there were enough rows."""
+MOST_BATCHES = 8  # loader batches that are looked at until there were enough rows
 
 
 def check_first_batch(checked: Checked, batches: Sequence[Any]) -> None:

@@ -273,7 +273,6 @@ def focal_and_classes(o: Any, b: Any, m: Any) -> Tensor:
 @pytest.mark.parametrize("policy", [{"window": 4}, {"window": 4, "weight": COUNTS["some"]}, {"micro_batch": 2}])
 @pytest.mark.parametrize("loss", [focal, focal_and_classes])
 def test_a_count_that_is_raised_to_1_is_refused_before_its_step(loss: Function, policy: dict[str, Any]) -> None:
-    """In the rows that are checked something is chosen in each."""
     batches = [[{**row, "some": row["some"] | (seed < 8)} for row in rows(3, seed, has_some=seed < 8)] for seed in range(12)]
     own = windows_of([batches], 4) if "micro_batch" in policy else batches
     module = OfTerms(loss)
