@@ -296,6 +296,7 @@ class GradientNoiseScale(Callback):
         for handle in self._handles:
             handle.remove()
         self._accumulation, self._micro_batches, self._optimizers, self._handles, self._norms = None, [], [], [], None
+        self._watched = {}  # weak references cannot be pickled
 
     @override
     def state_dict(self) -> dict[str, Any]:
