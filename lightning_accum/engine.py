@@ -158,8 +158,9 @@ class Engine(Strategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         splitting = None if self.accumulation is None else self.accumulation.splitting
+        is_lightnings = getattr(super().batch_to_device, "__func__", None) is Strategy.batch_to_device
         if self.root_device.type == "cpu" and self.accumulation is not None:
-            if (there := already_on_cpu(self.trainer(), batch)) is not None:
+            if is_lightnings and (there := already_on_cpu(self.trainer(), batch)) is not None:
                 return there
         elif splitting is not None and batch is not None and self.trainer().training and not has_own_transfer(self.trainer()):
             splitting.planner.look_at(batch)
