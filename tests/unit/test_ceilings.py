@@ -23,15 +23,15 @@ PUBLIC = "fabric|ray|testing|pytorch_lightning"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 CEILINGS = {
-    "lines of code": 17_091,
-    "lines of the package": 25_858,
-    "files of the package": 148,
+    "lines of code": 16_830,
+    "lines of the package": 25_420,
+    "files of the package": 146,
     "width of the package": 152,
     "lines of its largest file": 430,
     "files outside trainer/ that import Lightning": 36,
-    "assignments to an attribute of another object": 271,
+    "assignments to an attribute of another object": 270,
     "lines of tests": 29_600,
-    "lines of tests in files that import private modules": 740,
+    "lines of tests in files that import private modules": 720,
 }
 
 
