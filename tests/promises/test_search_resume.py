@@ -296,8 +296,7 @@ def train(point: Point, stops_after: int | None = None, resumes: bool = False) -
 # --- what is compared ----------------------------------------------------------------------------------------------------
 
 
-ROUNDING = 1e-5
-"""In float32. Over several ranks a checkpoint holds the sum of their gradients, which is added up in another order then."""
+ROUNDING = 1e-5  # over several ranks a checkpoint holds the sum of their gradients, which is added up in another order then
 
 
 def differences(found: Any, expected: Any, where: str, limit: float) -> list[str]:
