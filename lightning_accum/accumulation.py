@@ -31,9 +31,6 @@ from lightning_accum.window_loss import WindowLoss
 from lightning_accum.window_totals import ClosedWindow
 from lightning_accum.windows import Windows
 
-MOST_DOUBTS = 8
-"""Windows that are looked at since the weight of a micro-batch may be none."""
-
 
 class BackwardObserver(Protocol):
     """What is called around the backward of a micro-batch."""
@@ -98,15 +95,18 @@ class Accumulation(Windows):
         """What each term weighed by each mode, in the whole of the rows that were checked last."""
         self.doubted: list[tuple[Denominator, Any, bool]] = []
         """Micro-batches of the window whose loss is to be looked at, if the number is not 0; whether for terms that are new."""
-        self.doubts_left = MOST_DOUBTS
+        self.doubts_left = 8
         """How many windows more are looked at that have a micro-batch whose weight may be none."""
         self.may_count_first = False
-        self.counted_next: Sequence[int] | None = None  # it turned out in this window, which is left out
+        """The terms of a window can be counted before it runs."""
+        self.counted_next: Sequence[int] | None = None
+        """Terms that turned out in this window to have weights of their own: it is left out, and the next ones are counted."""
         self.stops_counting = False
         """From the next window on all terms have one weight."""
         self.rest_of_window: Callable[[], Iterator[tuple[Any, bool]]] | None = None
         """Draws the loader batches of a window after its first; None where they cannot be drawn ahead."""
-        self.look_at_doubted: Callable[[], None] = lambda: None  # checks them, at the end of their window. Called on all ranks
+        self.look_at_doubted: Callable[[], None] = lambda: None
+        """Checks micro-batches of the window that has ended. Called on all ranks."""
 
     def count_first(self, keys: Sequence[int] = ()) -> None:
         """From now on the terms of a window are counted before it runs, those with these keys and others."""
@@ -195,7 +195,7 @@ class Accumulation(Windows):
         doubt = 1.0 if is_new else contribution.doubt if self.doubts_left else 0.0
         if isinstance(doubt, Tensor) or doubt:
             self.doubted.append((doubt, micro_batch.batch, bool(is_new)))
-            self.window.has_doubts = sum(of_one for of_one, *_ in self.doubted) != 0
+            self.window.has_doubts = self.window.has_doubts + doubt != 0
         if self.window.counted is not None and contribution.of_terms is None:
             contribution = contribution._replace(weight=None, of_terms={})
         if contribution.of_terms is not None:

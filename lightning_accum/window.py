@@ -320,7 +320,8 @@ class Window:
 
     def _flags(self) -> list[Denominator]:
         has_function = self._world_size > 1 and self._function is not None
-        flags = as_one_number(self.flag, self.is_last, self.has_doubts, has_function)
+        has_doubts = self.has_doubts.to(self.dtype) if isinstance(self.has_doubts, Tensor) else self.has_doubts
+        flags = as_one_number(self.flag, self.is_last, has_doubts, has_function)
         return [flags, float(self.left_out)] if self._counts_left_out else [flags]
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
