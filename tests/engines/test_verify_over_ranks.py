@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded import needs_sharding_on_cpu, shard
-from support import Language, pad, python_path, sentences
+from support import Language, command, pad, python_path, sentences
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_accum import AccumulationError, DDPAccumulationStrategy, ModelParallelAccumulationStrategy, Tokens, verify
 
 ROWS = pad(sentences(16))
-LONG = pytest.mark.exhaustive
 
 
 def rank() -> int:
@@ -123,17 +122,13 @@ class Planted(Language):
         ("", {"strategy": ModelParallelAccumulationStrategy(2, 1, sync="micro_batch"), "micro_batch": 2}),
     ],
 )
-def test_a_correct_set_up_over_ranks_is_equal(what: str, arguments: dict[str, Any]) -> None:
-    report = verify(Planted(what, "adamw"), ROWS, **{"devices": 2, **arguments})
+def test_a_correct_set_up_over_ranks_is_equal_and_the_module_stays_as_it_was(what: str, arguments: dict[str, Any]) -> None:
+    module = Planted(what, "adamw")
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    report = verify(module, ROWS, **{"devices": 2, **arguments})
     assert report, str(report)
     assert (report.ranks, report.gradient <= 1e-12, report.breaks) == (arguments.get("devices", 2), True, [])
-
-
-def test_the_module_is_as_it_was() -> None:
-    module = Planted()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    verify(module, ROWS, window=2, devices=2)
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
     assert (dist.is_initialized(), module.net.head.weight.grad) == (False, None)
 
 
@@ -259,20 +254,22 @@ def counted_twice() -> Planted:
     return Planted("a rank counted twice")
 
 
-PYTHON, TORCHRUN = [], ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+OF_THIS_FILE = ["--data", "test_verify_over_ranks:ROWS", "--devices", "2"]
 
 
-@LONG
+def test_the_command_names_the_rank_that_is_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, "verify", "test_verify_over_ranks:counted_twice", *OF_THIS_FILE) == 1
+    assert "rank 1" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
 @needs_sharding_on_cpu
-@pytest.mark.parametrize(("module", "arguments"), [("Planted", ["--strategy", SHARDS, "--window", "2"]), ("counted_twice", [])])
-@pytest.mark.parametrize("launcher", [PYTHON, TORCHRUN], ids=["python", "torchrun"])
-def test_the_command_verifies_over_ranks(launcher: list[str], module: str, arguments: list[str]) -> None:
-    name = "test_verify_over_ranks"
-    of = [f"{name}:{module}", "--data", f"{name}:ROWS", "--devices", "2", *arguments]
+def test_the_command_runs_under_torchrun() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_accum"]
+    arguments = ["verify", "test_verify_over_ranks:Planted", *OF_THIS_FILE, "--strategy", SHARDS, "--window", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    options: dict[str, Any] = {"cwd": Path(__file__).parent, "env": environment, "timeout": 220}
-    command = [sys.executable, "-m", *launcher, "lightning_accum", "verify", *of]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    is_broken = module == "counted_twice"
-    assert (done.returncode != 0) == is_broken, done.stderr
-    assert ("rank 1" if is_broken else "Equal") in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(
+        [*torchrun, *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, env=environment, timeout=220
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Equal") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -13,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
-from support import Language, Scalar, loader, pad, sentences, x
+from support import Language, Scalar, command, loader, pad, sentences, x
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -189,14 +188,6 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("project --window 2", 2, "module:name"),
     ("", 2, "MODULE"),
 ]
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit status of ``python -m lightning_accum`` with these arguments."""
-    monkeypatch.setattr(sys, "argv", ["lightning_accum", *arguments])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module("lightning_accum", run_name="__main__", alter_sys=True)
-    return int(end.value.code or 0)
 
 
 @pytest.mark.parametrize(("arguments", "status", "text"), COMMANDS)
