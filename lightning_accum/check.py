@@ -248,7 +248,7 @@ class Check:
             looks = looks_at(self._checked, trial, rows, begun)
             if (again := self._decide(looks, begun, trial)).adds_up:
                 return again
-            if not self._accumulation.splitting and not self._checked.is_window_long and self._checked.on_any(trial.has_waited):
+            if not (self._accumulation.splitting or self._checked.is_window_long) and self._checked.on_any(trial.mode.has_waited):
                 raise GathersError("training_step gathers from other ranks")
             if self._checked.on_any(trial.has_drawn):
                 raise CannotCheckError("training_step draws random numbers that are others for each batch")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_accum.dispatch import in_eager_mode
+from lightning_accum.errors import AccumulationError, RowWiseError
 from lightning_accum.exact import rounding
 from lightning_accum.failures import have_all_left
 from lightning_accum.prove import ALL, Measured
@@ -83,13 +84,9 @@ class Trial:
         return next((p.device for p in self._module.parameters()), torch.device("cpu"))
 
     @property
-    def noise(self) -> TrialMode:
-        """What gives rows their random numbers."""
+    def mode(self) -> TrialMode:
+        """What gives rows their random numbers, and sees whether ranks wait for each other."""
         return self._mode
-
-    def random_state(self) -> RandomState:
-        """How the random generators are now."""
-        return RandomState(self.device)
 
     def widened(self, dtype: torch.dtype) -> Trial:
         """A trial of the module in a type that is wider than its own. The values stay rounded to its own.
@@ -113,19 +110,19 @@ class Trial:
         """What rounding makes of a number in that type."""
         return rounding(self.eps)
 
-    @property
-    def has_waited(self) -> bool:
-        """Something was sent to other ranks so far."""
-        return self._mode.has_waited
-
     def losses_of(self, batches: Sequence[Callable[[], Any]]) -> list[float]:
         """The losses of some batches, each run as if it were the first. Called on all ranks, with equally many.
 
         Raises:
             CannotCheckError: one has none. On all ranks.
         """
+
+        def loss_of(batch: Callable[[], Any]) -> float:
+            self.restore()
+            return float(self.step(batch()).detach())
+
         with self.held():
-            return [self.together(partial(self._loss_of, batch)) for batch in batches]
+            return [self.together(partial(loss_of, batch)) for batch in batches]
 
     def changed_state(self, batch: Callable[[], Any]) -> tuple[dict[str, float], float]:
         """What a step changes and its loss depends on. Called on all ranks.
@@ -143,7 +140,6 @@ class Trial:
             if keeps_attributes:
                 random_state.restore()
                 self._mode.restore()
-                self._mode.restart()
             else:
                 self.restore()
             for name, buffer in named():
@@ -153,7 +149,7 @@ class Trial:
             return float(loss.detach()), self.gradients(loss, 1.0)
 
         with self.held():
-            random_state = self.random_state()
+            random_state = RandomState(self.device)
             before_step = {name: buffer.detach().clone() for name, buffer in named()}
             before = self.together(partial(result, {}))
             after = {name: buffer.detach().clone() for name, buffer in named()}
@@ -190,10 +186,6 @@ class Trial:
                 has_changed = max(has_changed, float(abs(after - before) > self.tolerance * max(abs(before), abs(after))))
         return self.largest(has_changed) > 0
 
-    def _loss_of(self, batch: Callable[[], Any]) -> float:
-        self.restore()
-        return float(self.step(batch()).detach())
-
     def restore(self, rows: Sequence[int] | None = None, total: int = 0) -> None:
         """Have the next step begin as the first did; for ``rows`` see :meth:`NoiseOfRows.restart`."""
         assert self._snapshot is not None
@@ -218,8 +210,9 @@ class Trial:
         Raises:
             UnsuitableRowsError: it has none.
         """
-        with self._mode:
-            output = self._training_step(batch if self._dtype is None else widened_batch(batch, self._dtype))
+        batch = batch if self._dtype is None else widened_batch(batch, self._dtype)
+        with _users_code(), self._mode:
+            output = self._training_step(batch)
         loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             raise UnsuitableRowsError("training_step returns None for some of the first rows")
@@ -230,7 +223,7 @@ class Trial:
     def measure(
         self,
         batch: Callable[[], Any],
-        weigher: Weigher,
+        weigher: Weigher | None,
         rows: Sequence[int] | None,
         total: int,
         scale: float = 1.0,
@@ -240,7 +233,7 @@ class Trial:
 
         Args:
             batch: makes them.
-            weigher: reads the loss.
+            weigher: reads the loss; None for its gradient alone.
             rows: their places among the rows of the whole, which random numbers belong to; None if that is not known.
             total: rows of the whole.
             is_part: it may have no loss, as a micro-batch, and adds nothing then.
@@ -253,6 +246,9 @@ class Trial:
         terms, function = reading.terms, None if reading.function is None else reading.function.function
         of_terms, value = {term.key: _on_host(term) for term in terms}, float(loss.detach())
         measured = Measured(value, of_terms, {}, function, batch, None if rows is None else len(rows))
+        if weigher is None:
+            measured.gradients = {ALL: self.together(lambda: self.gradients(loss, 1.0))}
+            return measured
         if self.backward.is_waited_for_in_forward:  # gradients are reduced over the ranks, each with its own factor
             self.together(lambda: self.gradients(loss, 0.0))
             names = [{term.key} for term in terms]
@@ -282,28 +278,25 @@ class Trial:
         return found
 
     def _run(
-        self, batch: Callable[[], Any], weigher: Weigher, rows: Sequence[int] | None, total: int, is_part: bool = False
+        self, batch: Callable[[], Any], weigher: Weigher | None, rows: Sequence[int] | None, total: int, is_part: bool = False
     ) -> tuple[Tensor, Reading]:
         self.restore(rows, total)
-        before = self.random_state()
+        before = RandomState(self.device)
+        needs_loss = not is_part or self.backward.is_waited_for_in_forward
         try:
-            try:
-                loss = self.step(batch())
-            except UnsuitableRowsError:
-                self.backward.forget_forward()
-                if not is_part or self.backward.is_waited_for_in_forward:
-                    raise
-                return torch.zeros(()), Reading([])
-            except Exception:
-                self.backward.forget_forward()
+            loss = self.step(batch())
+        except Exception as error:
+            self.backward.forget_forward()
+            if needs_loss or not isinstance(error, UnsuitableRowsError):
                 raise
+            return torch.zeros(()), Reading([])
         finally:
             self.has_drawn |= before.torch_has_drawn() or before.others_have_drawn()
         if loss.numel() != 1:
             raise CannotCheckError("the loss of the first rows is not one number")
-        if not loss.requires_grad and (not is_part or self.backward.is_waited_for_in_forward):
+        if needs_loss and not loss.requires_grad:
             raise CannotCheckError("the loss of the first rows needs no gradient")
-        if loss.grad_fn is None:
+        if loss.grad_fn is None or weigher is None:
             return loss, Reading([])
         reading = weigher.read(loss)
         guard_against_zero(reading.terms)
@@ -321,10 +314,10 @@ class Trial:
         if not (self._trained and self._has_gradients):
             return {}
         try:
-            with self._mode:
+            with _users_code(), self._mode:
                 gradients = self.backward.gradients_of(loss, share, self._trained, keeps_graph)
-        except RuntimeError as error:
-            if "checkpoint" not in str(error).lower():
+        except CannotCheckError as error:
+            if "checkpoint" not in str(error.__cause__).lower():
                 raise
             self._has_gradients = False  # reentrant checkpointing has no way to it
             return {}
@@ -336,24 +329,25 @@ class Trial:
 
         Raises:
             CannotCheckError: it has. On all ranks.
-            Exception: of this rank, where another waits for it in the function.
+            RowWiseError: it is refused. On all ranks.
+            Exception: of this rank, where another waits for it in the function, or this package is at fault.
         """
-        problem: CannotCheckError | None = None
+        problem: CannotCheckError | RowWiseError | None = None
         result: _T | None = None
-        cause, begun = None, time.monotonic()
+        begun = time.monotonic()
         try:
-            result = function()
-        except CannotCheckError as error:
+            with _users_code((AccumulationError, RuntimeError)):  # torch's too, such as that memory has run out
+                result = function()
+        except (CannotCheckError, RowWiseError) as error:
             problem = error
-        except Exception as error:
-            cause = error
-            problem = CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}")
         if self.backward.is_waited_for_in_forward:
             patience = PATIENCE + 10 * (time.monotonic() - begun)
             if not have_all_left(problem is not None, patience):
-                raise cause or cast("CannotCheckError", problem)
-        if self.largest(float(problem is not None)):
-            raise problem or CannotCheckError("another rank cannot run a few rows of its batch")
+                assert problem is not None
+                raise problem.__cause__ or problem
+        if severity := self.largest(0.0 if problem is None else 1.0 + isinstance(problem, RowWiseError)):
+            kind = RowWiseError if severity > 1 else CannotCheckError
+            raise problem if isinstance(problem, kind) else kind("another rank cannot run a few rows of its batch")
         return cast("_T", result)
 
     @contextmanager
@@ -378,6 +372,17 @@ class Trial:
             stack.enter_context(in_eager_mode())
             yield
         self._snapshot = None
+
+
+@contextmanager
+def _users_code(kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """What is raised in here, of these kinds or any, says that a step cannot be tried; all else is a fault of this package."""
+    try:
+        yield
+    except (CannotCheckError, RowWiseError):
+        raise
+    except kinds as error:
+        raise CannotCheckError(f"training_step raises {type(error).__name__} on a few rows of the batch: {error}") from error
 
 
 def _on_host(term: Term) -> Term:

@@ -16,6 +16,7 @@ def widened(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Have others of a type in place of parameters and buffers that have a narrower one.
 
     The parameters themselves stay as they are: with data of another type they would lose the hooks that DDP has at their gradients.
+    The user's hooks at their gradients are on the others too.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -35,8 +36,11 @@ def widened(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                     continue
                 if id(tensor) not in wide:
                     copied = tensor.detach().to(dtype)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    wide[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+                    if isinstance(tensor, nn.Parameter):
+                        copied = nn.Parameter(copied, tensor.requires_grad)
+                        for hook in (tensor._backward_hooks or {}).values():
+                            copied.register_hook(hook)  # type: ignore[no-untyped-call]
+                    wide[id(tensor)] = copied
                 before.append((held, name, tensor))
                 held[name] = wide[id(tensor)]
         yield

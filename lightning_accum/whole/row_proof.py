@@ -1,15 +1,15 @@
 """The proof of ``row_wise=``: the user's own step on a few rows, as it is, and with the submodules in micro-batches.
 
-Both are measured and compared as the check compares rows with their parts: all gradients of the step. So it sees whatever makes
-another step of it: rows that depend on each other, gradients that a hook clips, an output in an attribute that is of one
-micro-batch alone. Parameters are as they are, and moved: a last layer of zeros hides what is before it.
+Both are measured and compared as the check measures and compares rows and their parts: all gradients of the step. So it sees rows
+that depend on each other, gradients that a hook clips, an output in an attribute that is of one micro-batch alone. Parameters are
+as they are, and moved: a last layer of zeros hides what is before it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
 from functools import partial
 from typing import Any
@@ -67,26 +67,16 @@ def prove_row_wise(
         RowWiseError: it is another. On all ranks.
     """
     row_wise.begin_proof()
-
-    def on_any(claim: bool) -> bool:
-        return ranks.largest(float(claim))[0] > 0
-
+    engine = sync if sync.is_waited_for_in_forward else _InPlace()
+    trial = Trial(module, step, partial(undo.take, watches_parameters=False), engine, lambda value: ranks.largest(value)[0])
     try:
-        if held := undo.iterators():
-            raise CannotCheckError(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
-        take, number = _rows_of(batches, samples)
-        reason: CannotCheckError | None = None
-    except CannotCheckError as error:
-        take, number, reason = lambda rows: None, 0, error
-    try:
-        number = -int(ranks.largest(float(-number))[0])
+        take, number = trial.together(lambda: _rows_of(undo, batches, samples))
+        number = -int(trial.largest(-number))
         if number < 2:
-            raise reason or UnsuitableRowsError("the first batches have 1 row")
-        engine = sync if sync.is_waited_for_in_forward else _InPlace()
-        trial = Trial(module, step, partial(undo.take, watches_parameters=False), engine, lambda value: ranks.largest(value)[0])
+            raise UnsuitableRowsError("the first batches have 1 row")
         kinds = _Proof(row_wise, module, trial, take, number).run()
     except CannotCheckError as error:
-        if not (on_any(isinstance(error, UnsuitableRowsError)) and row_wise.proofs_left):
+        if not (trial.largest(float(isinstance(error, UnsuitableRowsError))) and row_wise.proofs_left):
             row_wise.end_proofs(set(), None)
             warn(unproven(row_wise, str(error)))
     else:
@@ -100,6 +90,21 @@ def unproven(row_wise: RowWise, reason: str) -> str:
         f"row_wise={row_wise.names}: it could not be checked that the step with these submodules in micro-batches is that of the"
         f" whole batch: {reason}. Compare them by verify(module, data), or pass check=False if you know that it is right."
     )
+
+
+def _rows_of(undo: Undo, batches: Sequence[Any], samples: Any) -> tuple[Callable[[Any], Any], int]:
+    """What makes a batch of some rows, and how many there are: all, if they cannot be told apart."""
+    if held := undo.iterators():
+        raise CannotCheckError(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
+    if not batches:
+        return lambda rows: None, 0
+    try:
+        few = FewRows(batches[0], samples)
+    except CannotCheckError:
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(batches[0])):
+            raise
+        return lambda rows: copy(batches[0]), count_samples(batches[0]) or 2
+    return few.take, few.of_batch
 
 
 class _InPlace(GradientSync):
@@ -116,20 +121,6 @@ class _InPlace(GradientSync):
         return found
 
 
-class _Draws:
-    """Has each call of a submodule draw for its rows, in micro-batches, what it has drawn for them in the whole."""
-
-    def __init__(self, trial: Trial) -> None:
-        self._trial = trial
-        self._states: dict[int, RandomState] = {}
-
-    @contextmanager
-    def __call__(self, call: int, rows: Sequence[int], total: int) -> Iterator[None]:
-        self._states.setdefault(call, self._trial.random_state()).restore()
-        with self._trial.noise.of_call(call, rows, total):
-            yield
-
-
 class _Proof:
     """Compares the step on some rows with that of their micro-batches. Ranks take every step of it together.
 
@@ -142,14 +133,8 @@ class _Proof:
     """
 
     def __init__(self, row_wise: RowWise, module: nn.Module, trial: Trial, take: Callable[[Any], Any], number: int) -> None:
-        self._row_wise, self._module, self._trial, self._take = row_wise, module, trial, take
-        self._is_sharded = row_wise.largest is not None
+        self._row_wise, self._module, self._trial, self._take, self._number = row_wise, module, trial, take, number
         self._kinds: set[Hashable] = set()
-        odd = [few for few in (7, 5, 3) if few <= number and not self._is_sharded]  # few other dimensions are as large
-        other = odd[0] + (1 if odd[0] < number else -1) if odd else 2
-        self._numbers = [*odd[:1], other, *odd[1:], 2]
-        size = row_wise.size
-        self._of_training = min(number, size) if isinstance(size, int) and not self._is_sharded else 0
 
     def run(self) -> set[Hashable]:
         """Look with parameters moved, and as they are. Returns the kinds of calls that were there.
@@ -162,14 +147,9 @@ class _Proof:
         for context in (_moved(self._module), nullcontext()):
             with context:
                 found.append(self._look_in_any_type())
-        if self._trial.largest(float(any(found))) == 0:
+        if not self._trial.largest(float(any(found))):
             raise UnsuitableRowsError("the first rows have no gradient")
         return self._kinds
-
-    @staticmethod
-    def _sizes(number: int) -> Sequence[int]:
-        """Of micro-batches."""
-        return (1, 2) if number > 4 else (1,)
 
     def _look_in_any_type(self) -> bool:
         """In double precision if the module runs in it, else in single precision, else in its own: rounding hides breaks."""
@@ -180,45 +160,38 @@ class _Proof:
 
     def _look(self, trial: Trial) -> bool:
         """Returns whether there was something to compare."""
-        hooks = {name: own._backward_hooks for name, own in self._module.named_parameters()}
+        first = next((few for few in (7, 5, 3) if few <= self._number), 2)
+        other = first + 1 if first < self._number else max(2, first - 1)
+        problem, was_wrong = CannotCheckError("no number of rows"), False
         with trial.held():
-            for name, own in self._module.named_parameters():  # others in a wider type
-                for hook in (hooks[name] or {}).values() if own._backward_hooks is not hooks[name] else ():
-                    own.register_hook(hook)  # type: ignore[no-untyped-call]
-            wrong: Deviation | None = None
-            problem: CannotCheckError | None = None
-            for number in self._numbers:
+            for number in dict.fromkeys((first, other, 5, 3, 2)):
                 try:
-                    found = [self._compare(trial, self._row_wise.names, number, size) for size in self._sizes(number)]
+                    found = self._compare(trial, self._row_wise.names, number)
                 except CannotCheckError as error:  # memory may run out
                     problem = error
                     continue
-                worst = max(found, key=lambda deviation: deviation.size)
-                if not self._is_wrong(trial, worst):
+                if not self._is_wrong(trial, found):
                     break
-                if wrong is not None or number == 2:  # twice: no argument without rows is as large by chance
-                    self._refuse(trial, worst, number)
-                wrong = worst
+                if was_wrong or number == 2:  # twice: no argument without rows is as large by chance
+                    self._refuse(trial, found, number)
+                was_wrong = True
             else:
-                raise problem or CannotCheckError("no number of rows")
-            if self._of_training > number:  # what few rows cannot show; memory may run out
+                raise problem
+            size = self._row_wise.size
+            of_training = min(self._number, size) if isinstance(size, int) and self._row_wise.largest is None else 0
+            if of_training > number:  # what few rows cannot show; memory may run out
                 with suppress(CannotCheckError):
-                    large = self._compare(trial, self._row_wise.names, self._of_training, -(-self._of_training // 2))
+                    large = self._compare(trial, self._row_wise.names, of_training, -(-of_training // 2))
                     if self._is_wrong(trial, large):
-                        self._refuse(trial, large, self._of_training)
-            return any(deviation.has_evidence for deviation in found)
+                        self._refuse(trial, large, of_training)
+            return found.has_evidence
 
-    def _is_wrong(self, trial: Trial, found: Deviation) -> bool:
-        """On any rank."""
-        return trial.largest(found.size / rounding_of_gradients(trial.eps)) > 1
-
-    def _compare(self, trial: Trial, names: Sequence[str], number: int, size: int) -> Deviation:
+    def _compare(self, trial: Trial, names: Sequence[str], number: int, size: int | None = None) -> Deviation:
         """How far the step in micro-batches of some rows is from that of the rows together."""
         draws = _Draws(trial)
         whole = self._measure(trial, names, None, number, draws)
-        assert isinstance(whole, Measured)
         try:
-            part = self._measure(trial, names, size, number, draws)
+            part = self._measure(trial, names, size or min(2, number - 1), number, draws)
         except CannotCheckError as error:
             return Deviation(math.inf, True, str(error))
         found, losses = fit_of([Look(whole, [part])], ALL, ONCE, trial.eps).deviation, (whole.loss, part.loss)
@@ -229,71 +202,63 @@ class _Proof:
     def _measure(self, trial: Trial, names: Sequence[str], size: int | None, number: int, draws: _Draws) -> Measured:
         own = self._row_wise
         row_wise = RowWise(self._module, names, size, own.device, own.trim, own.largest, draws)
-        batch = partial(self._take, range(number))
+        with ExitStack() as stack:
 
-        def run() -> Measured | RowWiseError:
-            trial.restore(range(number), number)
-            try:
-                with row_wise.step(number):
-                    loss = trial.step(batch())
-                    if loss.numel() != 1 or not loss.requires_grad:
-                        raise CannotCheckError("the loss of the first rows is not one number that needs a gradient")
-                    gradients = trial.gradients(loss, 1.0)
-                    row_wise.end_backward()
-                    return Measured(float(loss.detach()), {}, {ALL: gradients}, None, batch)
-            except RowWiseError as error:
-                return error
+            def batch() -> Any:  # once everything is put back, the module's calls too
+                stack.enter_context(row_wise.step(number))
+                return self._take(range(number))
 
-        found = trial.together(run)
-        if trial.largest(float(isinstance(found, RowWiseError))):
-            raise found if isinstance(found, RowWiseError) else RowWiseError(f"row_wise={own.names}: another rank has refused it")
+            found = trial.measure(batch, None, range(number), number)
+            trial.together(row_wise.end_backward)
         self._kinds |= row_wise.kinds
-        assert isinstance(found, Measured)
         return found
+
+    def _is_wrong(self, trial: Trial, found: Deviation) -> bool:
+        """On any rank."""
+        return trial.largest(found.size / rounding_of_gradients(trial.eps)) > 1
 
     # --- what is wrong ------------------------------------------------------------------------------------------------
 
     def _refuse(self, trial: Trial, found: Deviation, number: int) -> None:
         """Raise what is wrong, unless the step is another one each time."""
-        if trial.largest(float(trial.has_drawn or trial.draws_unlike_numbers)):
+        if trial.largest(float(trial.draws_unlike_numbers)):
             raise CannotCheckError("training_step draws random numbers that are others for each micro-batch")
-        one, other = (self._measure(trial, self._row_wise.names, None, number, _Draws(trial)) for _ in range(2))
+        names = self._row_wise.names
+        one, other = (self._measure(trial, names, None, number, _Draws(trial)) for _ in range(2))
         if self._is_wrong(trial, fit_of([Look(one, [other])], ALL, ONCE, trial.eps).deviation):
             raise CannotCheckError("training_step gives the same rows another gradient each time")
-        names = [name for name in self._row_wise.names if self._is_wrong_with(trial, name, number)] or self._row_wise.names
-        name = names[0] if self._is_sharded else self._innermost(trial, names[0], number)
+        first = next((name for name in names if self._is_wrong(trial, self._compare(trial, [name], number))), names[0])
+        name = first if self._row_wise.largest is not None else self._innermost(trial, first, number)
         kind = type(self._module.get_submodule(name)).__name__
         seen = found.seen if found.size == math.inf else f"relative error of {found.seen}: {found.size:.2g}"
         raise RowWiseError(
-            f"row_wise={names[0]!r} runs {names[0]!r} in micro-batches, and with {name} ({kind}) in micro-batches the step of some"
+            f"row_wise={first!r} runs {first!r} in micro-batches, and with {name} ({kind}) in micro-batches the step of some"
             f" rows is not that of the rows together ({seen}). Its outputs or gradients for a row depend on other rows (a mean over"
             " rows, experts that take so many, a hook that clips gradients); or the loss uses what a call leaves in an attribute"
-            f" or a hook, which is of one micro-batch alone: have {names[0]!r} return it, with one entry a row. {INSTEAD}"
+            f" or a hook, which is of one micro-batch alone: have {first!r} return it, with one entry a row. {INSTEAD}"
         )
-
-    def _is_wrong_with(self, trial: Trial, name: str, number: int) -> bool:
-        return any(self._is_wrong(trial, self._compare(trial, [name], number, size)) for size in self._sizes(number))
 
     def _innermost(self, trial: Trial, name: str, number: int) -> str:
         """The submodule inside of one that is wrong, which has none inside that is."""
         for child, _ in self._module.get_submodule(name).named_children():
             with suppress(RowWiseError):
-                if self._is_wrong_with(trial, f"{name}.{child}", number):
+                if self._is_wrong(trial, self._compare(trial, [f"{name}.{child}"], number)):
                     return self._innermost(trial, f"{name}.{child}", number)
         return name
 
 
-def _rows_of(batches: Sequence[Any], samples: Any) -> tuple[Callable[[Any], Any], int]:
-    """What makes a batch of some rows, and how many there are: all, if they cannot be told apart."""
-    if not batches:
-        return lambda rows: None, 0
-    try:
-        few = FewRows(batches[0], samples)
-    except CannotCheckError:
-        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(batches[0])):
-            raise
-        return lambda rows: copy(batches[0]), count_samples(batches[0]) or 2
-    return few.take, few.of_batch
+class _Draws:
+    """Has each call of a submodule draw for its rows, in micro-batches, what it has drawn for them in the whole."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._states: dict[int, RandomState] = {}
+
+    @contextmanager
+    def __call__(self, call: int, rows: Sequence[int], total: int) -> Iterator[None]:
+        self._states.setdefault(call, RandomState(self._trial.device)).restore()
+        with self._trial.mode.of_call(call, rows, total):
+            yield
 
 
 @contextmanager
