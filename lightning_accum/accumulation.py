@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,6 +16,7 @@ from lightning_accum.main_gradients import MainGradients
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.policy import Policy
 from lightning_accum.ranks import Ranks
+from lightning_accum.splitting.auto import MicroBatchSizes, RetriedSplitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.verdict import Verdict
@@ -126,7 +126,7 @@ class Accumulation(Windows):
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)
         if self.splitting is not None:
-            self.splitting.planner.trimming.prove_again()
+            self.splitting.begin_epoch()
 
     @override
     def restart(self, seen: int, into_window: int, steps: int, loader_batches: int, size: int) -> PartialWindow | None:
@@ -134,8 +134,8 @@ class Accumulation(Windows):
             self.count_first(keys)
         partial, state = super().restart(seen, into_window, steps, loader_batches, size), self.resumed_state
         self.is_zero_grad_due = partial is None
-        if self.splitting is not None and self.splitting.sizes is not None and "micro_batch_sizes" in state:
-            self.splitting.sizes.load_state_dict(state["micro_batch_sizes"])
+        if self._sizes is not None and "micro_batch_sizes" in state:
+            self._sizes.load_state_dict(state["micro_batch_sizes"])
         return partial
 
     @override
@@ -143,11 +143,16 @@ class Accumulation(Windows):
         state = super().state_dict()
         if self.window.counted is not None:
             state["counted"] = self.window.counted.keys
-        if self.splitting is not None and self.splitting.sizes is not None:
-            state["micro_batch_sizes"] = self.splitting.sizes.state_dict()
+        if self._sizes is not None:
+            state["micro_batch_sizes"] = self._sizes.state_dict()
         return state
 
     # --- one loader batch -----------------------------------------------------------------------------------------
+
+    @property
+    def _sizes(self) -> MicroBatchSizes | None:
+        """With ``"auto"``, what was found to fit into memory."""
+        return self.splitting.sizes if isinstance(self.splitting, RetriedSplitting) else None
 
     @property
     def plan(self) -> Plan | None:
@@ -287,8 +292,8 @@ class Accumulation(Windows):
 
     def reduce(self) -> None:
         """Start to sum the weights over the ranks: on all of them before the last reduction of gradients."""
-        if self.splitting is not None and self.splitting.sizes is not None:
-            self.window.flag = self.splitting.sizes.has_changed
+        if self._sizes is not None:
+            self.window.flag = self._sizes.has_changed
         self.window.reduce()
 
     def is_full(self) -> bool:
@@ -345,8 +350,8 @@ class Accumulation(Windows):
             self.closed = self._without_slope(self.closed)
         if not self.closed.has_doubts:
             self.doubted.clear()
-        if self.closed.is_flagged:
-            self._agree_on_sizes()
+        if self.closed.is_flagged and self._sizes is not None:  # with a policy of all ranks
+            self._sizes.agree(self.ranks)
         self._begin_window(seen, is_inside_batch)
         self.total_left_out += self.closed.left_out
         self._add_weight(self.closed)
@@ -366,15 +371,6 @@ class Accumulation(Windows):
             )
         left_out = closed.left_out + closed.micro_batches
         return closed._replace(loss=math.nan, weight=0.0, micro_batches=0, is_empty=True, left_out=left_out)
-
-    def _agree_on_sizes(self) -> None:
-        """A rank found another size of micro-batch: all take the smallest that any rank has found."""
-        assert self.splitting is not None
-        assert self.splitting.sizes is not None
-        sizes = self.splitting.sizes.as_tensor().to(self.window.device, self.window.dtype)
-        if self.world_size > 1:
-            dist.all_reduce(sizes, dist.ReduceOp.MIN, group=self.ranks.group)
-        self.splitting.sizes.agree(sizes)
 
     def close_passthrough(self, seen: int) -> None:
         """End a window that was left to Lightning."""

@@ -18,7 +18,6 @@ from lightning_accum.splitting.lengths import (
     number_within,
     read_spans,
 )
-from lightning_accum.splitting.memory import MicroBatchSizes
 from lightning_accum.splitting.micro_batch import Layout, RowSelector, Tokens, layout_of_samples
 from lightning_accum.splitting.trimming import Proof, TrimmingCheck
 from lightning_accum.weighing.counts import count_samples
@@ -119,24 +118,24 @@ class Planner:
 
     Args:
         size: of a micro-batch: samples, padded tokens, or ``"auto"``.
-        sizes: with ``"auto"``, what was found to fit.
         trim: whether to trim padding; or the key of the lengths of rows, see :func:`read_spans`.
         split: cuts batches that :class:`Layout` cannot.
         warn: takes a warning that should be seen once.
         samples: returns how many samples the loader puts into a batch; empty where it does not say so.
+        size_for: with ``"auto"``, the rows that a micro-batch may have, by the elements in a row and the rows there are.
     """
 
     def __init__(
         self,
         size: MicroBatchSize,
-        sizes: MicroBatchSizes | None = None,
         trim: bool | str = True,
         split: Split | None = None,
         warn: Callable[[str], None] = print,
         samples: Callable[[], Collection[int]] = frozenset,
+        size_for: Callable[[int, int], int] | None = None,
     ) -> None:
-        self._size, self._sizes, self._trim, self._split = size, sizes, trim, split
-        self._warn, self._samples = warn, samples
+        self._size, self._trim, self._split = size, trim, split
+        self._warn, self._samples, self._size_for = warn, samples, size_for
         self._ambiguous = AmbiguousDims()
         self.trimming = TrimmingCheck(warn)
         """What was found out about padding."""
@@ -206,8 +205,8 @@ class Planner:
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
         size = self._size.at(0) if isinstance(self._size, Tokens) else self._size
         if size == "auto":
-            assert self._sizes is not None
-            size = self._sizes.size_for(1, len(_cut(split, batch, 1)))
+            assert self._size_for is not None
+            size = self._size_for(1, len(_cut(split, batch, 1)))
         micro_batches = _cut(split, batch, size)
         self.description = self.description or f"cut by {getattr(split, '__name__', split)}"
         counts = [min(size, count_samples(micro_batch) or size) for micro_batch in micro_batches]
@@ -257,8 +256,8 @@ class Planner:
         if isinstance(self._size, int):
             return self._size
         if not isinstance(self._size, Tokens):
-            assert self._sizes is not None
-            return self._sizes.size_for(cost, rows)
+            assert self._size_for is not None
+            return self._size_for(cost, rows)
         if width > self._size.at(0) and not self._has_warned_of_long_rows:
             self._has_warned_of_long_rows = True
             self._warn(
@@ -299,19 +298,21 @@ class Splitting:
         has_ranks: bool,
         warn: Callable[[str], None],
         samples: Callable[[], Collection[int]] = frozenset,
-        sizes: MicroBatchSizes | None = None,
+        size_for: Callable[[int, int], int] | None = None,
     ) -> None:
         self.size = size
-        self.sizes = sizes
-        """What was found to fit into memory; None where a batch runs once, whatever comes of it."""
-        self.planner = Planner(size, sizes, trim, split, warn, samples)
+        self.planner = Planner(size, trim, split, warn, samples, size_for)
         self.plan: Plan | None = None
         """That of the loader batch under way; None where it runs as it is."""
         self.largest: int | None = None
         """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
         self._rows_of_whole: int | None = None
-        self._may_be_whole = not (has_ranks or sizes is not None)
+        self._may_be_whole = not (has_ranks or size == "auto")
         self._proof: Proof = lambda padded, trimmed: None
+
+    def begin_epoch(self) -> None:
+        """What a loss depends on may change in a training: try out again what was tried."""
+        self.planner.trimming.prove_again()
 
     def begin(self, batch: Any, proof: Proof) -> None:
         """Plan a loader batch."""

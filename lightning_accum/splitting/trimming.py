@@ -18,7 +18,6 @@ from lightning_accum.dispatch import with_tensors
 from lightning_accum.exact import exact_dtype
 from lightning_accum.prove import ALL, Look, Measured, aliases, fit_of, keys_of
 from lightning_accum.splitting.lengths import Spans, kept_columns
-from lightning_accum.splitting.memory import free, is_out_of_memory
 from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.sync import GradientSync
 from lightning_accum.trial import Trial
@@ -135,28 +134,24 @@ def difference_by_padding(
     """
     if held := snapshotter.iterators():
         return Inconclusive(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
-    alone = _Alone(module, training_step)
     weigh = weight if callable(weight) else None if weight != "equal" else lambda batch: 1.0
     take_snapshot = partial(snapshotter.take, watches_parameters=False)
-    trial = Trial(module, alone.run, take_snapshot, GradientSync(), largest=float)
+    trial = Trial(module, partial(_run_alone, module, training_step), take_snapshot, GradientSync(), largest=float)
     for dtype in dict.fromkeys((exact_dtype(trial.device), torch.float32)):
         with suppress(CannotCheckError):
-            verdict = _compare(trial.widened(dtype), alone, weigh, padded, trimmed)
+            verdict = _compare(trial.widened(dtype), weigh, padded, trimmed)
             if not isinstance(verdict, Inconclusive):
                 return verdict
-    return _compare(trial, alone, weigh, padded, trimmed)  # some modules run in their own precision only
+    return _compare(trial, weigh, padded, trimmed)  # some modules run in their own precision only
 
 
-def _compare(trial: Trial, alone: _Alone, weigh: Callable[[Any], Any] | None, padded: Any, trimmed: Sequence[Any]) -> Verdict:
+def _compare(trial: Trial, weigh: Callable[[Any], Any] | None, padded: Any, trimmed: Sequence[Any]) -> Verdict:
     weigher, measured = Weigher("auto"), list[Measured]()
     try:
         with trial.held():
             for batch in (padded, *trimmed):
                 measured.append(trial.measure(partial(copy, batch), weigher, None, 0))
     except CannotCheckError as error:
-        if alone.ran_out_of_memory:
-            free(trial.device)
-            return Inconclusive("memory ran out")
         return f"without it, {error}" if measured else Inconclusive(f"with it, {error}", needs_trimming=True)
     if not all(math.isfinite(one.loss) for one in measured):
         return Inconclusive("its loss is not finite")
@@ -178,28 +173,16 @@ def _compare(trial: Trial, alone: _Alone, weigh: Callable[[Any], Any] | None, pa
     return None if any(fit.deviation.has_evidence for fit in fits) else Inconclusive("these rows have no gradient")
 
 
+def _run_alone(module: nn.Module, training_step: Callable[[Any], Any], batch: Any) -> Any:
+    """Run a step with submodules in evaluation mode, where dropout draws no numbers, which would differ by shape."""
+    for child in module.children():
+        child.eval()
+    with _Alone():  # type: ignore[no-untyped-call]
+        return training_step(batch)
+
+
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """Runs a step with submodules in evaluation mode, where dropout draws no numbers, which would differ by shape.
-
-    It stops what would wait for other ranks, and notes whether memory ran out.
-    """
-
-    def __init__(self, module: nn.Module, training_step: Callable[[Any], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._module, self._training_step = module, training_step
-        self.ran_out_of_memory = False
-
-    def run(self, batch: Any) -> Any:
-        """The output of the step."""
-        self.ran_out_of_memory = False
-        for child in self._module.children():
-            child.eval()
-        try:
-            with self:
-                return self._training_step(batch)
-        except Exception as error:
-            self.ran_out_of_memory = is_out_of_memory(error)
-            raise
+    """Stops what would wait for other ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:

@@ -33,7 +33,7 @@ from lightning_accum.manual.optimization import begin_manual
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.session import Session
-from lightning_accum.splitting.attempts import RetriedSplitting
+from lightning_accum.splitting.auto import RetriedSplitting
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Splitting
 from lightning_accum.undo import Undo

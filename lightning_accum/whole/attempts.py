@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_accum.splitting.attempts import RetriedSplitting
+from lightning_accum.splitting.auto import RetriedSplitting
 from lightning_accum.splitting.plan import Mark, Plan, RowSlice
 from lightning_accum.undo import Undo
 from lightning_accum.whole.row_wise import RowWise

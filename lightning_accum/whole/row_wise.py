@@ -19,7 +19,7 @@ from lightning_accum.errors import ArgumentError, RowWiseError
 from lightning_accum.policy import Policy
 from lightning_accum.randomness import RandomState
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.memory import MicroBatchSizes
+from lightning_accum.splitting.auto import MicroBatchSizes
 from lightning_accum.splitting.micro_batch import Layout, Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Planner, RowSlice
 from lightning_accum.whole.calls import Call, taken
@@ -242,7 +242,8 @@ class RowWise:
         if planner is None:  # that nothing is trimmed needs no warning: outputs may be sequences
             assert self.size is not None
             # what is tried out on two rows would be on one rank alone
-            planner = Planner(self.size, self.sizes, self.trim and self.largest is None, warn=lambda text: None)
+            size_for = None if self.sizes is None else self.sizes.size_for
+            planner = Planner(self.size, self.trim and self.largest is None, warn=lambda text: None, size_for=size_for)
             self._planners[layer.name] = planner
         tensors: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
         for path, leaf, is_row in zip(arguments.paths, arguments.leaves, form.inputs, strict=True):

@@ -1,0 +1,255 @@
+"""``micro_batch="auto"``: where memory runs out, a loader batch is as if it had not run, and runs again in smaller parts."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from typing_extensions import override
+
+from lightning_accum.errors import AccumulationError, UsageError
+from lightning_accum.ranks import Ranks
+from lightning_accum.splitting.plan import Mark, Plan, RowSlice, Split, Splitting
+from lightning_accum.undo import Undo
+
+T = TypeVar("T")
+
+_MESSAGES = (
+    # the allocators of torch: c10/cuda/CUDACachingAllocator.cpp and those like it, c10/core/impl/alloc_cpu.cpp
+    *(f"{device} out of memory" for device in ("CUDA", "HIP", "XPU", "MPS backend")),
+    *("CUDA error: out of memory", "HIP error: out of memory"),  # from the driver, past the allocator
+    *(f"DefaultCPUAllocator: {found}" for found in ("can't allocate memory", "not enough memory")),
+    # cuBLAS and cuDNN allocate past torch: pytorch#128601; the second is what cuBLAS says of its handle
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_ALLOC_FAILED"),
+    *("CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    # a tensor too large for cuDNN, or no memory left for it: pytorch#4107; Lightning and Accelerate read it so, too
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input",
+    # every algorithm ran out of memory, which was caught: aten/src/ATen/native/cudnn/Conv_v8.cpp and Conv_v7.cpp
+    *("unable to find an engine to execute this computation", "Unable to find a valid cuDNN algorithm to run convolution"),
+)
+
+
+class NothingSmallerError(AccumulationError, torch.OutOfMemoryError):
+    """One sample does not fit into memory."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, says that memory ran out.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("expected a tensor of shape (2, 3)"))
+        (True, False)
+    """
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES):
+            return True
+        error = error.__cause__
+    return False
+
+
+def free(device: torch.device) -> None:
+    """Give back what a failed attempt left allocated, once the error, whose traceback holds on to it, is out of scope."""
+    gc.collect()
+    if device.type not in ("cuda", "mps", "xpu"):
+        return
+    try:
+        getattr(torch, device.type).empty_cache()
+    except RuntimeError as error:  # even this can run out of memory
+        if not is_out_of_memory(error):
+            raise
+
+
+class MicroBatchSizes:
+    """The size of micro-batches that fits into memory, found by trying.
+
+    A batch is one micro-batch until one fails. Half of its elements are the limit from then on, in rows of any length, rounded up
+    to a power of two, so that those of about one length have one size. In each later epoch the first loader batch that the limit
+    splits is tried at twice the limit, which is the limit from then on if that fits.
+
+    Example:
+        >>> sizes = MicroBatchSizes()
+        >>> sizes.size_for(cost=1000, rows=32)
+        32
+        >>> sizes.halve(cost=1000, rows=32)
+        16
+        >>> sizes.size_for(cost=1000, rows=32), sizes.size_for(cost=4000, rows=32), sizes.size_for(cost=100, rows=32)
+        (16, 4, 32)
+    """
+
+    def __init__(self) -> None:
+        self.has_changed = False
+        """Something was learned since ranks last agreed."""
+        self._limit: int | None = None
+        """The elements that a micro-batch may have; None before any failure."""
+        self._tries_more = self._is_bound = False
+        """Twice the limit is due to be tried; the limit has split the loader batch under way."""
+
+    def begin_epoch(self) -> None:
+        """Try twice the limit once more."""
+        self._tries_more = True
+
+    def size_for(self, cost: int, rows: int) -> int:
+        """The rows that a micro-batch of the loader batch under way may have.
+
+        Args:
+            cost: elements or tokens in a row, from 1.
+            rows: what is left of the batch, the most that is returned.
+        """
+        if self._limit is None or self._limit >= rows * _rounded(cost):
+            return rows
+        self._is_bound = True
+        return min(rows, max(1, self._limit * (1 + self._tries_more) // _rounded(cost)))
+
+    def halve(self, cost: int, rows: int) -> int:
+        """A micro-batch ran out of memory. Returns the rows that the next may have.
+
+        Args:
+            cost: elements or tokens in each of its rows.
+            rows: how many it had.
+
+        Raises:
+            torch.OutOfMemoryError: it had one row.
+        """
+        if rows <= 1:
+            raise NothingSmallerError(
+                f"A micro-batch of one sample (of cost {cost}) does not fit into memory, and there is no smaller one. Try shorter"
+                " sequences or smaller inputs, a smaller model, lower precision, or activation checkpointing."
+            )
+        if self._limit is None or rows * _rounded(cost) <= self._limit:
+            self._limit = math.ceil(rows / 2) * _rounded(cost)
+        self._tries_more, self.has_changed = False, True
+        return max(1, self._limit // _rounded(cost))
+
+    def end_batch(self, micro_batches: Sequence[tuple[int, int]]) -> None:
+        """A loader batch went well, in the end.
+
+        Args:
+            micro_batches: the cost and the rows of each that it was run in.
+        """
+        if self._is_bound and self._tries_more and self._limit is not None:
+            largest = max((_rounded(cost) * rows for cost, rows in micro_batches if rows > 1), default=0)
+            self._tries_more = False
+            if largest > self._limit:
+                self._limit, self.has_changed = largest, True
+        self._is_bound = False
+
+    def agree(self, ranks: Ranks) -> None:
+        """Take over what ranks have learned since they last agreed, on all of them together.
+
+        What fell on any rank falls on all, and what only grew grows on all.
+        """
+        limit = self._limit if self.has_changed and self._limit is not None else math.inf
+        limit = -ranks.largest(-limit)[0]
+        if limit != math.inf:
+            self._limit, self._tries_more = int(limit), False
+        self.has_changed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as plain numbers."""
+        return {"limit": self._limit}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a :meth:`state_dict`. It counts as learned just now, as ranks may have loaded different ones."""
+        self._limit, self.has_changed = state["limit"], True
+
+
+def _rounded(cost: int) -> int:
+    return 1 << max(cost - 1, 0).bit_length()
+
+
+class RetriedSplitting(Splitting):
+    """Runs each loader batch as often as it takes, in micro-batches as large as memory allows.
+
+    Args:
+        snapshotter: of the module that runs them.
+        device: where.
+        say: takes a line for the log of this rank.
+        sizes: what was found to fit; None for nothing so far.
+    """
+
+    def __init__(
+        self,
+        trim: bool | str,
+        split: Split | None,
+        snapshotter: Undo,
+        device: torch.device,
+        warn: Callable[[str], None],
+        say: Callable[[str], None],
+        samples: Callable[[], Collection[int]] = frozenset,
+        sizes: MicroBatchSizes | None = None,
+    ) -> None:
+        self.sizes = sizes or MicroBatchSizes()
+        super().__init__("auto", trim, split, True, warn, samples, self.sizes.size_for)
+        self._snapshotter, self._device, self._say = snapshotter, device, say
+
+    @property
+    def pieces(self) -> Sequence[RowSlice]:
+        """The micro-batches of the loader batch under way."""
+        assert self.plan is not None
+        return self.plan.pieces
+
+    @property
+    def failed(self) -> RowSlice | None:
+        """The micro-batch that raised an error; None where smaller ones would not have helped."""
+        assert self.plan is not None
+        return self.plan.pieces[self.plan.current]
+
+    @override
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        self.sizes.begin_epoch()
+
+    @override
+    def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
+        """Run the loader batch under way, as often as it takes.
+
+        Args:
+            attempt: runs a plan.
+            mark: called before the first attempt, returns what undoes one.
+
+        Raises:
+            torch.OutOfMemoryError: a micro-batch of one sample does not fit.
+        """
+        assert self.plan is not None
+        before = mark()
+        snapshot = self._snapshotter.take(before.accumulated)
+        versions = [tensor._version for tensor in self.plan.tensors]
+        while True:
+            try:
+                result = attempt(self.plan)
+            except Exception as error:
+                failed = self.failed
+                if failed is None or not is_out_of_memory(error):
+                    self.plan.note(error)
+                    raise
+                seen = str(error).strip().partition("\n")[0]
+            else:
+                self.sizes.end_batch([(piece.cost, piece.count) for piece in self.pieces])
+                self.largest = max((piece.count for piece in self.pieces), default=None)
+                return result
+            # out of the handler: its traceback held on to what the attempt had allocated
+            if [tensor._version for tensor in self.plan.tensors] != versions:
+                raise UsageError(
+                    'training_step changed its batch in place; micro_batch="auto" cannot take that back when memory runs out.'
+                    " Change a copy, or use a fixed micro_batch."
+                )
+            before.undo()
+            snapshot.restore()
+            free(self._device)
+            rows = self.sizes.halve(failed.cost, failed.count)
+            self._say(
+                f'GradientAccumulation(micro_batch="auto"): {failed.count} samples of {failed.cost} elements do not fit into'
+                f" memory ({seen}). The batch runs again in micro-batches of {rows}."
+            )
+            self.plan = self._planned(self.plan.batch)
+
+    @override
+    def _planned(self, batch: Any) -> Plan:
+        plan = super()._planned(batch)
+        plan.is_whole = False  # a container of its own each time: `batch.pop("labels")` must not be felt in the next attempt
+        return plan
