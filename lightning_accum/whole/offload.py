@@ -2,8 +2,8 @@
 
 Nothing is split, so the step is that of the batch whatever the module does: the values that come back are those that went away.
 What moves are storages, each once, however many views of it are saved: a few are on their way out while the forward goes on, and in
-the backward a few are fetched ahead, in the reverse order. Parameters, buffers, the batch, small tensors, tensors of other layouts
-and subclasses stay.
+the backward a few are fetched ahead, in the reverse order. Parameters, buffers, the batch, small tensors, tensors of other devices,
+layouts and subclasses stay.
 
 With hooks for saved tensors torch does not check that what was saved was not changed since. So it is checked here: a change in
 place of a tensor that stayed, or was still on its way out, is an error, as without hooks. One that had left is right all the same.
@@ -104,15 +104,12 @@ class Offload:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._lanes: dict[torch.device, StreamLane | None] = {}
-        self._lock = RLock()  # devices have a thread each in a backward
+        self._device, self._lane = device, lane_for(device)
+        self._lock = RLock()  # a device has a thread of its own in a backward
         self._staying: frozenset[int] = frozenset()
         self._saved: dict[int, ReferenceType[_Stored]] = {}
         self._order: list[ReferenceType[_Stored]] = []
         self._leaving: deque[ReferenceType[_Stored]] = deque()
-        self._back: list[ReferenceType[_Stored]] = []
-        self.moves = self._lane(device) is not None
-        """There is another memory to move to."""
 
     @contextmanager
     def engaged(self, staying: Iterable[Any]) -> Iterator[None]:
@@ -121,7 +118,7 @@ class Offload:
         Args:
             staying: tensors whose memory is held by others: parameters, buffers, the batch.
         """
-        if not self.moves:
+        if self._lane is None:
             yield
             return
         self._staying = frozenset(value.untyped_storage()._cdata for value in staying if _is_plain(value))
@@ -133,42 +130,27 @@ class Offload:
                 self._let_go(but=0)
                 self._saved, self._order, self._staying = {}, [], frozenset()
 
-    def _lane(self, device: torch.device) -> StreamLane | None:
-        if device not in self._lanes:
-            self._lanes[device] = lane_for(device)
-        return self._lanes[device]
-
-    # --- on the way out ---------------------------------------------------------------------------------------------
-
     def _pack(self, tensor: Tensor) -> _Kept | _Moved:
-        lane = self._lane_of(tensor)
-        if lane is None:
+        if not self._is_moved(tensor):
             # not the output of the node itself, which would then hold itself
             return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+        key = tensor.untyped_storage()._cdata
         with self._lock:
-            stored = self._stored(tensor, lane)
+            stored = self._saved[key]() if key in self._saved else None
+            if stored is None or not stored.is_of(tensor):
+                assert self._lane is not None
+                stored = _Stored(tensor.detach(), self._lane, self._order)
+                self._saved[key] = ref(stored)
+                self._order.append(ref(stored))
+                self._leaving.append(ref(stored))
+                self._let_go(but=_LEAVING)
         return _Moved(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def _lane_of(self, tensor: Tensor) -> StreamLane | None:
-        """The lane that a tensor is moved by; None where it stays."""
-        if not _is_plain(tensor) or (lane := self._lane(tensor.device)) is None:
-            return None
-        base = tensor if tensor._base is None else tensor._base
-        if isinstance(base, nn.Parameter):
-            return None
-        storage = tensor.untyped_storage()
-        return None if storage.nbytes() <= _SMALL or storage._cdata in self._staying else lane
-
-    def _stored(self, tensor: Tensor, lane: StreamLane) -> _Stored:
-        key = tensor.untyped_storage()._cdata
-        stored = self._saved[key]() if key in self._saved else None
-        if stored is None or not stored.is_of(tensor):
-            stored = _Stored(tensor.detach(), lane, self._order)
-            self._saved[key] = ref(stored)
-            self._order.append(ref(stored))
-            self._leaving.append(ref(stored))
-            self._let_go(but=_LEAVING)
-        return stored
+    def _is_moved(self, tensor: Tensor) -> bool:
+        if not _is_plain(tensor) or tensor.device != self._device:
+            return False
+        base, storage = tensor if tensor._base is None else tensor._base, tensor.untyped_storage()
+        return not isinstance(base, nn.Parameter) and storage.nbytes() > _SMALL and storage._cdata not in self._staying
 
     def _let_go(self, but: int) -> None:
         """Free the memory of those that left first, once they are on the host."""
@@ -176,29 +158,14 @@ class Offload:
             if (stored := self._leaving.popleft()()) is not None:
                 stored.let_go()
 
-    # --- on the way back --------------------------------------------------------------------------------------------
-
     def _unpack(self, packed: _Kept | _Moved) -> Tensor:
         if isinstance(packed, _Kept):
             _check_version(packed.tensor, packed.version)
             return packed.tensor
         with self._lock, torch.no_grad():
-            stored = packed.stored
-            found = stored.take()
-            if stored.is_back:
-                self._note_back(stored)
-            for before in stored.before():
-                if before.is_away:
-                    before.fetch()
-                    self._note_back(before)
+            found = packed.stored.take()
+            packed.stored.fetch_those_before()
             return _view(found, packed.dtype, packed.offset, packed.size, packed.stride)
-
-    def _note_back(self, stored: _Stored) -> None:
-        """What is back stays for those that need it next; what is not needed soon, or again, leaves for the second time."""
-        here = [(one, back) for one in self._back if (back := one()) is not None and back.is_back and back is not stored]
-        for _, back in here[: -2 * _AHEAD + 1]:
-            back.leave_again()
-        self._back = [one for one, _ in here[-2 * _AHEAD + 1 :]] + [ref(stored)]
 
 
 class _Stored:
@@ -220,16 +187,6 @@ class _Stored:
         """The tensor is a view of the storage, unchanged."""
         return self._storage() is tensor.untyped_storage() and self._version == tensor._version
 
-    @property
-    def is_away(self) -> bool:
-        """Only the host has it."""
-        return self._original is None and self._back is None
-
-    @property
-    def is_back(self) -> bool:
-        """It has come back, or is on its way."""
-        return self._back is not None
-
     def let_go(self) -> None:
         """It is on the host once what is computed from now on begins: its memory is free, and a change does no harm."""
         if self._original is not None:
@@ -238,9 +195,16 @@ class _Stored:
             self._original = None
 
     def fetch(self) -> None:
-        """Begin to bring it back."""
-        self._back = torch.empty_like(self._host, device=self._device, pin_memory=False)
-        self._copy = self._lane.copy(self._back, self._host)
+        """Begin to bring it back, if only the host has it."""
+        if self._original is None and self._back is None:
+            self._back = torch.empty_like(self._host, device=self._device, pin_memory=False)
+            self._copy = self._lane.copy(self._back, self._host)
+
+    def fetch_those_before(self) -> None:
+        """Begin to bring back what was saved before it, the last first."""
+        before = [one() for one in self._order[max(0, self._index - _FARTHEST) : self._index]]
+        for stored in [one for one in before if one is not None][: -_AHEAD - 1 : -1]:
+            stored.fetch()
 
     def take(self) -> Tensor:
         """A tensor on the device whose storage has the bytes.
@@ -253,26 +217,10 @@ class _Stored:
             return self._original
         if self._is_changed:
             raise UsageError(_CHANGED)
-        if self._back is None:
-            self.fetch()
+        self.fetch()
         self._finish_copy()
         assert self._back is not None
         return self._back
-
-    def leave_again(self) -> None:
-        """Free the memory on the device."""
-        self._finish_copy()
-        self._back = None
-
-    def before(self) -> Iterator[_Stored]:
-        """Those that were saved before it, the last first."""
-        found = 0
-        for index in range(self._index - 1, max(-1, self._index - 1 - _FARTHEST), -1):
-            if (stored := self._order[index]()) is not None:
-                yield stored
-                found += 1
-            if found == _AHEAD:
-                return
 
     def _finish_copy(self) -> None:
         if self._copy is not None:
