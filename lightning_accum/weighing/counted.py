@@ -189,14 +189,16 @@ class TermValues(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         self._results: dict[Any, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = args[0] if args and isinstance(args[0], (list, tuple)) else args
-        numbers = [o.detach().clone() if isinstance(o, Tensor) and o.numel() == 1 else None for o in operands[:_MOST_ADDED]]
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.grad_fn is not None and result.numel() <= _MOST_ADDED:
-            if func.__name__.strip("_") in _ADDITIONS:
-                self._operands[result.grad_fn] = numbers
+        numbers: list[Tensor | None] | None = None
+        if func.__name__.strip("_") in _ADDITIONS:
+            operands = args[0] if args and isinstance(args[0], (list, tuple)) else args
+            numbers = [o.detach().clone() if isinstance(o, Tensor) and o.numel() == 1 else None for o in operands[:_MOST_ADDED]]
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if isinstance(result, Tensor) and result.numel() <= _MOST_ADDED and (node := result.grad_fn) is not None:
+            if numbers is not None:
+                self._operands[node] = numbers
             if result.numel() == 1:
-                self._results[result.grad_fn] = result.detach().clone()
+                self._results[node] = result.detach().clone()
         return result
 
     def of(self, loss: Tensor, terms: Sequence[Term]) -> list[tuple[set[int], Denominator]] | None:
