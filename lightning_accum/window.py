@@ -145,7 +145,7 @@ class Window:
         if function is not self._function and function != self._function and has_weight(contribution):
             if any(map(has_weight, self._contributions)):
                 raise ArgumentError(
-                    f"The loss is {_in_words(function)} in a micro-batch, and was {_in_words(self._function)} in those"
+                    f"The loss is {function or 'a mean'} in a micro-batch, and was {self._function or 'a mean'} in those"
                     " before it in the window: together they are no function of a mean over all of it. Have training_step compute"
                     ' the same for all micro-batches of a window, or take the mean of their losses: weight="equal".'
                 )
@@ -326,10 +326,6 @@ class Window:
 
     def _tensor_of(self, values: Sequence[Denominator]) -> Tensor:
         return tensor_of(values, self.device, self.dtype)
-
-
-def _in_words(function: FunctionOfMean | None) -> str:
-    return "a mean" if function is None else function.in_words("mean")
 
 
 def _power_of_two_near(mean: float) -> float:

@@ -21,7 +21,7 @@ class Count:
 
     Attributes:
         path: keys and places that lead to it.
-        what: ``"labels"`` that are not ignored, ``"mask"`` that is not 0, or ``"elements"``.
+        what: ``"labels"`` that are not ignored, ``"mask"`` that is not 0, ``"elements"``, or their ``"sum"``.
         is_shifted: without the first column, as a language model leaves it out.
     """
 
@@ -36,12 +36,14 @@ class Count:
         tensor = batch[..., 1:] if self.is_shifted else batch
         if self.what == "elements":
             return float(tensor.numel())
+        if self.what == "sum":
+            return float(tensor.double().sum())
         return float((tensor != (_IGNORED if self.what == "labels" else 0)).sum())
 
     def __str__(self) -> str:
         place = "".join(f"[{key!r}]" for key in self.path)
         shifted = ", without the first column," * self.is_shifted
-        counted = "entries that are not 0" if self.what == "mask" else self.what
+        counted = {"mask": "number of entries that are not 0", "sum": "sum"}.get(self.what, f"number of {self.what}")
         return f"{counted}{shifted} of batch{place}"
 
 
@@ -79,7 +81,7 @@ class Adopted:
         return Adopted(*map(tuple, zip(*pairs, strict=True)))
 
     def __str__(self) -> str:
-        return f"the number of {self.counts[0]}"
+        return f"the {self.counts[0]}"
 
 
 def adopted(counts: Sequence[Any], batch: Any) -> Adopted | None:
@@ -100,6 +102,8 @@ def counts_of(batch: Any) -> list[Any]:
             found += [Count(path, what)] + [Count(path, what, is_shifted=True)] * (tensor.dim() > 1)
         if not is_labels:
             found.append(Count(path, "elements"))
+        if tensor.is_floating_point() and not is_mask and 0 <= tensor.min() < tensor.max():  # weights of rows
+            found.append(Count(path, "sum"))
     return [*found, SampleCount()]
 
 

@@ -26,49 +26,33 @@ from lightning_accum.weighing.terms import Denominator, on_host
 
 _Number: TypeAlias = "float | None"
 
-
-class _Scalar(NamedTuple):
-    """An operation on one number.
-
-    Attributes:
-        words: how it is written.
-        apply: computes it.
-        operand: what it was computed from, of its node.
-        numbers: the attributes of its node that :attr:`apply` takes too, which are Python numbers or None.
-    """
-
-    words: str
-    apply: Callable[..., Tensor]
-    operand: Callable[[Node], Tensor]
-    numbers: tuple[str, ...] = ()
-
-
-def _saved_self(node: Node) -> Tensor:
-    return exact(node._saved_self)
-
-
-def _result(node: Node) -> Tensor:
-    return exact(node._saved_result)
-
-
-# by the kind of its node; what a sum of operations is computed from is known from what they have saved
-_FUNCTIONS: dict[str, _Scalar] = {
-    "Sqrt": _Scalar("sqrt({})", torch.sqrt, lambda node: _result(node).square()),
-    "Rsqrt": _Scalar("rsqrt({})", torch.rsqrt, lambda node: _result(node).pow(-2)),
-    "Reciprocal": _Scalar("1 / {}", torch.reciprocal, lambda node: _result(node).reciprocal()),
-    "Exp": _Scalar("exp({})", torch.exp, lambda node: _result(node).log()),
-    "Expm1": _Scalar("expm1({})", torch.expm1, lambda node: _result(node).log1p()),
-    "Log": _Scalar("log({})", torch.log, _saved_self),
-    "Log1P": _Scalar("log1p({})", torch.log1p, _saved_self),
-    "Log2": _Scalar("log2({})", torch.log2, _saved_self),
-    "Log10": _Scalar("log10({})", torch.log10, _saved_self),
-    "Pow": _Scalar("({}) ** {}", torch.pow, _saved_self, ("_saved_exponent",)),
-    "Abs": _Scalar("abs({})", torch.abs, _saved_self),
-    "Clamp": _Scalar("clamp({}, {}, {})", torch.clamp, _saved_self, ("_saved_min", "_saved_max")),
-    "ClampMin": _Scalar("clamp({}, {})", torch.clamp_min, _saved_self, ("_saved_min",)),
-    "ClampMax": _Scalar("clamp({}, None, {})", torch.clamp_max, _saved_self, ("_saved_max",)),
+# By the kind of a node: the function of torch, and the attributes of the node that it takes too, which are Python numbers or None.
+_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "Sqrt": (torch.sqrt, ()),
+    "Rsqrt": (torch.rsqrt, ()),
+    "Reciprocal": (torch.reciprocal, ()),
+    "Exp": (torch.exp, ()),
+    "Expm1": (torch.expm1, ()),
+    "Log": (torch.log, ()),
+    "Log1P": (torch.log1p, ()),
+    "Log2": (torch.log2, ()),
+    "Log10": (torch.log10, ()),
+    "Pow": (torch.pow, ("_saved_exponent",)),
+    "Abs": (torch.abs, ()),
+    "Clamp": (torch.clamp, ("_saved_min", "_saved_max")),
+    "ClampMin": (torch.clamp_min, ("_saved_min",)),
+    "ClampMax": (torch.clamp_max, ("_saved_max",)),
+    "Mul": (torch.mul, ()),
+    "Div": (torch.div, ()),
 }
-_LINEAR: dict[str, tuple[str, Callable[..., Tensor]]] = {"Mul": ("{1:g} * {0}", torch.mul), "Div": ("{0} / {1:g}", torch.div)}
+# Of those that save their result, and not what it was computed from.
+_INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "Sqrt": torch.square,
+    "Rsqrt": lambda result: result.pow(-2),
+    "Reciprocal": torch.reciprocal,
+    "Exp": torch.log,
+    "Expm1": torch.log1p,
+}
 _UNCHANGED = {
     "Alias", "Clone", "Contiguous", "Copy", "Reshape", "ReshapeAlias", "Squeeze", "ToCopy", "Unsqueeze", "UnsafeView", "View",
 }  # fmt: skip
@@ -83,11 +67,11 @@ class FunctionOfMean:
         adds_constant: a constant, which is not known, was added last.
 
     Example:
-        >>> rmse = FunctionOfMean((("Sqrt", ()),))
+        >>> rmse = FunctionOfMean((("Sqrt", ()), ("Mul", (3.0,))))
         >>> rmse.at(4.0)
-        (2.0, 0.25)
-        >>> rmse.in_words("mean squared error")
-        'sqrt(mean squared error)'
+        (6.0, 0.75)
+        >>> str(rmse)
+        'mul(sqrt(mean), 3)'
     """
 
     steps: tuple[tuple[str, tuple[_Number, ...]], ...]
@@ -96,7 +80,7 @@ class FunctionOfMean:
     def __call__(self, mean: Tensor) -> Tensor:
         """Compute it, without the constant."""
         for kind, numbers in self.steps:
-            mean = (_LINEAR[kind][1] if kind in _LINEAR else _FUNCTIONS[kind].apply)(mean, *numbers)
+            mean = _FUNCTIONS[kind][0](mean, *numbers)
         return mean
 
     def at(self, mean: float) -> tuple[float, float]:
@@ -116,11 +100,12 @@ class FunctionOfMean:
         """The function of a :meth:`state`."""
         return cls(tuple((kind, tuple(numbers)) for kind, numbers in steps), adds_constant)
 
-    def in_words(self, mean: str) -> str:
-        """How it is written, of what ``mean`` says."""
+    def __str__(self) -> str:
+        words = "mean"
         for kind, numbers in self.steps:
-            mean = (_LINEAR[kind][0] if kind in _LINEAR else _FUNCTIONS[kind].words).format(mean, *numbers)
-        return f"{mean} + a constant" if self.adds_constant else mean
+            given = [words, *(str(number) if number is None else f"{number:g}" for number in numbers)]
+            words = f"{_FUNCTIONS[kind][0].__name__}({', '.join(given)})"
+        return f"{words} + a constant" if self.adds_constant else words
 
 
 class OfMean(NamedTuple):
@@ -152,11 +137,14 @@ class FoundFunction(NamedTuple):
 
     def of_mean(self, loss: Tensor) -> OfMean:
         """The numbers of ``loss``, which it was found in: on the host, or on its device in double precision where that has it."""
+        kind = kind_of(self.first)
         try:
-            mean = _FUNCTIONS[kind_of(self.first)].operand(self.first).reshape(())
+            inverse = _INVERSES.get(kind)
+            mean = exact(self.first._saved_self) if inverse is None else inverse(exact(self.first._saved_result))
         except RuntimeError as error:  # after a backward the graph has freed what it had saved
             raise UnreadableLossError(f"{self.first.name()}, of which nothing is left") from error
         constant: Denominator = 0.0
+        mean = mean.reshape(())
         if self.function.adds_constant:
             constant = on_host(loss.detach().reshape(()).to(mean.dtype) - self.function(mean))
         return OfMean(self.function, on_host(mean), constant)
@@ -201,8 +189,8 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
     Example:
         >>> x = torch.tensor([1.0, 7.0], requires_grad=True)
         >>> found = function_of_mean((3 * x.square().mean().sqrt()).grad_fn)
-        >>> found.function.in_words("mean"), found.function.at(25.0)
-        ('3 * sqrt(mean)', (15.0, 0.3))
+        >>> str(found.function), found.function.at(25.0)
+        ('mul(sqrt(mean), 3)', (15.0, 0.3))
         >>> function_of_mean(x.sqrt().mean().grad_fn)  # nothing is done to this mean
     """
     node, found = root, None
@@ -212,13 +200,7 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
         below = [node.next_functions[index]] if kind == "_DDPSink" else inputs_of(node)
         if len(below) != 1:
             break
-        if kind in _FUNCTIONS:
-            numbers = tuple(getattr(node, name) for name in _FUNCTIONS[kind].numbers)
-            if adds_inside or any(isinstance(number, Tensor) for number in numbers):
-                return None
-            steps.append((kind, numbers))
-            found = (len(steps), below[0], node)
-        elif kind in ("Mul", "Div"):
+        if kind in ("Mul", "Div"):
             try:
                 number = _number_of(node._saved_other if kind == "Div" else constant_operand(node))
             except RuntimeError:  # after a backward the graph has freed what it had saved
@@ -226,6 +208,12 @@ def function_of_mean(root: Node, index: int = 0) -> FoundFunction | None:
             if number is None or (kind == "Div" and node.next_functions[0][0] is None):
                 break
             steps.append((kind, (number,)))
+        elif kind in _FUNCTIONS:
+            numbers = tuple(getattr(node, name) for name in _FUNCTIONS[kind][1])
+            if adds_inside or any(isinstance(number, Tensor) for number in numbers):
+                return None
+            steps.append((kind, numbers))
+            found = (len(steps), below[0], node)
         elif kind in ("Add", "Sub", "Rsub"):
             steps.append(("Mul", (_factor_in_sum(node, kind),)))
             adds_constant, adds_inside = adds_constant or found is None, found is not None

@@ -132,6 +132,8 @@ WEIGHTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum over rows": lambda c, w: (c * w).sum() / len(c),
     "sum": lambda c, w: (c * w).sum(),
     "divided each": lambda c, w: (c / w).mean(),
+    "mean, divided by their mean before": lambda c, w: (c * (w / w.mean())).mean(),
+    "sum, divided by their sum before": lambda c, w: (c * (w / w.sum())).sum(),
 }
 for weights, reduce_weighted in WEIGHTED.items():
     add(f"weights of rows, {weights}", "x t w", lambda o, b, m, g=reduce_weighted:
