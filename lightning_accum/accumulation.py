@@ -21,8 +21,8 @@ from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import Plan, Splitting
 from lightning_accum.verdict import Verdict
 from lightning_accum.weighing.advice import OF_LATER_WEIGHTS
-from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.counted import Counted
+from lightning_accum.weighing.modes import Contribution
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.weight import Weigher, scale_terms
 from lightning_accum.whole.row_wise import RowWise

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_accum import mends
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
 from lightning_accum.exact import exact_dtype, rounding_of_gradients
 from lightning_accum.looks import Checked, Rows, agree_on_rows, has_several_terms, looks_at, parts_to_share, warn_of_state
@@ -19,7 +20,7 @@ from lightning_accum.trial import Trial
 from lightning_accum.verdict import MOST_ROWS, CannotCheckError, GathersError, UnsuitableRowsError, Verdict
 from lightning_accum.weighing import advice
 from lightning_accum.weighing.adoption import Adopted, adopted, counts_of
-from lightning_accum.weighing.modes import MEAN, MODES, ONCE, SUM, Mode
+from lightning_accum.weighing.modes import MODES, ONCE, SUM, Mode
 from lightning_accum.weighing.terms import Term
 from lightning_accum.weighing.weight import Weigher, name_of, words_of
 
@@ -407,24 +408,22 @@ class Check:
         """
         if self._weight == "auto":
             return None
-        chosen = {key: self._fit(looks, key, modes_to_try(term), trial.eps) for key, term in terms.items()}
-        adds_up = all(fit.mode is not None and not fit.is_open for fit in chosen.values())
+        chosen = [self._fit(looks, key, modes_to_try(term), trial.eps) for key, term in terms.items()]
+        adds_up = all(fit.mode is not None and not fit.is_open for fit in chosen)
         whole, parts = looks[0].whole, looks[0].parts
         weights = [weight for weight in (self._weight if isinstance(self._weight, tuple) else [self._weight]) if callable(weight)]
         is_shared = any({part.weight(ALL, weight) for part in parts} == {whole.weight(ALL, weight)} for weight in weights)
-        if (not adds_up or any(fit.mode == SUM for fit in chosen.values())) and self._checked.on_any(is_shared):
+        if (not adds_up or any(fit.mode == SUM for fit in chosen)) and self._checked.on_any(is_shared):
             raise CannotCheckError(f"weight={name_of(self._weight)} counts as much in some rows of the batch as in all of them")
         return 'weight="auto"' if adds_up and not isinstance(self._weight, tuple) else None
 
     def _refuse(self, found: _Found) -> None:
         """Raise what does not add up."""
         checked, accumulation, verdict = self._checked, self._accumulation, found.verdict
-        policy = accumulation.policy
-        is_read = self._weight == "auto"
-        weight = ", ".join(words_of(term, MEAN) for term in found.terms.values()) if is_read else name_of(self._weight)
-        message = advice.of_losses(verdict, weight or "auto", found.mend, policy.row_wise, accumulation.is_step)
-        ranks, deviation = accumulation.ranks, 0.0 if verdict.adds_up else verdict.deviation or 0.0
-        if ranks.world_size > 1:  # that of the rank whose parts are farthest from their whole
-            rank = int(-checked.largest(-ranks.rank if deviation == checked.largest(deviation) else -math.inf))
-            message = str(ranks.share(message, rank))
-        raise DoesNotAddUpError(message)
+        mend = mends.of(checked, self._rows) if found.mend is None else advice.of_argument(found.mend)
+        names = ", ".join(term.words or "a term" for term in found.terms.values())
+        weight = f'"auto" ({names})' if self._weight == "auto" else name_of(self._weight)
+        message = advice.of_losses(verdict, weight, mend, accumulation.is_step)
+        deviation = 0.0 if verdict.adds_up else verdict.deviation or 0.0
+        deviations, messages = checked.of_all(deviation), checked.of_all(message)
+        raise DoesNotAddUpError(messages[deviations.index(max(deviations))])  # of the rank whose parts are farthest off

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_accum.errors import ArgumentError, UsageError
 from lightning_accum.exact import exact_dtype
-from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
+from lightning_accum.weighing.modes import Contribution
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.window_agreement import function_of_window
 from lightning_accum.window_totals import (

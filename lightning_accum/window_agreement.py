@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError
-from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.functions import FunctionOfMean
+from lightning_accum.weighing.modes import Contribution
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.window_totals import has_weight
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError
-from lightning_accum.weighing.contribution import Contribution
+from lightning_accum.weighing.modes import Contribution
 from lightning_accum.weighing.terms import Denominator
 from lightning_accum.weighing.terms import tensor_of as as_tensor
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import UnreadableLossError
+from lightning_accum.exact import exact
 from lightning_accum.weighing.counts import SampleCount
 
 _IGNORED = -100
@@ -37,7 +38,7 @@ class Count:
         if self.what == "elements":
             return float(tensor.numel())
         if self.what == "sum":
-            return float(tensor.double().sum())
+            return float(exact(tensor).sum())
         return float((tensor != (_IGNORED if self.what == "labels" else 0)).sum())
 
     def __str__(self) -> str:

@@ -28,36 +28,42 @@ OF_ANOTHER_MODE = (
     " have the loader yield batches of 8 rows or more."
 )
 OF_ONE_ROW = "the loader yields single rows, and the loss of two together is not the sum of theirs"
-_OF_ROW_WISE = (
+OF_ROW_WISE = (
     "With row_wise= the loss sees one loader batch of one rank as a whole: have the loader yield the batch that is wanted (a window"
     " of 1), and have training_step gather the rows of several ranks: self.all_gather(..., sync_grads=True)."
 )
-_OF_PAIRS = (
-    "No weight that was tried makes them add up: such a loss compares the rows of its batch, or divides by what no count shows."
-    " Have it see the whole batch, of which submodules run in micro-batches: GradientAccumulation(micro_batch=...,"
-    ' row_wise="encoder") with their names and a window of 1; or pass the weight that its mean is divided by, as a function of the'
-    " batch."
-)
 
 
-def of_losses(verdict: Verdict, weight: Any, mend: str | None, row_wise: tuple[str, ...], has_stepped: bool) -> str:
+def of_losses(verdict: Verdict, weight: str, mend: str, has_stepped: bool) -> str:
     """The error.
 
     Args:
         verdict: what was found.
         weight: that the parts were weighed by.
-        mend: an argument with which they add up; None where none of those that were tried does.
-        row_wise: the submodules that run in micro-batches.
+        mend: what to do.
         has_stepped: the optimizer has made a step.
     """
-    mends = (_OF_ROW_WISE if row_wise else _OF_PAIRS) if mend is None else _mend(mend)
     after_steps = " Optimizer steps were made before: the batches until then could not be checked." if has_stepped else ""
     return (
         "The losses of micro-batches do not add up to that of their batch, so a window would not take the step of its full batch:"
-        f" {sum(verdict.rows)} rows of a batch, in parts of {_sizes(verdict)} weighed by weight={weight!r}:"
+        f" {sum(verdict.rows)} rows of a batch, in parts of {_sizes(verdict)} weighed by weight={weight}:"
         f" {_seen(verdict)}."
-        f' {mends} weight="equal" takes the classic mean of means instead; check=False leaves out the check.{after_steps}'
+        f' {mend} weight="equal" takes the classic mean of means instead; check=False leaves out the check.{after_steps}'
     )
+
+
+def of_pairs(mend: str) -> str:
+    """What to do with a loss that compares the rows of its batch."""
+    return (
+        "No weight that was tried makes them add up: such a loss compares the rows of its batch, or divides by what no count shows."
+        f" Have the loader yield the batch that is wanted, with {mend}; or pass the weight that its mean is divided by, as a"
+        " function of the batch."
+    )
+
+
+def of_argument(argument: str) -> str:
+    """What to do where an argument was tried."""
+    return f"Pass GradientAccumulation({argument}): with it they add up."
 
 
 def of_joined(verdict: Verdict) -> str:
@@ -126,7 +132,3 @@ def _sizes(verdict: Verdict) -> str:
 
 def _seen(verdict: Verdict) -> str:
     return "it is so on another rank" if verdict.adds_up else verdict.in_words
-
-
-def _mend(argument: str) -> str:
-    return f"Pass GradientAccumulation({argument}): with it they add up."

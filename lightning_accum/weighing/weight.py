@@ -16,10 +16,9 @@ from torch import Tensor
 
 from lightning_accum.errors import AccumulationError, ArgumentError, UnreadableLossError, WrongTypeError
 from lightning_accum.weighing.advice import how_to_mend
-from lightning_accum.weighing.contribution import Contribution
 from lightning_accum.weighing.counts import SampleCount, Weight
 from lightning_accum.weighing.functions import FoundFunction, function_of_mean
-from lightning_accum.weighing.modes import COUNT, MEAN, ONCE, SUM, TOTAL, Mode, default_mode, may_be_raised, weight_of
+from lightning_accum.weighing.modes import COUNT, MEAN, ONCE, SUM, TOTAL, Contribution, Mode, default_mode, may_be_raised, weight_of
 from lightning_accum.weighing.nodes import CRITERIA, MEAN_REDUCTION, Node, kind_of
 from lightning_accum.weighing.safeguards import guard_against_zero
 from lightning_accum.weighing.shares import NOWHERE, terms_of

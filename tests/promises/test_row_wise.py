@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -90,6 +91,17 @@ def test_any_loss_takes_the_steps_of_the_whole_batch(name: str) -> None:
 def test_a_loss_of_pairs_in_a_window_of_several_loader_batches_is_refused() -> None:
     with pytest.raises(DoesNotAddUpError):
         fit(two_views(clip), collated(ROWS, ROWS), row_wise(2))
+
+
+@pytest.mark.some_cases(4)
+@pytest.mark.parametrize("policy", [{"window": 2}, {"window": 1, "micro_batch": 4}], ids=["windows", "split"])
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"rmse"}))
+def test_the_error_of_a_loss_of_pairs_names_submodules_with_which_it_is_exact(name: str, policy: dict[str, Any]) -> None:
+    with pytest.raises(DoesNotAddUpError) as raised:
+        fit(two_views(LOSSES[name]), collated(ROWS, ROWS), GradientAccumulation(**policy))
+    mend = re.search(r"GradientAccumulation\(1, micro_batch=\d+, row_wise='net.encoder'\)", str(raised.value))
+    assert mend is not None, raised.value
+    assert_window_equals_batch(two_views(LOSSES[name]), batches(*[2 * ROWS] * 2), eval(mend.group()))
 
 
 class Joined(nn.Module):

@@ -1,0 +1,64 @@
+"""The mend of a loss that compares the rows of its batch: submodules that may run in micro-batches, as was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_accum.errors import RowWiseError
+from lightning_accum.looks import Checked, Rows
+from lightning_accum.splitting.few_rows import FewRows
+from lightning_accum.verdict import MOST_ROWS
+from lightning_accum.weighing import advice
+from lightning_accum.whole.row_proof import prove_row_wise
+from lightning_accum.whole.row_wise import RowWise
+
+_MOST_TRIED = 8
+
+
+def of(checked: Checked, rows: Rows) -> str:
+    """What the error says: submodules are named where it was tried that they hold. Called on all ranks."""
+    if checked.accumulation.policy.row_wise:
+        return advice.OF_ROW_WISE
+    found, names = rows.found, list[str]()
+    own = min(found.of_batch, MOST_ROWS) if isinstance(found, FewRows) else 0
+    if (number := int(-checked.largest(-own))) > 1 and isinstance(found, FewRows):  # on all ranks
+        names = _that_hold(checked, partial(found.take, range(number)), number)
+    policy = 'GradientAccumulation(1, micro_batch="offload")'
+    if names:
+        row_wise = repr(names[0] if len(names) == 1 else names)
+        policy = f"GradientAccumulation(1, micro_batch={rows.size}, row_wise={row_wise}), which was tried and adds up"
+    is_one = checked.accumulation.ranks.size == 1
+    return advice.of_pairs(policy if is_one else f"{policy}, gather the rows of all ranks (self.all_gather(..., sync_grads=True))")
+
+
+def _that_hold(checked: Checked, take: Callable[[], Any], number: int) -> list[str]:
+    """The outermost submodules with parameters that are called, and may run in micro-batches."""
+    if checked.sync.is_waited_for_in_forward:
+        return []
+    found, tried, waiting = list[str](), 0, _children(checked.module, "")
+    while waiting and (tried := tried + 1) <= _MOST_TRIED:
+        name = waiting.pop(0)
+        if _holds(checked, take, number, [name]):
+            found.append(name)
+        else:
+            waiting += _children(checked.module.get_submodule(name), f"{name}.")
+    return found if len(found) < 2 or _holds(checked, take, number, found) else found[:1]
+
+
+def _children(module: nn.Module, path: str) -> list[str]:
+    return [path + name for name, child in module.named_children() if any(p.requires_grad for p in child.parameters())]
+
+
+def _holds(checked: Checked, take: Callable[[], Any], number: int, names: list[str]) -> bool:
+    reasons = list[str]()
+    row_wise, module = RowWise(checked.module, names, 2, checked.trial().device), checked.module
+    ranks, sync = checked.accumulation.ranks, checked.sync
+    try:
+        prove_row_wise(row_wise, module, checked.step, checked.snapshotter, sync, ranks, [take()], [number], reasons.append)
+    except RowWiseError:
+        return False
+    return bool(row_wise.kinds) and not reasons
