@@ -17,8 +17,7 @@ from lightning_accum.counting import count_window
 from lightning_accum.errors import UsageError
 from lightning_accum.micro_batch import EMPTY, MicroBatch, Weighed
 from lightning_accum.nonfinite import Guard
-from lightning_accum.splitting.logs import BatchLog
-from lightning_accum.splitting.outputs import Output, joined_extra, joined_loss
+from lightning_accum.splitting.logs import BatchLog, Output, joined_extra, joined_loss
 from lightning_accum.splitting.plan import Mark, Plan
 from lightning_accum.step import Backward, CountsAhead, InsideBatch, Outcome, SessionEngine, Step, ZeroGrad
 from lightning_accum.sync import GradientSync

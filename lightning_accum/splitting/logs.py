@@ -1,10 +1,11 @@
-"""What a module logs while its batch runs in micro-batches, put together to what the whole batch would have."""
+"""What micro-batches log and return, put together to what the whole batch would have logged and returned."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from itertools import islice
+from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,8 +16,8 @@ from torchmetrics.wrappers import MinMaxMetric, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_accum.errors import UnreadableLossError
+from lightning_accum.exact import exact_dtype, moved
 from lightning_accum.micro_batch import Weighed
-from lightning_accum.splitting.outputs import loss_of_parts
 from lightning_accum.user_warnings import warn
 from lightning_accum.weighing.functions import OfMean
 from lightning_accum.weighing.terms import Denominator
@@ -53,27 +54,21 @@ class Logged(NamedTuple):
         return f"{self.hook}.{self.name}"
 
 
-class _Value(NamedTuple):
-    micro_batch: int
-    value: Tensor
-    weight: Denominator | None = None
-    of_mean: OfMean | None = None
+class _Call(NamedTuple):
+    """One call of ``log``: its value, None of a metric that was only updated, and how that is weighted."""
 
-
-@dataclass(slots=True)
-class _Entry:
-    """The calls of ``log`` with one name in one hook, over the micro-batches."""
-
-    arguments: Arguments = field(default_factory=dict)
-    micro_batches: list[int] = field(default_factory=list)
-    batch_sizes: dict[int, int] = field(default_factory=dict)
-    """Those that were given, by micro-batch."""
-    values: list[_Value] = field(default_factory=list)
-    """None of a metric that was only updated."""
-    is_sum: bool = False
-    is_of_loss: bool = False
+    arguments: Arguments
+    value: Tensor | None = None
     metric: Metric | None = None
     value_of: _ValueOfMetric | None = None
+    weight: Denominator | None = None
+    of_mean: OfMean | None = None
+    is_sum: bool = False
+    is_loss: bool = False
+
+
+_Key: TypeAlias = tuple[str, str, int]
+"""The hook, the name, and how often that was logged before in the micro-batch."""
 
 
 class BatchLog:
@@ -95,10 +90,10 @@ class BatchLog:
         self.micro_batch = 0
         """The micro-batch that is running."""
         self._metrics = metrics
-        self.entries: dict[tuple[str, str, int], _Entry] = {}
-        """What was logged: by the hook, the name, and how often that was logged before in the micro-batch."""
+        self.entries: dict[_Key, dict[int, _Call]] = {}
+        """What was logged, by micro-batch."""
         self._micro_batches: Sequence[tuple[Weighed, int]] = ()
-        self.may_be_loss: list[tuple[Tensor, _Entry]] = []
+        self.may_be_loss: list[tuple[Tensor, dict[int, _Call]]] = []
         """Values without a graph. They are kept until the loss is known: no other tensor can have their memory."""
         self._caches_before = [vars(metric).get("_forward_cache") for metric in metrics]
         for metric in metrics:
@@ -109,47 +104,37 @@ class BatchLog:
     def collect(self, hook: str, name: str, value: Tensor | Metric, arguments: Arguments) -> None:
         """Take in one call of ``log``."""
         number = 0
-        while self.micro_batch in (entry := self.entries.setdefault((hook, name, number), _Entry())).micro_batches:
+        while self.micro_batch in (calls := self.entries.setdefault((hook, name, number), {})):
             number += 1
-        entry.micro_batches.append(self.micro_batch)
-        entry.arguments, batch_size = arguments, arguments.get("batch_size")
-        if batch_size is not None:
-            entry.batch_sizes[self.micro_batch] = batch_size
         if isinstance(value, Metric):
-            entry.metric, entry.value_of = value, _ValueOfMetric(value)
             computed: Any = value._forward_cache
-            if isinstance(computed, Tensor):
-                entry.values.append(_Value(self.micro_batch, computed))
+            shown = computed if isinstance(computed, Tensor) else None
+            calls[self.micro_batch] = _Call(arguments, shown, value, _ValueOfMetric(value))
             return
-        weight, of_mean = None, None
-        entry.value_of = _metric_behind(value, self._metrics)
-        if entry.value_of is None and value.grad_fn is None:
-            self.may_be_loss.append((value, entry))
-        elif entry.value_of is None:
+        weight, of_mean, value_of, is_sum = arguments.get("batch_size"), None, _metric_behind(value, self._metrics), False
+        if value_of is None and value.grad_fn is None:
+            self.may_be_loss.append((value, calls))
+        elif value_of is None:
             with suppress(UnreadableLossError):
-                weight, found = weight_alone(value)
-                of_mean = None if found is None else found.of_mean(value)
-                entry.is_sum |= weight is None
+                own, found = weight_alone(value)
+                of_mean, is_sum = None if found is None else found.of_mean(value), own is None
+                weight = weight if own is None else own
         logged = value.detach().clone()
         logged = logged.squeeze() if logged.numel() == 1 else logged
-        entry.values.append(_Value(self.micro_batch, logged, batch_size if weight is None else weight, of_mean))
+        calls[self.micro_batch] = _Call(arguments, logged, None, value_of, weight, of_mean, is_sum)
 
     def note_loss(self, loss: Tensor | None) -> None:
         """The micro-batch has this loss: what was logged of it without its graph, ``loss.detach()``, is weighed as it is."""
-        for value, entry in self.may_be_loss:
+        for value, calls in self.may_be_loss:
             if loss is not None and value.numel() == 1 and value.data_ptr() == loss.data_ptr():
-                entry.values[-1] = entry.values[-1]._replace(weight=None)
-                entry.is_of_loss = True
+                calls[self.micro_batch] = calls[self.micro_batch]._replace(weight=None, is_loss=True)
         self.may_be_loss.clear()
 
     def forget_micro_batch(self) -> None:
         """What was logged in the micro-batch that is running is not to be shown."""
-        for key, entry in list(self.entries.items()):
-            entry.micro_batches = [index for index in entry.micro_batches if index != self.micro_batch]
-            entry.values = [value for value in entry.values if value.micro_batch != self.micro_batch]
-            entry.batch_sizes.pop(self.micro_batch, None)
-            if not entry.micro_batches:
-                del self.entries[key]
+        for calls in self.entries.values():
+            calls.pop(self.micro_batch, None)
+        self.entries = {key: calls for key, calls in self.entries.items() if calls}
 
     def weigh(self, micro_batches: Sequence[tuple[Weighed, int]]) -> None:
         """Note what each micro-batch has brought into its window, and its samples."""
@@ -166,30 +151,32 @@ class BatchLog:
             where it depends on the micro-batch, and ranks pair their reductions by order.
         """
 
-        def order(item: tuple[tuple[str, str, int], _Entry]) -> tuple[bool, str, int]:
-            (hook, name, number), entry = item
-            return (True, f"{hook}.{name}", number) if is_synced(entry.metric is not None, entry.arguments) else (False, "", 0)
+        def order(item: tuple[_Key, dict[int, _Call]]) -> tuple[bool, str, int]:
+            (hook, name, number), last = item[0], _last(item[1])
+            return (True, f"{hook}.{name}", number) if is_synced(last.metric is not None, last.arguments) else (False, "", 0)
 
-        for (hook, name, _), entry in sorted(self.entries.items(), key=order):
-            arguments = entry.arguments
-            if entry.batch_sizes:
-                arguments = {**arguments, "batch_size": sum(entry.batch_sizes.values())}
-            value: Tensor | Metric | None = entry.metric
-            if entry.values:
-                of_step = self._of_step(entry)
-                value = self._fold(entry) if of_step is None else of_step
-            if entry.metric is not None and isinstance(value, Tensor):
-                entry.metric._forward_cache, value = value, entry.metric  # type: ignore[assignment]  # its type is None there
+        for (hook, name, _), calls in sorted(self.entries.items(), key=order):
+            last, arguments = _last(calls), _last(calls).arguments
+            sizes = [call.arguments.get("batch_size") for call in calls.values()]
+            if any(size is not None for size in sizes):
+                arguments = {**arguments, "batch_size": sum(size for size in sizes if size is not None)}
+            value: Tensor | Metric | None = last.metric
+            if any(call.value is not None for call in calls.values()):
+                of_step = self._of_step(last)
+                value = self._fold(calls) if of_step is None else of_step
+            if last.metric is not None and isinstance(value, Tensor):
+                last.metric._forward_cache, value = value, last.metric  # type: ignore[assignment]  # its type is None there
             assert value is not None
             yield Logged(hook, name, value, arguments)
 
     def close(self) -> None:
         """Give the metrics of the module back what they held before the batch."""
-        for (hook, name, _), entry in self.entries.items():
-            if entry.value_of is None:
+        for (hook, name, _), calls in self.entries.items():
+            last = _last(calls)
+            if last.value_of is None:
                 continue
-            metric = entry.value_of.metric
-            is_of_step = bool(entry.values) and (entry.metric is None or entry.arguments.get("on_step") is not False)
+            metric, has_value = last.value_of.metric, any(call.value is not None for call in calls.values())
+            is_of_step = has_value and (last.metric is None or last.arguments.get("on_step") is not False)
             if (is_of_step or isinstance(metric, _COUNTS_UPDATES)) and id(metric) not in self.shown:
                 self.shown.add(id(metric))
                 if not _can_merge(metric):
@@ -202,26 +189,31 @@ class BatchLog:
             if metric._forward_cache is None:
                 metric._forward_cache = before
 
-    def _of_step(self, entry: _Entry) -> Tensor | None:
-        if entry.value_of is None or id(entry.value_of.metric) not in self._of_batch:
+    def _of_step(self, call: _Call) -> Tensor | None:
+        if call.value_of is None or id(call.value_of.metric) not in self._of_batch:
             return None
-        return entry.value_of.find(self._of_batch[id(entry.value_of.metric)].value)
+        return call.value_of.find(self._of_batch[id(call.value_of.metric)].value)
 
-    def _fold(self, entry: _Entry) -> Tensor:
-        if len(entry.values) == 1:
-            return entry.values[0].value
-        values = torch.stack([logged.value.to(entry.values[0].value.device) for logged in entry.values])
-        if entry.metric is None and (fold := _FOLDS.get(name_of_reduction(entry.arguments))) is not None:
+    def _fold(self, calls: Mapping[int, _Call]) -> Tensor:
+        shown = {index: call for index, call in calls.items() if call.value is not None}
+        found = [call.value for call in shown.values() if call.value is not None]
+        if len(found) == 1:
+            return found[0]
+        last, values = _last(calls), torch.stack([value.to(found[0].device) for value in found])
+        if last.metric is None and (fold := _FOLDS.get(name_of_reduction(last.arguments))) is not None:
             return fold(values)
+        is_sum, is_loss = (any(getattr(call, name) for call in shown.values()) for name in ("is_sum", "is_loss"))
         weights: list[Denominator | None] = []
-        of_means: list[OfMean | None] = []
-        for logged in entry.values:
-            weighed, rows = self._micro_batches[logged.micro_batch]
-            own = weighed.weight if logged.weight is None else logged.weight
-            is_sum = entry.is_sum or (entry.is_of_loss and weighed.weight is None)
-            weights.append(None if is_sum else rows if own is None else own)
-            of_means.append(weighed.of_mean if entry.is_of_loss else logged.of_mean)
+        for index, call in shown.items():
+            weighed, rows = self._micro_batches[index]
+            own = weighed.weight if call.weight is None else call.weight
+            weights.append(None if is_sum or (is_loss and weighed.weight is None) else rows if own is None else own)
+        of_means = [self._micro_batches[index][0].of_mean if is_loss else call.of_mean for index, call in shown.items()]
         return loss_of_parts(values, weights, of_means)
+
+
+def _last(calls: Mapping[int, _Call]) -> _Call:
+    return [*calls.values()][-1]
 
 
 def name_of_reduction(arguments: Arguments) -> str:
@@ -296,19 +288,128 @@ class _ValueOfMetric(NamedTuple):
 def _metric_behind(value: Tensor, metrics: Sequence[Metric]) -> _ValueOfMetric | None:
     """The metric whose call returned ``value``, as in ``self.log("accuracy", self.accuracy(logits, target))``."""
     for metric in metrics:
-        for path in _paths_to(value, vars(metric).get("_forward_cache")):
-            return _ValueOfMetric(metric, path)
+        cached = vars(metric).get("_forward_cache")
+        if cached is value:
+            return _ValueOfMetric(metric)
+        if isinstance(cached, Mapping):
+            for name in (name for name, item in cached.items() if item is value):
+                return _ValueOfMetric(metric, name)
+        elif isinstance(cached, Tensor) and value._base is not None and value.shape == cached.shape[1:] and cached.numel():
+            # a metric of each class, and what ClasswiseWrapper shows of it
+            index = (value.storage_offset() - cached.storage_offset()) // (cached.stride(0) or 1)
+            if value._base is (cached if cached._base is None else cached._base) and 0 <= index < len(cached):
+                return _ValueOfMetric(metric, index)
     return None
 
 
-def _paths_to(value: Tensor, cached: Any) -> list[Any]:
-    if cached is value:
-        return [None]
-    if isinstance(cached, Mapping):
-        return [name for name, item in cached.items() if item is value]
-    if value._base is None or not isinstance(cached, Tensor) or value.shape != cached.shape[1:] or not cached.numel():
-        return []
-    # a metric of each class, and what ClasswiseWrapper shows of it
-    index = (value.storage_offset() - cached.storage_offset()) // (cached.stride(0) or 1)
-    is_row = value._base is (cached if cached._base is None else cached._base) and 0 <= index < len(cached)
-    return [index] if is_row else []
+# --- what training_step returned ------------------------------------------------------------------------------------
+
+
+class Output(NamedTuple):
+    """What came of one micro-batch of a batch.
+
+    Attributes:
+        loss: without its graph; a number where it is on the host, where these are quicker than tensors; None where there was none.
+        dtype: of the loss.
+        extra: what else ``training_step`` returned, by name, without its graph.
+        weighed: what it brought into its window.
+        rows: its samples.
+        is_left_out: it is as if it had never been in the batch.
+    """
+
+    loss: Tensor | float | None
+    dtype: torch.dtype | None
+    extra: Mapping[str, Any]
+    weighed: Weighed
+    rows: int
+    is_left_out: bool = False
+
+
+def joined_loss(outputs: Sequence[Output], of_window: Tensor | None = None) -> Tensor | None:
+    """The loss of a batch: the weighted mean, or the sum of sums; None where there was none at all.
+
+    Args:
+        outputs: of its micro-batches, in their order.
+        of_window: the loss of a window that is this batch and nothing else, where it is known.
+    """
+    found = [output for output in outputs if output.loss is not None]
+    if not found:
+        return None
+    dtype = found[-1].dtype
+    if of_window is not None:
+        return of_window.to(dtype)
+    tensors = [output.loss.reshape(()) for output in found if isinstance(output.loss, Tensor)]
+    losses = torch.stack(tensors) if tensors else torch.tensor([output.loss for output in found], dtype=torch.float64)
+    weights, of_means = [output.weighed.weight for output in found], [output.weighed.of_mean for output in found]
+    return loss_of_parts(losses, weights, of_means).to(dtype)
+
+
+def joined_extra(outputs: Sequence[Output], order: Sequence[int] | None = None) -> dict[str, Any]:
+    """What else was returned for a batch.
+
+    Tensors with one entry a sample are put together, in the order of the batch. Numbers are weighted means. Of anything else there
+    is a list, with one entry a micro-batch.
+
+    Args:
+        outputs: of its micro-batches, in their order.
+        order: the rows of the batch in the order of the micro-batches; None where they kept theirs.
+    """
+    if order is not None:
+        rows = iter(order)
+        order = [row for output in outputs for row in islice(rows, output.rows) if not output.is_left_out]
+    kept = [output for output in outputs if not output.is_left_out]
+    names = dict.fromkeys(name for output in kept for name in output.extra)
+    return {name: _join([output for output in kept if name in output.extra], name, order) for name in names}
+
+
+def _join(outputs: Sequence[Output], name: str, order: Sequence[int] | None) -> Any:
+    values, rows = [output.extra[name] for output in outputs], [output.rows for output in outputs]
+    if all(isinstance(value, Tensor) and value.dim() > 0 for value in values):
+        has_rows = [len(value) for value in values] == rows
+        if has_rows and len({value.shape[1:] for value in values}) == 1:
+            joined = torch.cat(values)
+            if order is None or len(order) != len(joined):
+                return joined
+            return joined[torch.tensor(order).argsort().to(joined.device)]
+    elif not any(isinstance(v, bool) or (isinstance(v, Tensor) and v.dim()) or not isinstance(v, (Tensor, Number)) for v in values):
+        numbers = torch.stack([torch.as_tensor(value) for value in values])
+        weights = [output.weighed.weight for output in outputs if output.weighed.weight is not None]
+        return weighted_mean(numbers, weights if len(weights) == len(values) else rows)
+    return values
+
+
+def loss_of_parts(values: Tensor, weights: Sequence[Denominator | None], of_means: Sequence[OfMean | None]) -> Tensor:
+    """What is a mean, a sum, or a function of one of these, of the whole of several parts."""
+    counts = [weight for weight in weights if weight is not None]
+    counted = [of_mean for of_mean in of_means if of_mean is not None]
+    are_sums = len(counts) < len(weights)
+    if len(counted) < len(of_means) or len({of_mean.function for of_mean in counted}) > 1:
+        return values.sum(0) if are_sums else weighted_mean(values, counts)
+    means, constants = (
+        torch.stack([torch.as_tensor(getattr(of_mean, name), device=values.device) for of_mean in counted])
+        for name in ("mean", "constant")
+    )
+    if are_sums:
+        return (counted[0].function(means.sum()) + constants.mean()).to(values.dtype)
+    return (counted[0].function(weighted_mean(means, counts)) + weighted_mean(constants, counts)).to(values.dtype)
+
+
+def weighted_mean(values: Tensor, weights: Sequence[Denominator]) -> Tensor:
+    """The mean of ``values`` (along dimension 0), each with its weight; values without weight may be NaN.
+
+    Example:
+        >>> weighted_mean(torch.tensor([1.0, 4.0, float("nan")]), [1.0, 2.0, 0.0])
+        tensor(3.)
+    """
+    for weight in weights:  # to where they are: from the host to a device nobody waits
+        if isinstance(weight, Tensor) and weight.device.type != "cpu":
+            values = moved(values, weight.device)
+    exact = exact_dtype(values.device)
+    if any(isinstance(weight, Tensor) for weight in weights):
+        n = torch.stack([torch.as_tensor(weight, device=values.device).detach().to(exact) for weight in weights])
+    else:
+        n = torch.tensor(weights, dtype=exact, device=values.device)
+    n = n.reshape(-1, *[1] * (values.dim() - 1))
+    n = torch.where(n.sum(0) == 0, torch.ones_like(n), n)
+    parts = torch.where(n == 0, torch.zeros_like(n), values.to(exact) * n)
+    return (parts.sum(0) / n.sum(0)).to(values.dtype if values.is_floating_point() else torch.get_default_dtype())

@@ -251,7 +251,7 @@ ON_THE_HOST = {
     "metrics.py": "the mean of an epoch",
     "noise.py": "numbers of a checkpoint",
     "parameter_changes.py": "the type of what is there already",
-    "splitting/outputs.py": "losses that are numbers",
+    "splitting/logs.py": "losses that are numbers",
     "testing.py": "a comparison",
     "trial.py": "gradients that were copied there",
     "trial_mode.py": "a precision",
