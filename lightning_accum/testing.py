@@ -28,7 +28,12 @@ Rows = Sequence[Any]
 """What a collate function makes a batch of."""
 MakesOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 EXACT = 1e-12
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from lightning_accum.arguments import MisconfiguredError
-from lightning_accum.errors import AccumulationError, DoesNotAddUpError, UnreadableLossError
+from lightning_accum.errors import AccumulationError, DoesNotAddUpError, UnreadableLossError, UnsplittableBatchError
+from lightning_accum.splitting.micro_batch import Layout
 from lightning_accum.user_warnings import listed
-from lightning_accum.verification.data import Comparison
 from lightning_accum.verification.record import Difference, Step, difference, is_same_step, most_noise, tolerance
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, StepRunner
@@ -40,6 +41,36 @@ _MENDS = {
 """By the name of a break, what mends it."""
 
 
+class Comparison:
+    """The full batch, and the loader batches of the window that stands for it.
+
+    ``padding`` says how these were padded to be joined; ``layout`` is None if the full batch does not show its rows.
+    """
+
+    def __init__(self, full: Any, batches: Sequence[Any], padding: str = "") -> None:
+        self.full, self.batches, self.padding = full, batches, padding
+        self.layout: Layout | None = None
+        with suppress(UnsplittableBatchError):
+            self.layout = Layout.read(full)
+
+    @property
+    def rows(self) -> int | None:
+        """Samples in the full batch, if it shows them."""
+        return None if self.layout is None else self.layout.size
+
+    def reversed(self) -> Any:
+        """The full batch with its rows in the other order: the same mean, added up differently."""
+        return self.full if self.layout is None else self.layout.take(list(reversed(range(self.layout.size))))
+
+    def padded(self) -> list[Any]:
+        """The loader batches with the padding that they have in the full batch; none if there is no such padding."""
+        if self.layout is None or not self.padding:
+            return []
+        rows = iter(range(self.layout.size))
+        sizes = [Layout.read(batch, self.layout.kinds).size for batch in self.batches]
+        return [self.layout.take(list(islice(rows, size))) for size in sizes]
+
+
 class Diagnosis:
     """Runs the full batch and its window, and whatever else shows how they differ."""
 
@@ -59,8 +90,7 @@ class Diagnosis:
             )
         self.tolerance = tolerance(self.full.dtype, self._measure_noise())
         self.gradient = self.update = Difference(math.nan, {})
-        self.window: Step | None = None
-        """None if it could not be run, since its weight cannot be read."""
+        self.window: Step | None = None  # if it could not be run, since its weight cannot be read
         refusal: Exception | None = None
         try:
             try:
@@ -89,15 +119,14 @@ class Diagnosis:
         self.breaks.append(Break(name, found, size, without, mend or _MENDS[name]))
 
     def _measure_noise(self) -> float:
-        """How far the full batch is from itself, in another order. What is more than rounding is looked into."""
-        batch, most = self._comparison.full, most_noise(self.full.dtype)
-        backwards, drawn = self._comparison.reversed(), self.full
+        """How far the full batch is from itself. What is more than rounding is looked into."""
+        most, drawn = most_noise(self.full.dtype), self.full
         for self.change in (Change(), Change(evens_noise=True)):
-            self.full = drawn if self.change == Change() else self._runner.full(batch, self.change)
-            noise = self._difference(batch if backwards is None else backwards)
+            self.full = drawn if self.change == Change() else self._runner.full(self._comparison.full, self.change)
+            noise = self._from_itself(self._comparison.reversed())
             if noise <= most:
                 break
-        of_itself = noise if noise <= most else self._difference(batch)
+        of_itself = noise if noise <= most else self._from_itself(self._comparison.full)
         if of_itself > most:
             found = (
                 "The full batch, run twice, gives two gradients: it draws random numbers that cannot be made the same for batches"
@@ -114,8 +143,8 @@ class Diagnosis:
             )
         return of_itself
 
-    def _difference(self, batch: Any) -> float:
-        """From the full batch, with another seed."""
+    def _from_itself(self, batch: Any) -> float:
+        """How far the batch is from the full batch, with another seed."""
         return _difference(self._runner.full(batch, self.change, seed=1), self.full)
 
     # --- what breaks equality -----------------------------------------------------------------------------------------
@@ -123,37 +152,37 @@ class Diagnosis:
     def _find_breaks(self, refusal: Exception | None) -> None:
         """Take out one thing after the other, until the rest is equal."""
         full, batches, left = self.full, self._comparison.batches, self.gradient.largest
-        for name, found, change, others in self._suspects():
+        for name, found, new_change, new_batches in self._suspects(batches):
             if left <= self.tolerance:
                 break
-            new_full = full if change == self.change else self._runner.full(self._comparison.full, change)
-            new_window = self._runner.accumulated(others or batches, change)
-            without = _difference(new_window, new_full)
+            new_change = Change(*map(max, self.change, new_change))
+            new_full = full if new_change == self.change else self._runner.full(self._comparison.full, new_change)
+            without = _difference(self._runner.accumulated(new_batches, new_change), new_full)
             if without < left - self.tolerance:
                 self._add(name, found, left, without)
-                self.change, full, left, batches = change, new_full, without, others or batches
+                self.change, full, left, batches = new_change, new_full, without, new_batches
         if refusal is not None:
             self._add(_DOES_NOT_ADD_UP, str(refusal), left, mend=self._row_wise_that_mends(full))
         elif left > self.tolerance:
             self._look_into_the_rest(full, batches, left)
 
-    def _suspects(self) -> Iterator[tuple[str, str, Change, Sequence[Any]]]:
-        """What can be taken out: its name, what was seen of it, the change of the module, or other loader batches."""
+    def _suspects(self, batches: Sequence[Any]) -> Iterator[tuple[str, str, Change, Sequence[Any]]]:
+        """What can be taken out: its name, what was seen of it, the change of the module, the loader batches."""
         if layers := self.full.batch_norm:
             found = f"Each micro-batch is normalised by its own statistics, in {listed(layers)}."
-            yield "BatchNorm", found, replace(self.change, freezes_batch_norm=True), []
-        if len(self._comparison.batches) > 1:
+            yield "BatchNorm", found, Change(freezes_batch_norm=True), batches
+        if len(batches) > 1:
             found = "training_step reads batch_idx, which is another for every micro-batch of a window, and 0 for the full batch."
-            yield "batch_idx", found, replace(self.change, fixes_batch_idx=True), []
+            yield "batch_idx", found, Change(fixes_batch_idx=True), batches
         if padded := self._comparison.padded():
             found = f"The loss depends on padding: {self._comparison.padding}, and with that padding the micro-batches have"
-            yield "padding", f"{found} other gradients.", self.change, padded
+            yield "padding", f"{found} other gradients.", Change(), padded
 
     def _look_into_the_rest(self, full: Step, batches: Sequence[Any], left: float) -> None:
         """What cannot be taken out, and the check has not seen."""
         # the mean of the same batch twice is the batch's own: what differs was carried from one to the other
-        carried = _difference(self._runner.twice(self._comparison.full, replace(self.change, fixes_batch_idx=True)), full)
-        if carried > self.tolerance:
+        twice = self._runner.twice(self._comparison.full, self.change._replace(fixes_batch_idx=True))
+        if (carried := _difference(twice, full)) > self.tolerance:
             found = (
                 "The same batch twice gives another gradient than once: the module carries something from one training_step to the"
             )
@@ -171,15 +200,13 @@ class Diagnosis:
         """The submodules, at most two levels deep, with which, run row-wise, the module takes the step of the full batch."""
         asked_for = self._runner.policy.get("micro_batch")
         size = asked_for if isinstance(asked_for, int) else max(1, (self._comparison.rows or 2) // 2)
-        policy = {"micro_batch": size, "weight": "equal", "check": False}
+        runner = replace(self._runner, policy={"micro_batch": size, "weight": "equal", "check": False})
         names: list[str] = []
         for name, inner in self._runner.module.named_modules():
             is_inside_another = any(name.startswith(f"{outer}.") for outer in names)
             if name and name.count(".") < 2 and not is_inside_another and next(inner.parameters(), None) is not None:
                 with suppress(Exception):  # whatever a submodule does on other rows
-                    step = replace(self._runner, policy={}).accumulated(
-                        [self._comparison.full], self.change, row_wise=name, **policy
-                    )
+                    step = runner.accumulated([self._comparison.full], self.change, row_wise=name)
                     if _difference(step, full) <= self.tolerance:
                         names.append(name)
         if not names:
@@ -194,7 +221,7 @@ class Diagnosis:
     def _check_step(self, window: Step) -> None:
         """Given the window's gradient, does the full batch's step end where the window's did?"""
         size = self.update.largest
-        if size > self.tolerance:  # LBFGS takes more gradients than the one that is replayed
+        if size > self.tolerance:
             replay = self._runner.full(self._comparison.full, self.change, gradients=window.gradients)
             if not is_same_step(window.after, replay.after, replay.before):
                 found = (

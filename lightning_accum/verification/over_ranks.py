@@ -7,29 +7,24 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.engine import Engine
 from lightning_accum.strategies import ModelParallelAccumulationStrategy
 from lightning_accum.user_warnings import listed
-from lightning_accum.verification.data import Comparison
-from lightning_accum.verification.examination import Diagnosis
+from lightning_accum.verification.examination import Comparison, Diagnosis
 from lightning_accum.verification.processes import RanksFailedError, run_on_ranks
-from lightning_accum.verification.record import Difference, Step, StepRecorder, difference, flat, is_same_step, multiples
+from lightning_accum.verification.record import Difference, Step, StepRecorder, difference, is_same_step, multiples
 from lightning_accum.verification.report import Break
 from lightning_accum.verification.step import Change, StepRunner, run_one_step
 
@@ -37,32 +32,21 @@ _Found = tuple[str, str, str]
 """The name of a break, what was seen, and what mends it."""
 
 
-@dataclass
 class OverRanks:
-    """Runs a window over ranks, and compares it with the full batch.
+    """Runs a window over ranks, and compares it with the full batch, whose step it takes in one process (``alone``)."""
 
-    Args:
-        comparison: the full batch, and the loader batches of all ranks in the order in which ranks take turns.
-        alone: what was found in one process, where the steps are equal.
-    """
-
-    runner: StepRunner
-    comparison: Comparison
-    alone: Diagnosis
-    ranks: int
-    strategy: str | Strategy
-
-    def __post_init__(self) -> None:
-        change, batches = self.alone.change, self.comparison.batches
-        shares = [list(batches[rank :: self.ranks]) for rank in range(self.ranks)]
-        self.tolerance, self.full = self.alone.tolerance, self.alone.full
-        self.steps = _steps(self.runner, shares, self.strategy, change)
-        self.parts = [self.runner.accumulated(share, change) for share in shares]
-        by_rank = [Difference.between(step.gradients, self.full.gradients) for step in self.steps]
-        worst = max(range(self.ranks), key=lambda rank: by_rank[rank].largest)
-        self.gradient, self.update = by_rank[worst], Difference.between(self.steps[worst].way, self.full.way)
-        self.loss = self.steps[worst].loss if _is_of_this_package(self.strategy) else math.nan
-        is_equal = self.gradient.largest <= self.tolerance
+    def __init__(self, runner: StepRunner, comparison: Comparison, alone: Diagnosis, ranks: int, strategy: str | Strategy) -> None:
+        self.ranks, self.strategy = ranks, strategy
+        self._runner, self._batch, self._change = runner, comparison.full, alone.change
+        self._full, self._tolerance = alone.full, alone.tolerance
+        shares = [list(comparison.batches[rank::ranks]) for rank in range(ranks)]  # the ranks take turns
+        self._steps = _steps(runner, shares, strategy, alone.change)
+        self._parts = [runner.accumulated(share, alone.change) for share in shares]
+        by_rank = [Difference.between(step.gradients, self._full.gradients) for step in self._steps]
+        worst = max(range(ranks), key=lambda rank: by_rank[rank].largest)
+        self.gradient, self.update = by_rank[worst], Difference.between(self._steps[worst].way, self._full.way)
+        self.loss = self._steps[worst].loss if _is_of_this_package(strategy) else math.nan
+        is_equal = self.gradient.largest <= self._tolerance
         stages = [self._of_step(worst)] if is_equal else [self._before_step(), self._of_losses(), self._of_gradients()]
         found = next(filter(None, map(list, stages)), [])  # what comes later follows from the first
         self.breaks = [Break(name, text, self.gradient.largest, None, mend) for name, text, mend in found]
@@ -78,9 +62,8 @@ class OverRanks:
         return self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
 
     def _before_step(self) -> Iterator[_Found]:
-        for rank, step in enumerate(self.steps):
-            off = [name for name, tensor in step.before.items() if difference(self.parts[rank].before.get(name), tensor)]
-            if off:
+        for rank, (step, part) in enumerate(zip(self._steps, self._parts, strict=True)):
+            if off := [name for name, tensor in step.before.items() if difference(part.before.get(name), tensor)]:
                 yield (
                     "parameters before the step",
                     f"On rank {rank} {listed(off)} {'are' if len(off) > 1 else 'is'} not what one process has.",
@@ -89,17 +72,17 @@ class OverRanks:
 
     def _of_losses(self) -> Iterator[_Found]:
         """The losses of the same rows are others than in one process."""
-        for rank, (step, part) in enumerate(zip(self.steps, self.parts, strict=True)):
+        for rank, (step, part) in enumerate(zip(self._steps, self._parts, strict=True)):
             own, alone = (torch.tensor(one.losses, dtype=torch.float64) for one in (step, part))
             if len(own) != len(alone):
                 found = f"Rank {rank} has {len(own)} micro-batches with a loss, and one process has {len(alone)} on the same rows."
-            elif not torch.allclose(own, alone, rtol=16 * self.tolerance, atol=0.0, equal_nan=True):
+            elif not torch.allclose(own, alone, rtol=16 * self._tolerance, atol=0.0, equal_nan=True):
                 worst = int((own - alone).abs().argmax())
                 found = f"A micro-batch of rank {rank} has the loss {own[worst]:.9g}, and in one process {alone[worst]:.9g}"
                 found += f": {own[worst] / alone[worst]:.6g} times."
             else:
                 continue
-            buffers = [name for name, tensor in part.buffers.items() if difference(step.buffers.get(name), tensor) > self.tolerance]
+            buffers = [n for n, tensor in part.buffers.items() if difference(step.buffers.get(n), tensor) > self._tolerance]
             yield (
                 "loss of a rank",
                 found + (f" Its buffers are others, too ({listed(buffers)})." if buffers else ""),
@@ -109,9 +92,9 @@ class OverRanks:
 
     def _of_gradients(self) -> Iterator[_Found]:
         """The losses are right, so what becomes of their gradients is not."""
-        full = self.full.of_backward
-        views = [Difference.between(step.of_backward, full).by_name for step in self.steps]
-        bad = [name for name in full if any(not view[name] <= self.tolerance for view in views)]
+        full = self._full.of_backward
+        views = [Difference.between(step.of_backward, full).by_name for step in self._steps]
+        bad = [name for name in full if any(not view[name] <= self._tolerance for view in views)]
         if not bad:
             yield (
                 "after the reduction",
@@ -119,35 +102,40 @@ class OverRanks:
                 "Look for hooks around the step that go by the rank or the number of ranks.",
             )
             return
-        whole, *vectors = (flat({n: one.of_backward[n] for n in bad}) for one in (self.full, *self.steps, *self.parts))
-        parts, limit = torch.stack(vectors[self.ranks :], 1), max(100 * self.tolerance, 1e-9)
-        weights = multiples(parts, whole, limit)
-        counts = [None if weights is None else multiples(parts * weights, one, limit) for one in vectors[: self.ranks]]
-        each = [
-            f"on rank {rank} the rows of ranks 0 to {self.ranks - 1} count "
-            + ", ".join(f"{factor:.6g}" for factor in count.where(count.abs() > limit, 0.0).tolist())
-            for rank, count in enumerate(counts)
-            if count is not None
-        ]
-        where = "" if len(bad) == len(full) else f" in {listed(bad)}, unlike in the others,"
         mend = "Look for what multiplies losses or gradients by the rank or the number of ranks, for communication hooks, and for"
         mend += " parameters that no group reduces."
         if not _is_of_this_package(self.strategy):
             mend = f'strategy="accum_ddp" weights the micro-batches of all ranks; {self.strategy_in_words} may not. Or: {mend}'
-        if len(each) == self.ranks:
-            yield "weights of the ranks", f"The losses are right, but{where} {'; '.join(each)} times as much as they should.", mend
-        else:
+        counts = self._counts(bad)
+        if counts is None:
             found = f"The losses are right, but no multiples of the ranks' gradients add up to the reduced ones of {listed(bad)}."
             yield "gradients of the ranks", found, mend
+        else:
+            each = (
+                f"on rank {rank} the rows of ranks 0 to {self.ranks - 1} count {', '.join(f'{c:.6g}' for c in count)}"
+                for rank, count in enumerate(counts)
+            )
+            where = "" if len(bad) == len(full) else f" in {listed(bad)}, unlike in the others,"
+            yield "weights of the ranks", f"The losses are right, but{where} {'; '.join(each)} times as much as they should.", mend
+
+    def _counts(self, names: Sequence[str]) -> list[list[float]] | None:
+        """How often each rank's rows count in the gradients that each rank has; None where they are no multiples of them."""
+        limit = max(100 * self._tolerance, 1e-9)
+        parts = torch.stack([_flat(part.of_backward, names) for part in self._parts], 1)
+        weights = multiples(parts, _flat(self._full.of_backward, names), limit)
+        counts = [
+            None if weights is None else multiples(parts * weights, _flat(step.of_backward, names), limit) for step in self._steps
+        ]
+        found = [count.where(count.abs() > limit, 0.0).tolist() for count in counts if count is not None]
+        return found if len(found) == self.ranks else None
 
     def _of_step(self, worst: int) -> Iterator[_Found]:
         """Given the gradients of the ranks, does the full batch's step end where theirs did?"""
-        gradients = self.steps[worst].gradients
-        replay = self.runner.full(self.comparison.full, self.alone.change, gradients=gradients)
-        for rank, step in enumerate(self.steps):
-            is_near = Difference.between(step.way, self.full.way).largest <= self.tolerance
+        replay = self._runner.full(self._batch, self._change, gradients=self._steps[worst].gradients)
+        for rank, step in enumerate(self._steps):
+            is_near = Difference.between(step.way, self._full.way).largest <= self._tolerance
             if not is_near and not is_same_step(step.after, replay.after, replay.before):
-                off = [n for n, after in step.after.items() if difference(after, replay.after[n]) > self.tolerance]
+                off = [n for n, after in step.after.items() if difference(after, replay.after[n]) > self._tolerance]
                 yield (
                     f"optimizer step of rank {rank}",
                     f"Rank {rank} has the gradient of the full batch, and its step moves {listed(off)} elsewhere.",
@@ -155,7 +143,8 @@ class OverRanks:
                 )
 
 
-# --- in the process of a rank ------------------------------------------------------------------------------------------
+def _flat(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    return torch.cat([tensors[name].to(torch.float64).flatten() for name in names])
 
 
 def _is_of_this_package(strategy: str | Strategy) -> bool:
@@ -165,7 +154,7 @@ def _is_of_this_package(strategy: str | Strategy) -> bool:
 
 def _steps(runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | Strategy, change: Change) -> list[Step]:
     """The step of a window over ranks, of whose loader batches these are the ``shares``, as each rank saw it."""
-    parts = (runner.module, runner.policy, runner.trainer, runner.hooks, shares, strategy, change)
+    parts = (runner.module, runner.policy, runner.trainer, runner.hooks, shares, strategy, change, torch.get_default_dtype())
     with runner.state.restored_afterwards():
         try:
             sent = pickle.dumps(parts)
@@ -179,7 +168,9 @@ def _steps(runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | 
 
 
 def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
-    module, policy, trainer, hooks, shares, strategy, change = pickle.loads(sent)
+    """In the process of a rank."""
+    module, policy, trainer, hooks, shares, strategy, change, dtype = pickle.loads(sent)
+    torch.set_default_dtype(dtype)
     ranks, batches, callbacks, trainer = len(shares), shares[int(os.environ["RANK"])], [], dict(trainer)
     if strategy == "accum_model_parallel":
         strategy = ModelParallelAccumulationStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
@@ -204,22 +195,5 @@ def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
     processes = {"devices": local, "num_nodes": ranks // local, "plugins": [TorchElasticEnvironment()], "strategy": strategy}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run_one_step(module, hooks, batches, change, _RankRecorder(ranks, finish), callbacks, {**processes, **trainer})
-
-
-class _RankRecorder(StepRecorder):
-    """Hands over what a rank saw, once its step is taken."""
-
-    def __init__(self, ranks: int, finish: Callable[[Step], None]) -> None:
-        super().__init__(finish=finish)
-        self._ranks = ranks
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        found = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        if found != self._ranks:
-            raise MisconfiguredError(
-                f"verify(devices={self._ranks}) gives each device its own batches, but {type(trainer.strategy).__name__} has"
-                f" {found} data-parallel ranks. Pass an object of the strategy whose data_parallel_size is {self._ranks}."
-            )
-        super().on_train_start(trainer, pl_module)
+        recorder = StepRecorder(ranks=ranks, finish=finish)
+        run_one_step(module, hooks, batches, change, recorder, callbacks, {**processes, **trainer})

@@ -1,4 +1,4 @@
-"""What one optimizer step did, seen by callbacks, and how far two steps are apart."""
+"""What one optimizer step did, seen by a callback, and how far two steps are apart."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
 from lightning_accum.randomness import seed_everything, switch_off_dropout
 from lightning_accum.session import named_parameters_of
@@ -31,41 +33,22 @@ The gradient of a key's bias in attention is 0 but for rounding, and would be a 
 
 @dataclass
 class Step:
-    """What one optimizer step did. Tensors are copies in host memory, by name; complex ones are viewed as real.
+    """What one optimizer step did. Tensors are copies in host memory, by name; complex ones are viewed as real."""
 
-    Attributes:
-        before: the trained parameters before the step.
-        after: the same after it.
-        of_backward: the gradients of the full batch, before clipping and hooks around the step.
-        gradients: what the optimizer saw; zeros for a parameter without a gradient.
-        buffers: the module's, after the step.
-        loss: of the batch or of the window.
-        losses: of the micro-batches.
-        dtype: the narrowest type in the graph of the loss.
-        micro_batches: how many had a loss that counts.
-        parts: the micro-batches that the last loader batch was split into.
-        weight: how each micro-batch is weighted, in words.
-        warnings: what was warned of.
-        noise: the random operations that were given the same numbers for every row.
-        dropout: where it was switched off.
-        batch_norm: the layers that normalise by statistics of the batch they see.
-    """
-
-    before: dict[str, Tensor] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)  # the trained parameters
     after: dict[str, Tensor] = field(default_factory=dict)
-    of_backward: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    loss: float = float("nan")
-    losses: list[float] = field(default_factory=list)
-    dtype: torch.dtype = torch.float64
-    micro_batches: int = 1
-    parts: int = 1
-    weight: str | None = None
+    of_backward: dict[str, Tensor] = field(default_factory=dict)  # gradients, before clipping and hooks around the step
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # that the optimizer saw; zeros where there is none
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # after the step
+    loss: float = float("nan")  # of the batch or of the window
+    losses: list[float] = field(default_factory=list)  # of all backwards
+    dtype: torch.dtype = torch.float64  # the narrowest in the graph of the loss
+    parts: int = 1  # the micro-batches that the last loader batch was split into
+    weight: str | None = None  # of each micro-batch, in words
     warnings: list[str] = field(default_factory=list)
-    noise: set[str] = field(default_factory=set)
-    dropout: list[str] = field(default_factory=list)
-    batch_norm: list[str] = field(default_factory=list)
+    noise: set[str] = field(default_factory=set)  # the random operations that gave every row the same numbers
+    dropout: list[str] = field(default_factory=list)  # where it was switched off
+    batch_norm: list[str] = field(default_factory=list)  # layers that normalise by statistics of the batch they see
 
     @property
     def way(self) -> dict[str, Tensor]:
@@ -77,53 +60,53 @@ class StepTakenError(Exception):
     """Ends the fit after its first step."""
 
 
-class StepRecorder(pl.Callback):
-    """Copies what backward leaves, what the optimizer steps on, and where it goes.
+class StepRecorder(Callback):
+    """Copies what backward leaves, what the optimizer steps on (``gradients``, if given), and where it goes.
 
-    Args:
-        seed: of the random generators.
-        gradients: what the optimizer is given instead of its own.
-        finish: called with the step, before the fit ends.
+    There have to be as many data-parallel ``ranks``; ``finish`` is called with the step, before the fit ends.
     """
 
     def __init__(
-        self,
-        seed: int = 0,
-        gradients: Mapping[str, Tensor] | None = None,
-        finish: Callable[[Step], None] | None = None,
+        self, seed: int = 0, gradients: Tensors | None = None, ranks: int = 1, finish: Callable[[Step], None] = lambda step: None
     ) -> None:
         self.step, self.gradients = Step(), gradients
-        self._seed, self._finish = seed, finish
-        self._trained: list[tuple[str, nn.Parameter]] = []
+        self._seed, self._ranks, self._finish = seed, ranks, finish
+        self._trained: dict[str, nn.Parameter] = {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        found = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        if found != self._ranks:
+            raise MisconfiguredError(
+                f"verify(devices={self._ranks}) gives each device its own batches, but"
+                f" {type(trainer.strategy).__name__} has {found} data-parallel ranks. Pass an object of the"
+                f" strategy whose data_parallel_size is {self._ranks}."
+            )
         self.step.dropout = switch_off_dropout(pl_module)
         self.step.batch_norm = batch_norm_layers(pl_module)
         seed_everything(self._seed)
-        for optimizer in trainer.optimizers:
-            # one that wraps another may not be an Optimizer by its __init__, and has no hooks then
+        for optimizer in trainer.optimizers:  # one that wraps another may have no hooks
             optimizer.step = self._recorded(optimizer.step)  # type: ignore[method-assign]
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:  # the module's own on_train_start may add parameters or change them
             named = named_parameters_of(pl_module, trainer.optimizers)
-            self._trained = [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
-            self.step.before = _copies(self._trained)
+            self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+            self.step.before = _copies(self._trained.items())
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self.step.dtype = narrowest_dtype(loss)
-        is_divided = not isinstance(trainer.strategy, Engine)
-        self.step.losses.append(float(loss.detach()) * (trainer.accumulate_grad_batches if is_divided else 1))
+        divisor = 1 if isinstance(trainer.strategy, Engine) else trainer.accumulate_grad_batches
+        self.step.losses.append(float(loss.detach()) * divisor)
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self.step.of_backward = _gradients(self._trained)
-        for name, parameter in self._trained:
-            if self.gradients is not None and parameter.grad is not None:
-                gradient = self.gradients[name]
+        self.step.of_backward = self._gradients()
+        for name, gradient in (self.gradients or {}).items():
+            parameter = self._trained[name]
+            if parameter.grad is not None:
                 gradient = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
                 parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
@@ -131,10 +114,14 @@ class StepRecorder(pl.Callback):
         @functools.wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
-            self.step.after, self.step.gradients = _copies(self._trained), _gradients(self._trained)
+            self.step.after, self.step.gradients = _copies(self._trained.items()), self._gradients()
             return result
 
         return run
+
+    def _gradients(self) -> dict[str, Tensor]:
+        found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._trained.items()}
+        return _copies((n, g if g.layout is torch.strided else g.to_dense()) for n, g in found.items())
 
     @override
     def on_train_batch_end(
@@ -144,61 +131,37 @@ class StepRecorder(pl.Callback):
         if not step.after and batch_idx + 1 < trainer.accumulate_grad_batches:
             return
         step.buffers = _copies(pl_module.named_buffers())
+        step.loss = step.losses[0] if step.losses else step.loss
         accumulation = strategy.accumulation if isinstance(strategy, Engine) else None
         if accumulation is not None and accumulation.closed is not None:
-            step.loss, step.micro_batches = float(accumulation.closed.loss), accumulation.closed.micro_batches
-            step.weight = accumulation.weigher.criterion
+            step.loss, step.weight = float(accumulation.closed.loss), accumulation.weigher.criterion
             if accumulation.splitting is not None and accumulation.splitting.plan is not None:
                 step.parts = len(accumulation.splitting.plan.pieces)
-        elif isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
-            step.loss = float(outputs["loss"])
-        if self._finish is not None:
-            self._finish(step)
+        self._finish(step)
         raise StepTakenError
 
 
 def narrowest_dtype(loss: Tensor) -> torch.dtype:
-    """The floating-point type of the least precision in the graph of ``loss``.
-
-    Example:
-        >>> x = torch.ones(2, dtype=torch.float64, requires_grad=True)
-        >>> narrowest_dtype((x * 2).float().sum().double())
-        torch.float32
-    """
-    dtypes = {loss.dtype}
-    for node in () if loss.grad_fn is None else nodes_below(loss.grad_fn):
-        for metadata in getattr(node, "_input_metadata", ()):
-            dtype = getattr(metadata, "dtype", None)
-            if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex):
-                dtypes.add(dtype.to_real())
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    """The floating-point type of the least precision in the graph of ``loss``."""
+    nodes = () if loss.grad_fn is None else nodes_below(loss.grad_fn)
+    found = [getattr(metadata, "dtype", None) for node in nodes for metadata in getattr(node, "_input_metadata", ())]
+    dtypes = (dtype for dtype in (loss.dtype, *found) if isinstance(dtype, torch.dtype))
+    floats = (dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    return max(floats, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: _copy(tensor) for name, tensor in tensors}
+    """In host memory; sharded tensors are gathered from all ranks."""
+    wholes = ((name, (t.full_tensor() if isinstance(t, DTensor) else t).detach()) for name, t in tensors)
+    return {name: (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).cpu().clone() for name, t in wholes}
 
 
-def _gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters}
-    return {name: _copy(grad if grad.layout is torch.strided else grad.to_dense()) for name, grad in found.items()}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Of a sharded tensor, gathered from all ranks."""
-    whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-    return (torch.view_as_real(whole.resolve_conj()) if whole.is_complex() else whole).cpu().clone()
-
-
-# --- how far two steps are apart ------------------------------------------------------------
+# --- how far two steps are apart --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How much two sets of tensors differ, relative to the second.
-
-    ``overall`` is the norm of all differences over the norm of all expected tensors; ``by_name`` the same for each tensor, relative
-    to a share of the typical size for one that is much smaller.
-    """
+    """How much two sets of tensors differ, relative to the second: all together, and each by name."""
 
     overall: float
     by_name: Mapping[str, float]
@@ -210,19 +173,12 @@ class Difference:
 
     @classmethod
     def between(cls, found: Tensors, expected: Tensors) -> Difference:
-        """Measure.
-
-        Example:
-            >>> expected = {"w": torch.tensor([3.0, -4.0])}
-            >>> Difference.between({"w": torch.tensor([3.0, -3.0])}, expected).overall
-            0.2
-        """
+        """Measure. A tensor that is much smaller than is typical is measured by a share of that size."""
         distances = {name: _distance(found[name], tensor) for name, tensor in expected.items()}
         sizes = {name: _norm(tensor) for name, tensor in expected.items()}
-        numbers = {name: tensor.numel() for name, tensor in expected.items()}
-        size = math.hypot(*sizes.values())
-        typical = _SMALLEST_SHARE * size / math.sqrt(max(1, sum(numbers.values())))
-        least = {name: max(sizes[name], typical * math.sqrt(numbers[name])) for name in expected}
+        size, elements = math.hypot(*sizes.values()), sum(tensor.numel() for tensor in expected.values())
+        typical = _SMALLEST_SHARE * size / math.sqrt(max(1, elements))
+        least = {name: max(sizes[name], typical * math.sqrt(tensor.numel())) for name, tensor in expected.items()}
         by_name = {name: _ratio(distances[name], least[name]) for name in expected}
         return cls(_ratio(math.hypot(*distances.values()), size), by_name)
 
@@ -235,30 +191,18 @@ def difference(found: Tensor | None, expected: Tensor) -> float:
 
 
 def is_same_step(found: Tensors, expected: Tensors, before: Tensors) -> bool:
-    """Whether parameters are where the same gradient has taken others, up to the rounding of the optimizer's arithmetic."""
-    for name, tensor in expected.items():
-        if not tensor.is_floating_point():
-            continue
+    """Whether parameters are where the same gradient has taken others, up to the optimizer's rounding."""
+
+    def rounding(name: str, tensor: Tensor) -> float:
         eps = torch.finfo(tensor.dtype).eps
-        rounding = 1024 * eps * _distance(tensor, before[name]) + 4 * eps * _norm(tensor)
-        if not _distance(found[name], tensor) <= rounding:
-            return False
-    return True
+        return 1024 * eps * _distance(tensor, before[name]) + 4 * eps * _norm(tensor)
+
+    floats = {name: tensor for name, tensor in expected.items() if tensor.is_floating_point()}
+    return all(_distance(found[name], tensor) <= rounding(name, tensor) for name, tensor in floats.items())
 
 
 def tolerance(dtype: torch.dtype, noise: float) -> float:
-    """How much the gradients of equal steps may differ.
-
-    Sixteen roundings (1e-12 in float64), or four times what was measured to be rounding.
-
-    Args:
-        dtype: the narrowest that the loss is computed in.
-        noise: the largest difference between two runs that differ in the order of additions alone.
-
-    Example:
-        >>> tolerance(torch.float64, 1e-15), round(tolerance(torch.float32, 1e-6), 7)
-        (1e-12, 4e-06)
-    """
+    """How much the gradients of equal steps may differ: sixteen roundings, or four times what the order of rows changes."""
     least = 1e-12 if dtype == torch.float64 else 16 * torch.finfo(dtype).eps
     return max(least, min(4 * noise, most_noise(dtype)))
 
@@ -269,26 +213,9 @@ def most_noise(dtype: torch.dtype) -> float:
 
 
 def multiples(columns: Tensor, target: Tensor, limit: float) -> Tensor | None:
-    """By how much to multiply vectors so that they add up to another; None if they do not.
-
-    Args:
-        columns: shape (elements, vectors), float64.
-        target: shape (elements,).
-        limit: the relative error that is rounding.
-
-    Example:
-        >>> columns = torch.tensor([[1.0, 0], [0, 1], [0, 0]], dtype=torch.float64)
-        >>> multiples(columns, torch.tensor([0.25, 0.75, 0], dtype=torch.float64), 1e-12).tolist()
-        [0.25, 0.75]
-    """
+    """By how much to multiply the columns so that they add up to the target, up to a relative error; None if they do not."""
     found = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-    left = _norm(target - columns @ found)
-    return found if left <= limit * _norm(target) else None
-
-
-def flat(tensors: Tensors) -> Tensor:
-    """All tensors in one float64 vector."""
-    return torch.cat([tensor.to(torch.float64).flatten() for tensor in tensors.values()])
+    return found if _norm(target - columns @ found) <= limit * _norm(target) else None
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
+from typing import NamedTuple
 
 SHOWN = 10
 """How many parameters the table lists."""
 
 
-@dataclass(frozen=True)
-class Break:
+class Break(NamedTuple):
     """Something that breaks equality.
 
     Attributes:
         name: what it is: ``"BatchNorm"``, ``"batch_idx"``, ``"losses that do not add up"``, ...
         found: what was seen of it, in a sentence.
-        difference: how much the gradients differ with it, relative to the full batch's; NaN where that could not be measured.
-        without: how far without it; None where it could not be taken out.
+        difference: relative error of the gradients with it; NaN if that could not be measured.
+        without: relative error without it; None if it could not be taken out.
         mend: the argument, or the change to the module, that mends it.
     """
 
@@ -29,15 +29,10 @@ class Break:
     mend: str
 
 
-@dataclass(frozen=True)
-class ParameterDifference:
-    """How far one parameter is from where the full batch has it.
+class ParameterDifference(NamedTuple):
+    """Relative errors of a parameter's gradient and of its update.
 
-    Attributes:
-        name: of the parameter.
-        gradient: how much its gradients differ, relative to the full batch's. A gradient of less than a hundredth of the typical
-            size, such as one that is 0 but for rounding, is measured by that hundredth.
-        update: how much its ways in the optimizer step differ, relative to the full batch's; likewise.
+    A gradient of less than a hundredth of the typical size, such as one that is 0 but for rounding, is measured by that hundredth.
     """
 
     name: str
@@ -53,8 +48,8 @@ class Report:
         module: the class of the module.
         compared: what was compared with what, in words.
         is_equal: the verdict.
-        gradient: how much the gradients differ: the norm of the difference, relative to that of the full batch's gradient.
-        update: how much the ways differ that the step moves the parameters, relative to the full batch's.
+        gradient: the norm of the gradients' difference, relative to that of the full batch's gradient.
+        update: the same for the ways that the step moves the parameters.
         losses: of the full batch, and of the window.
         tolerance: what the gradient of no parameter may exceed.
         tolerance_reason: where that comes from.
@@ -105,11 +100,11 @@ class Report:
         paragraphs = [[self.verdict, self.compared]]
         for found in self.breaks:
             paragraphs.append([f"{found.name}: {found.found} {_effect(found)}", f"    To mend it: {found.mend}"])
-        full, window = self.losses
-        numbers = [("all parameters", self.gradient, self.update), *((row.name, row.gradient, row.update) for row in self.worst)]
-        lines = aligned([("relative difference", "gradient", "update"), *((n, number(g), number(u)) for n, g, u in numbers)])
+        rows = [ParameterDifference("all parameters", self.gradient, self.update), *self.worst]
+        lines = aligned([("relative difference", "gradient", "update"), *((n, number(g), number(u)) for n, g, u in rows)])
         if len(self.parameters) > SHOWN:
             lines.append(f"... and {len(self.parameters) - SHOWN} more that are closer")
+        full, window = self.losses
         of_window = f", {window:.12g} of the micro-batches" if window == window else ""
         facts = [
             f"tolerance: {self.tolerance:.2g} ({self.tolerance_reason})",
@@ -146,9 +141,8 @@ def number(value: float) -> str:
 def _effect(found: Break) -> str:
     if found.difference != found.difference:
         return ""
-    if found.without is None:
-        return f"The worst gradient differs by {number(found.difference)}."
-    return f"The worst gradient differs by {number(found.difference)} with it, by {number(found.without)} without."
+    without = "." if found.without is None else f" with it, by {number(found.without)} without."
+    return f"The worst gradient differs by {number(found.difference)}{without}"
 
 
 def _wrapped(text: str) -> str:

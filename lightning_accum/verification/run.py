@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
+import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.families import by_module
+from lightning_accum.randomness import generators_kept
+from lightning_accum.splitting.few_rows import join as join_batches
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.user_warnings import listed
-from lightning_accum.verification.data import Comparison, Join, read_data
-from lightning_accum.verification.examination import Diagnosis
+from lightning_accum.verification.examination import Comparison, Diagnosis
 from lightning_accum.verification.over_ranks import OverRanks
 from lightning_accum.verification.processes import is_under_torchrun
 from lightning_accum.verification.report import ParameterDifference, Report
 from lightning_accum.verification.step import ModuleState, StepRunner, uncompiled
+
+Join = Callable[[Sequence[Any]], Any]
+"""Makes one batch of several."""
 
 
 @by_module
@@ -46,13 +56,12 @@ def verify(
     """Take one optimizer step as a full batch and one accumulated, and compare them.
 
     The full batch runs through a plain Lightning Trainer, the window through ``Trainer(strategy="accum")`` with
-    ``GradientAccumulation``, which checks the first batch as it does in training. Both train the module itself, with its hooks
-    and whatever else a copy would not have, and afterwards everything that can be reached from it is restored: parameters,
-    gradients, attributes, random state, optimizers, data loaders' generators. What hooks write elsewhere (files, experiment
-    trackers) stays written. Dropout is switched off meanwhile. The full batch runs twice, with other random numbers and its rows
-    in the other order, which shows what is rounding; if it differs by more, random numbers are made the same for every row.
-    If the two steps differ, one thing after the other is taken out to find what breaks equality. Takes memory for some copies
-    of the parameters in this precision, and the full batch has to fit.
+    ``GradientAccumulation``, which checks the first batch as it does in training. Both train the module itself, and afterwards
+    everything that can be reached from it is restored: parameters, gradients, attributes, random state, optimizers, data loaders'
+    generators. What hooks write elsewhere (files, experiment trackers) stays written. Dropout is switched off meanwhile. The full
+    batch runs twice, with other random numbers and its rows in the other order, which shows what is rounding; if it differs by
+    more, random numbers are made the same for every row. If the two steps differ, one thing after the other is taken out to find
+    what breaks equality. Takes memory for some copies of the parameters in this precision, and the full batch has to fit.
 
     Args:
         module: a LightningModule with automatic optimization; it may be in training already.
@@ -90,21 +99,20 @@ def verify(
         (True, True)
     """
     given, module = module, uncompiled(module)
-    size = _check(module, window, micro_batch, devices, accelerator) * devices
+    if (objection := _objection(module, window, micro_batch, devices, accelerator)) is not None:
+        raise MisconfiguredError(objection)
+    size = (window or 1) * devices
     arguments = {"window": size, "micro_batch": micro_batch, **policy}
     GradientAccumulation(**arguments)  # says what is wrong with them
-    trainer = {
-        "precision": precision,
-        "accelerator": accelerator,
-        "gradient_clip_val": gradient_clip_val,
-        "gradient_clip_algorithm": gradient_clip_algorithm,
-    }
+    trainer = {"precision": precision, "accelerator": accelerator}
+    trainer |= {"gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
     over_ranks = None
     with isolate_rng(include_cuda=accelerator in ("gpu", "cuda")):
         state = ModuleState(module)
-        comparison = read_data(module, state, data, size, join)
+        comparison = _read_data(module, state, data, size, join)
         try:
-            runner = StepRunner(given, state, arguments, trainer, comparison.hooks)
+            hooks = data if isinstance(data, pl.LightningDataModule) else None
+            runner = StepRunner(given, state, arguments, trainer, hooks)
             diagnosis = Diagnosis(runner, comparison)
             if devices > 1 and diagnosis.is_equal:  # else it has nothing to do with ranks
                 over_ranks = OverRanks(runner, comparison, diagnosis, devices, strategy)
@@ -122,71 +130,135 @@ def verify(
             f"verify(micro_batch={micro_batch!r}) has nothing to compare: the batch{rows} is one micro-batch. Pass a smaller one or"
             " a larger batch."
         )
-    return _report(module, comparison, diagnosis, over_ranks, arguments, precision)
+    return _report(module, comparison, diagnosis, over_ranks, precision)
 
 
-def _check(module: Any, window: Any, micro_batch: Any, devices: Any, accelerator: str) -> int:
-    if not isinstance(module, pl.LightningModule):
-        raise MisconfiguredError(f"verify takes a LightningModule, but got {type(module).__name__}.")
-    name = type(module).__name__
-    if not module.automatic_optimization:
+def _read_data(module: pl.LightningModule, state: ModuleState, data: Any, window: int, join: Join | None) -> Comparison:
+    """Take what is compared from what the user gave."""
+    if _is_batch(data):
+        whole = Comparison(data, [data])
+        if window == 1:
+            return whole
+        if whole.layout is None or whole.layout.size < window:
+            found = "how it is made of rows does not show" if whole.layout is None else f"it has {whole.rows} rows"
+            raise MisconfiguredError(
+                f"verify(window={window}) got one batch, to be cut into the {window} batches of a window, but {found}. Pass a"
+                " loader or a list of batches, or micro_batch= instead of window=."
+            )
+        parts = torch.arange(whole.layout.size).tensor_split(window)
+        return Comparison(data, [whole.layout.take(part.tolist()) for part in parts])
+    with state.restored_afterwards():
+        loader = _loader(module, data)
+        with generators_kept(loader):
+            batches = [copy.deepcopy(batch) for batch in islice((b for b in loader if b is not None), window)]
+    if len(batches) < window:
         raise MisconfiguredError(
-            f"{name} has automatic_optimization=False and steps its optimizers by itself: verify compares the one step of automatic"
-            " optimization."
+            f"verify(window={window}) needs {window} batches, but there {'is' if len(batches) == 1 else 'are'} {len(batches)}."
+            " Pass more data or a smaller window."
         )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise MisconfiguredError(f"The training_step of {name} draws its batches by itself (`dataloader_iter`).")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+    full, padding = join_batches(batches) if join is None else (join(batches), "")
+    return Comparison(full, batches, padding)
+
+
+def _is_batch(data: Any) -> bool:
+    """Whether ``data`` is one batch, rather than something that gives batches, as lists without tensors do.
+
+    Example:
+        >>> x = torch.zeros(4, 2)
+        >>> is_batch([x, x]), is_batch([(x, x), (x, x)]), is_batch(iter([x])), is_batch({"x": x})
+        (True, False, False, True)
+    """
+    if data is None or isinstance(data, (DataLoader, pl.LightningDataModule, CombinedLoader)) or _has_loaders(data):
+        return False
+    if isinstance(data, list):
+        return any(isinstance(value, Tensor) for value in data)
+    is_record = isinstance(data, (Tensor, Mapping, tuple)) or dataclasses.is_dataclass(data)
+    return is_record or not isinstance(data, Iterable)  # a graph, a list of images of a class of its own
+
+
+def _has_loaders(data: Any) -> bool:
+    values = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+    return any(isinstance(value, DataLoader) for value in values)
+
+
+def _loader(module: pl.LightningModule, data: Any) -> Iterable[Any]:
+    if data is None and not is_overridden("train_dataloader", module):
         raise MisconfiguredError(
+            f"verify needs data: {type(module).__name__} has no train_dataloader. Pass data=<a batch, a loader or"
+            " a LightningDataModule>."
+        )
+    if data is None or isinstance(data, pl.LightningDataModule):
+        owner: Any = module if data is None else data
+        owner.prepare_data()
+        owner.setup("fit")
+        data = owner.train_dataloader()
+    if isinstance(data, Mapping) or _has_loaders(data):
+        data = CombinedLoader(data, "max_size_cycle")  # as the Trainer does
+    return (item[0] for item in data) if isinstance(data, CombinedLoader) else data
+
+
+def _objection(module: Any, window: Any, micro_batch: Any, devices: Any, accelerator: str) -> str | None:
+    """What is wrong with the arguments."""
+    if not isinstance(module, pl.LightningModule):
+        return f"verify takes a LightningModule, but got {type(module).__name__}."
+    if not module.automatic_optimization:
+        return (
+            f"{type(module).__name__} has automatic_optimization=False and steps its optimizers by itself: verify compares the one"
+            " step of automatic optimization."
+        )
+    if window is not None and not _is_natural(window):
+        return (
             f"verify(window={window!r}): expected a number of loader batches from 1. A window of another kind has some number of"
             " them, too; verify that."
         )
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise MisconfiguredError(f"verify(devices={devices!r}): expected a number of ranks from 1.")
+    if not _is_natural(devices):
+        return f"verify(devices={devices!r}): expected a number of ranks from 1."
     if devices > 1 and accelerator != "cpu":
-        raise MisconfiguredError(f'verify(devices={devices}, accelerator="{accelerator}"): ranks run with accelerator="cpu" only.')
+        return f'verify(devices={devices}, accelerator="{accelerator}"): ranks run with accelerator="cpu" only.'
     if devices > 1 and is_under_torchrun() and int(os.environ["WORLD_SIZE"]) != devices:
-        raise MisconfiguredError(
-            f"verify(devices={devices}) runs under torchrun with {os.environ['WORLD_SIZE']} processes: pass as many."
-        )
+        return f"verify(devices={devices}) runs under torchrun with {os.environ['WORLD_SIZE']} processes: pass as many."
     if micro_batch == "auto":
-        raise MisconfiguredError(
-            'verify(micro_batch="auto") would run a batch that fits into memory whole. Pass a number of samples or Tokens(...).'
-        )
+        return 'verify(micro_batch="auto") would run a batch that fits into memory whole. Pass a number of samples or Tokens(...).'
     if (window or 1) * devices == 1 and micro_batch in (None, "offload"):
         whole = ' (micro_batch="offload" runs the batch as it is)' if micro_batch else ""
-        raise MisconfiguredError(
+        return (
             "verify has nothing to compare: say how the step is accumulated, by window=<loader batches> or"
             f" micro_batch=<samples>{whole}."
         )
-    return window or 1
+    return None
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+def _is_natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _report(
-    module: pl.LightningModule,
-    comparison: Comparison,
-    seen: Diagnosis,
-    over_ranks: OverRanks | None,
-    policy: dict[str, Any],
-    precision: Any,
+    module: pl.LightningModule, comparison: Comparison, seen: Diagnosis, over_ranks: OverRanks | None, precision: Any
 ) -> Report:
     full, window, result = seen.full, seen.window, over_ranks or seen
-    notes = [*_notes(module, comparison, seen), *seen.notes]
     second, weight, loss = "there could be none on micro-batches", "cannot be read", math.nan
+    notes = []
+    if full.dropout:
+        where = listed(full.dropout, " places")
+        notes.append(f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch.")
+    if not module.training:
+        notes.append(
+            "The module is in evaluation mode, and was compared in it, as the Trainer would run it: module.train() changes that."
+        )
+    if comparison.padding:
+        notes.append(f"To be put together, {comparison.padding}.")
+    notes += seen.notes
     if window is not None:
         notes += [warning for warning in window.warnings if warning not in full.warnings]
         loss = window.loss if over_ranks is None else over_ranks.loss
-        parts = f"{window.micro_batches} micro-batches"
-        if len(comparison.batches) > 1:
-            parts = f"{len(comparison.batches)} loader batches" + (f" in {parts}" if policy["micro_batch"] is not None else "")
+        parts, batches = f"{window.parts} micro-batches", len(comparison.batches)
+        if batches > 1:
+            parts = f"{batches} loader batches" + (", split into micro-batches," if window.parts > 1 else "")
         if over_ranks is not None:
             parts += f" on {over_ranks.ranks} ranks ({over_ranks.strategy_in_words})"
         second, weight = f"one on the same rows as {parts}", window.weight or "none: the window was one micro-batch"
-    size = "" if comparison.rows is None else f" of {comparison.rows} rows"
     rows = [ParameterDifference(name, value, result.update.by_name[name]) for name, value in result.gradient.by_name.items()]
+    size = "" if comparison.rows is None else f" of {comparison.rows} rows"
     return Report(
         module=type(module).__name__,
         compared=f"One optimizer step on a full batch{size}, and {second}, in precision {precision}.",
@@ -195,7 +267,7 @@ def _report(
         update=result.update.overall,
         losses=(full.loss, loss),
         tolerance=seen.tolerance,
-        tolerance_reason=_reason(seen),
+        tolerance_reason=_reason(full.dtype, seen.tolerance),
         parameters=sorted(rows, key=lambda row: -row.gradient if row.gradient == row.gradient else -math.inf),
         weight=weight,
         breaks=result.breaks,
@@ -204,21 +276,11 @@ def _report(
     )
 
 
-def _reason(seen: Diagnosis) -> str:
-    name = str(seen.full.dtype).removeprefix("torch.")
-    if seen.full.dtype == torch.float64 and seen.tolerance == 1e-12:
+def _reason(dtype: torch.dtype, tolerance: float) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.float64 and tolerance == 1e-12:
         return "the loss computes in float64"
-    if seen.tolerance > 16 * torch.finfo(seen.full.dtype).eps:
+    if tolerance > 16 * torch.finfo(dtype).eps:
         return f"the loss computes in {name}; four times what the order of its rows alone changes"
     in_double = "" if name == "float32" else '; precision="64-true" shows smaller differences'
     return f"the loss computes in {name}; sixteen of its roundings{in_double}"
-
-
-def _notes(module: pl.LightningModule, comparison: Comparison, seen: Diagnosis) -> Iterator[str]:
-    if places := seen.full.dropout:
-        where = listed(places, " places")
-        yield f"Dropout was switched off ({where}): micro-batches draw other numbers than their batch."
-    if not module.training:
-        yield "The module is in evaluation mode, and was compared in it, as the Trainer would run it: module.train() changes that."
-    if comparison.padding:
-        yield f"To be put together, {comparison.padding}."

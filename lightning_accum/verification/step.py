@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -39,14 +39,7 @@ _REPORTED = (AccumulationWarning, UserWarning)
 
 
 class ModuleState:
-    """Everything reachable from a module, restored in the objects that held it (see :class:`Undo`).
-
-    The module itself runs: a copy would lose hooks on its tensors, and functions that have captured the original.
-
-    Raises:
-        MisconfigurationException: the module holds an iterator, which cannot be restored, or layers without shapes; or
-            it is being trained over several ranks, whose reduction is tied to its parameters.
-    """
+    """Everything reachable from a module. It runs itself: a copy would lose what has captured the original."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         trainer, name = module._trainer, type(module).__name__
@@ -95,31 +88,25 @@ def _remove_hooks_of_training(tensor: Tensor) -> None:
                 del hooks[number]
 
 
-@dataclass(frozen=True)
-class Change:
-    """What is taken out of a module, to see what it does to the result.
-
-    Attributes:
-        freezes_batch_norm: BatchNorm normalises by its running statistics.
-        fixes_batch_idx: every ``training_step`` gets the index 0.
-        evens_noise: random numbers are the same for every row.
-    """
+class Change(NamedTuple):
+    """What is taken out of a module, to see what it does to the result."""
 
     freezes_batch_norm: bool = False
+    """BatchNorm normalises by its running statistics."""
     fixes_batch_idx: bool = False
+    """Every ``training_step`` gets the index 0."""
     evens_noise: bool = False
+    """Random numbers are the same for every row."""
+
+
+_UNCHANGED = Change()
 
 
 @dataclass(frozen=True)
 class StepRunner:
     """Takes optimizer steps of a module, each from the state that it is in.
 
-    Args:
-        module: a LightningModule, or what ``torch.compile`` made of it.
-        state: the module's, restored after each step.
-        policy: the arguments of GradientAccumulation.
-        trainer: the arguments of the Trainer: precision, accelerator, clipping.
-        hooks: a LightningDataModule whose transfer hooks the batches go through.
+    ``module`` may be what ``torch.compile`` made of it; the batches go through the transfer hooks of ``hooks``.
     """
 
     module: pl.LightningModule
@@ -128,15 +115,15 @@ class StepRunner:
     trainer: Mapping[str, Any]
     hooks: pl.LightningDataModule | None = None
 
-    def full(self, batch: Any, change: Change = Change(), seed: int = 0, gradients: Mapping[str, Tensor] | None = None) -> Step:
+    def full(self, batch: Any, change: Change = _UNCHANGED, seed: int = 0, gradients: Mapping[str, Tensor] | None = None) -> Step:
         """The step of plain Lightning on one batch; its optimizer may be given other ``gradients``."""
         return self._run([batch], change, StepRecorder(seed, gradients), [], strategy="auto")
 
-    def twice(self, batch: Any, change: Change = Change()) -> Step:
+    def twice(self, batch: Any, change: Change = _UNCHANGED) -> Step:
         """The step of plain Lightning on the mean of one batch with itself."""
         return self._run([batch] * 2, change, StepRecorder(), [], strategy="auto", accumulate_grad_batches=2)
 
-    def accumulated(self, batches: Sequence[Any], change: Change = Change(), **policy: Any) -> Step:
+    def accumulated(self, batches: Sequence[Any], change: Change = _UNCHANGED, **policy: Any) -> Step:
         """The step of this package on a window of these loader batches, after its check of the first."""
         callback = GradientAccumulation(**{"log": False, **self.policy, **policy, "window": len(batches)})
         return self._run(batches, change, StepRecorder(), [callback], strategy="accum")
@@ -186,7 +173,7 @@ def run_one_step(
         with noise if change.evens_noise else nullcontext():
             return original(*args, **kwargs)
 
-    if change != Change():
+    if change != _UNCHANGED:
         inner.training_step = training_step
     with quiet(), suppress(StepTakenError):
         seed_everything(0)  # for what setup and configure_model make
