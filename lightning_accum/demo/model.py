@@ -1,27 +1,82 @@
-"""A small causal language model over bytes: an ordinary LightningModule that knows nothing of this package."""
+"""What the demo trains: a small language model over bytes, on the docstrings of Python's own standard library."""
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+import random
+import sysconfig
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-IGNORED = -100
-"""The label of padding: cross_entropy's default."""
+from lightning_accum import SameOrderSampler
+from lightning_accum.errors import UsageError
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+"""Not the standard library, or not meant to be read by its users."""
+EDGE = 0  # the byte before and after a text: no docstring has it
+IGNORED = -100  # the label of padding: cross_entropy's default
+
+
+def docstrings(folder: Path) -> list[str]:
+    """All docstrings below ``folder``, each once, in an order that depends on the files alone."""
+    texts: dict[str | None, None] = {}  # a set that keeps its order
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in sorted(folder.rglob("*.py")):
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # old escape sequences in other people's strings
+                    tree = ast.parse(path.read_bytes())
+            except (OSError, SyntaxError, ValueError):
+                continue
+            texts |= {ast.get_docstring(node): None for node in ast.walk(tree) if isinstance(node, documented)}
+    return [text for text in texts if text]
+
+
+def sample_corpus(samples: int, longest: int, folder: Path | None = None) -> list[bytes]:
+    """Draw docstrings, the same ones at every call, each cut at ``longest`` bytes; by default those of the standard library."""
+    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
+    found = docstrings(folder)
+    if len(found) < samples:
+        raise UsageError(
+            f"The demo trains on {samples} docstrings of Python's standard library, but {folder} has {len(found)}: this Python"
+            " comes without its source files. Run it with one that has them, for example from python.org or conda."
+        )
+    return [text.encode("utf-8", errors="replace")[:longest] for text in random.Random(0).sample(found, samples)]
+
+
+def collate(texts: Sequence[bytes]) -> dict[str, Tensor]:
+    """Pad texts to the longest: ``input_ids`` and ``labels``, both (batch, length); a label is -100 on padding, else the input."""
+    rows = [torch.tensor([EDGE, *text, EDGE]) for text in texts]
+    return {
+        "input_ids": pad_sequence(rows, batch_first=True, padding_value=EDGE),
+        "labels": pad_sequence(rows, batch_first=True, padding_value=IGNORED),
+    }
+
+
+def count_targets(labels: Tensor) -> Tensor:
+    """The bytes that are to be predicted: all labels but the first of a row and padding."""
+    return (labels[:, 1:] != IGNORED).sum()
+
+
+def loader_of(corpus: Sequence[bytes], batch: int) -> DataLoader[bytes]:
+    """The corpus in batches, in a new order every epoch, which is the same for any number of ranks and any batch."""
+    dataset = cast("Dataset[Any]", corpus)
+    return DataLoader(dataset, batch_size=batch, sampler=SameOrderSampler(dataset), collate_fn=collate)
 
 
 class ByteModel(pl.LightningModule):
-    """A transformer that predicts the next byte, trained with AdamW under a one-cycle schedule.
-
-    Args:
-        width: features of a position.
-        depth: transformer blocks.
-        longest: positions that it can see.
-    """
+    """A causal transformer, trained with AdamW under a one-cycle schedule. It knows nothing of this package."""
 
     learning_rate = 1e-2
 
@@ -31,7 +86,7 @@ class ByteModel(pl.LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Shard each block and the rest, where the Trainer's strategy wants it (FSDP2)."""
+        """Shard each block and the rest, if the Trainer's strategy is for that (FSDP2)."""
         if self.device_mesh is not None:
             from torch.distributed.fsdp import fully_shard  # not in the oldest torch
 

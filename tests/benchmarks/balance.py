@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from side_by_side import command_line, show
 
-from lightning_accum.demo.corpus import docstrings
+from lightning_accum.demo.model import docstrings
 from lightning_accum.even_shares import share_evenly
 
 MEDIAN, LONGEST, SIGMA = 80, 512, 0.9

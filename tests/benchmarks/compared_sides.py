@@ -27,9 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_accum import GradientAccumulation, SameOrderSampler
-from lightning_accum.demo.corpus import sample_corpus
-from lightning_accum.demo.data import collate, count_targets
-from lightning_accum.demo.model import ByteModel
+from lightning_accum.demo.model import ByteModel, collate, count_targets, sample_corpus
 
 GLOBAL_BATCH, MICRO_BATCH, SEED = 32, 4, 5
 
