@@ -1,21 +1,25 @@
 """Gradient accumulation for PyTorch Lightning that is right: one window, one batch."""
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lightning_accum import families
+from lightning_accum import package
 
 if TYPE_CHECKING:
     from lightning_accum.names import *  # noqa: F403
 else:
 
-    def __getattr__(name: str) -> Any:
-        return families.public(name)
+    def __getattr__(name: str) -> Any:  # nothing of Lightning is loaded before it is used
+        if name != "__all__" and (name.startswith("__") or find_spec(f"lightning_accum.{name}") is not None):
+            raise AttributeError(f"module 'lightning_accum' has no attribute {name!r}")  # or it is a module
+        return getattr(import_module("lightning_accum.names"), name)
 
 
 __version__ = "0.1.0"
 
-families.install()
+package.register()
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *families.public("__all__")]
+    return [*globals(), *import_module("lightning_accum.names").__all__]

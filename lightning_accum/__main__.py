@@ -9,7 +9,9 @@ import pkgutil
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,13 +92,15 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    from lightning_accum import AccumulationError, GradientAccumulation, verify
-    from lightning_accum.verification.step import quiet, trainer_of_one_step
-
     if str(Path.cwd()) not in sys.path:  # as `python -m` has it
         sys.path.insert(0, str(Path.cwd()))
+    with suppress(Exception):  # what is wrong with it is said below; its Lightning is the one that is used
+        import_module(arguments.module.partition(":")[0])
+
+    from lightning_accum import AccumulationError, GradientAccumulation, verify
+    from lightning_accum.from_lightning import MisconfigurationException
+    from lightning_accum.verification.step import quiet, trainer_of_one_step
+
     trainer = {name: getattr(arguments, name) for name in ("precision", "accelerator", "gradient_clip_val")}
     try:
         weight = arguments.weight

@@ -6,20 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import (
+from lightning_accum.asked import Asked
+from lightning_accum.errors import AccumulationError, ArgumentError
+from lightning_accum.exclusions import why_refused
+from lightning_accum.from_lightning import (
     DeepSpeedStrategy,
     FSDPStrategy,
+    MisconfigurationException,
     ModelParallelStrategy,
     SingleDeviceXLAStrategy,
     Strategy,
     XLAStrategy,
+    pl,
 )
-
-from lightning_accum.asked import Asked
-from lightning_accum.errors import AccumulationError, ArgumentError
-from lightning_accum.exclusions import why_refused
 
 
 class MisconfiguredError(AccumulationError, MisconfigurationException):

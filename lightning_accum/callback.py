@@ -6,21 +6,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_accum import families, seams
+from lightning_accum import seams
 from lightning_accum.arguments import MisconfiguredError, check_validation_is_left_to, misconfigured, refuse, what_to_use_instead_of
 from lightning_accum.asked import Asked
 from lightning_accum.boundary import SchedulerCounts, Tail
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.engine import Engine
+from lightning_accum.from_lightning import Callback, SIGTERMException, pl
 from lightning_accum.loops.hooks import callbacks_of
 from lightning_accum.manual.windows import ManualWindows
 from lightning_accum.metrics import WindowMetrics
+from lightning_accum.package import check_package
 from lightning_accum.policy import OnNonfinite, Policy, WindowSize, checked_policy, row_wise_fields
 from lightning_accum.splitting.micro_batch import Tokens
 from lightning_accum.splitting.plan import MicroBatchSize, Split
@@ -178,10 +177,7 @@ class GradientAccumulation(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if families.adopt(self, trainer):  # it came with the module, after the strategy looked; now it is as one of the Trainer's
-            others = [callback for callback in callbacks_of(trainer) if type(callback) is not type(self)]
-            trainer.callbacks = [self, *others]  # type: ignore[attr-defined]  # set by a connector
-            return self.setup(trainer, pl_module, stage)
+        check_package(trainer)
         self._windows, self._state = None, {}  # of an earlier fit, or of a checkpoint that was validated
         if not isinstance(trainer.strategy, Engine):
             raise MisconfiguredError(

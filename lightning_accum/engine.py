@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.from_lightning import Strategy, pl, rank_zero_info
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.hooks import already_on_cpu, has_own_transfer
 from lightning_accum.loops.watch import Watch

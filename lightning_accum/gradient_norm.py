@@ -6,15 +6,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_accum.engine import Engine
+from lightning_accum.from_lightning import FSDPPrecision, LightningModule, Precision, pl
 
 
 @contextmanager

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.from_lightning import ProgressBar, pl
 from lightning_accum.loops import trainer_state
 from lightning_accum.window_totals import ClosedWindow
 

@@ -1,4 +1,4 @@
-"""The public names of the package, each where it is defined. Loaded when the first is used, see ``families.py``."""
+"""The public names of the package, each where it is defined. Loaded when the first is used, see ``package.py``."""
 
 from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.callback import GradientAccumulation

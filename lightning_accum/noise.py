@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -21,13 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_accum import families
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
+from lightning_accum.from_lightning import Callback, pl, rank_zero_info
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.watch import parameters_of
 from lightning_accum.micro_batch import MicroBatch
+from lightning_accum.package import check_package
 from lightning_accum.sync import ShardedSync
 from lightning_accum.weighing.counts import count_samples
 from lightning_accum.window_totals import tensor_of
@@ -138,7 +136,7 @@ class GradientNoiseScale(Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            families.adopt(self, trainer)
+            check_package(trainer)
             # an earlier fit was of another training, unless a checkpoint brings it back
             self._windows, self._sums = 0, torch.zeros(len(_SUMMED))
 

@@ -1,16 +1,8 @@
-"""The names of ``lightning_accum``, for ``import pytorch_lightning as pl``: see ``families.py``."""
+"""``lightning_accum`` for ``import pytorch_lightning as pl``: importing this takes that package for the process."""
 
-from typing import Any
+from lightning_accum.package import take
 
-import lightning_accum
-from lightning_accum import families
+take("pytorch_lightning")
 
-__path__ = lightning_accum.__path__  # its modules are in the same files
-
-
-def __getattr__(name: str) -> Any:
-    return families.public(name, __name__)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *families.public("__all__", __name__)]
+from lightning_accum.names import *  # noqa: E402, F403
+from lightning_accum.names import __all__ as __all__  # noqa: E402

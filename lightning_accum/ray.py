@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import DDPStrategy
-
+from lightning_accum.from_lightning import DDPStrategy
 from lightning_accum.strategies import DDPAccumulationStrategy, FSDPAccumulationStrategy
 
 try:

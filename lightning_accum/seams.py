@@ -16,10 +16,8 @@ from importlib.metadata import PackageNotFoundError, metadata
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
-
-from lightning_accum import families
 from lightning_accum.errors import SeamError
+from lightning_accum.from_lightning import pl
 
 READ = "Lightning 2.6.0 to 2.6.6"
 """The versions that fingerprints are of."""
@@ -125,7 +123,8 @@ def fingerprint(function: Any) -> str:
 @cache
 def _of_source(function: Any) -> str:
     try:
-        (tree,) = ast.parse(families.first(textwrap.dedent(inspect.getsource(function)))).body
+        source = textwrap.dedent(inspect.getsource(function)).replace("pytorch_lightning", "lightning.pytorch")
+        (tree,) = ast.parse(source.replace("lightning_fabric", "lightning.fabric")).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return ""
     return sha256(_in_words(tree).encode()).hexdigest()[:8]
@@ -160,7 +159,7 @@ def _table(below: str, rows: str) -> Iterator[Seam]:
 
 LIGHTNING = tuple(
     _table(
-        "lightning.pytorch.",
+        f"{pl.__name__}.",
         """
 trainer.trainer.Trainer
     _run | connects the strategy, sets it up, trains, takes it down, in this order | 4156b686

@@ -10,11 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.precision import DoublePrecision
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -23,6 +19,7 @@ from typing_extensions import override
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.errors import ArgumentError
+from lightning_accum.from_lightning import Callback, DoublePrecision, Strategy, pl
 
 Rows = Sequence[Any]
 """What a collate function makes a batch of."""

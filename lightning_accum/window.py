@@ -22,7 +22,6 @@ from lightning_accum.weighing.counted import Counted
 from lightning_accum.weighing.functions import FunctionOfMean, OfMean
 from lightning_accum.weighing.modes import Contribution
 from lightning_accum.weighing.terms import Denominator
-from lightning_accum.window_agreement import function_of_window
 from lightning_accum.window_totals import (
     HAS_FUNCTION,
     HAS_NEWS,
@@ -30,6 +29,7 @@ from lightning_accum.window_totals import (
     ClosedWindow,
     Totals,
     as_one_number,
+    function_of_window,
     has_weight,
     number_with_weight,
     sum_on_device,

@@ -15,8 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _RENAMED = (("lightning.pytorch", "pytorch_lightning"), ("lightning.fabric", "lightning_fabric"))
-_OWN_IMPORT = re.compile(r"^([ \t]*(?:from|import)[ \t]+)lightning_accum\b(?!\.pytorch_lightning)", re.MULTILINE)
-_IN_A_STRING = re.compile(r'(?<=["=])(lightning_accum\.(?!pytorch_lightning|user_warnings|__main__)|lightning\.)')
+_IN_A_STRING = re.compile(r'(?<=["=])lightning\.')
 
 
 def copied(source: Path, target: Path) -> None:
@@ -41,15 +40,14 @@ def of_second(source: str) -> str:
         >>> of_second('assert type(loss).__module__.startswith("lightning.")')
         'assert type(loss).__module__.startswith("pytorch_lightning.")'
     """
-    others = {"lightning_accum.": "lightning_accum.pytorch_lightning.", "lightning.": "pytorch_lightning."}
-    return _IN_A_STRING.sub(lambda found: others[found[1]], of_names(source))
+    return _IN_A_STRING.sub("pytorch_lightning.", of_names(source))
 
 
 def of_names(source: str) -> str:
     """The same, but for strings."""
     for name, other in _RENAMED:
         source = source.replace(name, other)
-    return _OWN_IMPORT.sub(r"\1lightning_accum.pytorch_lightning", source)
+    return source
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

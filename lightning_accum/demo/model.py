@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -20,6 +19,7 @@ from typing_extensions import override
 
 from lightning_accum import SameOrderSampler
 from lightning_accum.errors import UsageError
+from lightning_accum.from_lightning import pl
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 """Not the standard library, or not meant to be read by its users."""

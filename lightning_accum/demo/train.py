@@ -10,16 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_accum import GradientAccumulation, ModelParallelAccumulationStrategy
 from lightning_accum.demo.model import count_targets, loader_of, new_model
+from lightning_accum.from_lightning import Callback, LightningEnvironment, pl
 from lightning_accum.testing import QUIET
 from lightning_accum.verification.processes import run_on_ranks
 

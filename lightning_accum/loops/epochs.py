@@ -8,14 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning.pytorch.loops.fetchers import _DataFetcher
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
 
 from lightning_accum import seams
 from lightning_accum.boundary import Boundary
 from lightning_accum.engine import Engine
+from lightning_accum.from_lightning import LRSchedulerConfig, _DataFetcher, rank_zero_info
 from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step
 from lightning_accum.loops.hooks import call_checkpoints, call_step_counters
 from lightning_accum.loops.optimization import WindowOptimization

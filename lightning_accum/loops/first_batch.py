@@ -8,16 +8,13 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
-from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_accum import check
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
 from lightning_accum.errors import DoesNotAddUpError, JointLossError
+from lightning_accum.from_lightning import HalfPrecision, MixedPrecision, call, pl, rank_zero_info
 from lightning_accum.later_terms import check_doubted
 from lightning_accum.looks import Checked
 from lightning_accum.loops.results import collecting_logs

@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.loops.fit_loop import _FitLoop
 from typing_extensions import override
 
 from lightning_accum.engine import Engine
+from lightning_accum.from_lightning import _DataFetcher, _FitLoop, _PrefetchDataFetcher
 from lightning_accum.loops.epochs import AccumulatingEpochLoop
 from lightning_accum.loops.specialised import specialised
 from lightning_accum.loops.uneven import Lengths, UnevenDataFetcher

@@ -14,15 +14,11 @@ from operator import attrgetter
 from types import CodeType
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_accum.ended_window import EndedWindow
+from lightning_accum.from_lightning import ModelCheckpoint, PassThroughProfiler, Precision, Strategy, WeightAveraging, pl
 
 # --- what nobody listens to -------------------------------------------------------------------------------------------
 

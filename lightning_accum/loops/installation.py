@@ -12,17 +12,19 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
-import lightning.pytorch as pl
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
 from lightning_accum import seams
 from lightning_accum.engine import Engine
 from lightning_accum.failures import reraise_first_rank_error
+from lightning_accum.from_lightning import (
+    SIGTERMException,
+    Strategy,
+    TrainerFn,
+    TrainerStatus,
+    _Launcher,
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+    pl,
+)
 from lightning_accum.loops.epochs import AccumulatingEpochLoop
 from lightning_accum.loops.fit import AccumulatingFitLoop
 from lightning_accum.loops.manual import WindowManualOptimization

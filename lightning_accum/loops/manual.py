@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from typing_extensions import override
 
 from lightning_accum.ended_window import EndedWindow
+from lightning_accum.from_lightning import _ManualOptimization
 from lightning_accum.window_totals import ClosedWindow
 
 if TYPE_CHECKING:

@@ -9,12 +9,7 @@ from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.optimization.closure import AbstractClosure
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,6 +18,7 @@ from lightning_accum.boundary import Boundary
 from lightning_accum.ended_window import EndedWindow
 from lightning_accum.engine import Engine
 from lightning_accum.errors import UsageError
+from lightning_accum.from_lightning import AbstractClosure, Closure, ClosureResult, Strategy, _AutomaticOptimization, call, pl
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step, unlogged_step

@@ -9,10 +9,7 @@ from contextlib import contextmanager
 from numbers import Number
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.wrappers import ClasswiseWrapper, MultitaskWrapper
@@ -21,6 +18,7 @@ from typing_extensions import override
 
 from lightning_accum.engine import Engine
 from lightning_accum.exact import exact
+from lightning_accum.from_lightning import _LoggerConnector, _ResultCollection, _ResultMetric, pl
 from lightning_accum.loops.hooks import current_hook
 from lightning_accum.splitting.logs import Arguments, BatchLog, name_of_reduction
 

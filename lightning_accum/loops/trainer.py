@@ -6,17 +6,20 @@ import math
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import has_iterable_dataset
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ProgressBar
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum.boundary import count_batches, count_windows
 from lightning_accum.engine import Engine
+from lightning_accum.from_lightning import (
+    GradientAccumulationScheduler,
+    ProgressBar,
+    RunningStage,
+    has_iterable_dataset,
+    isolate_rng,
+    pl,
+)
 from lightning_accum.loops.hooks import callbacks_of
 from lightning_accum.policy import Policy
 from lightning_accum.randomness import generators_kept

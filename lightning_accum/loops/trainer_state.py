@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_accum.from_lightning import pl
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:

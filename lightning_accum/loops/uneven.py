@@ -10,12 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import lightning.pytorch as pl
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
 
@@ -23,6 +17,14 @@ from lightning_accum.balanced_sampler import BalancedBatchSampler
 from lightning_accum.engine import Engine
 from lightning_accum.errors import ArgumentError
 from lightning_accum.failures import note_failure, raise_failure_of_loader
+from lightning_accum.from_lightning import (
+    RunningStage,
+    SIGTERMException,
+    _DataConnector,
+    _PrefetchDataFetcher,
+    _SignalConnector,
+    pl,
+)
 from lightning_accum.loops.trainer_state import stop
 from lightning_accum.ranks import RankStatus
 from lightning_accum.samplers import SameOrderSampler, leave_out_repeats

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning.pytorch.loops.fetchers import _DataFetcher
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from typing_extensions import override
 
 from lightning_accum.boundary import ValidationClock
+from lightning_accum.from_lightning import _DataFetcher, _TrainingEpochLoop
 
 if TYPE_CHECKING:
     from lightning_accum.loops.trainer import AccumulatingTrainer

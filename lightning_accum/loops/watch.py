@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum import seams
 from lightning_accum.accumulation import Accumulation
+from lightning_accum.from_lightning import pl
 from lightning_accum.loops.hooks import is_lightnings
 
 CLOSE_WINDOWS = 3

@@ -8,15 +8,12 @@ from functools import wraps
 from types import MethodType
 from typing import Any, Protocol, TypeAlias
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_accum.from_lightning import LightningOptimizer, LRSchedulerConfig, pl, rank_zero_info
 from lightning_accum.loops.trainer_state import samples_of_loader
 from lightning_accum.manual.windows import ManualWindows
 from lightning_accum.policy import Policy

@@ -1,4 +1,4 @@
-"""Lightning's strategies with windows: a few lines for each engine. Their names are in ``families.py``."""
+"""Lightning's strategies with windows: a few lines for each engine. Their names are in ``package.py``."""
 
 from lightning_accum.strategies.ddp import DDPAccumulationStrategy
 from lightning_accum.strategies.fsdp import FSDPAccumulationStrategy

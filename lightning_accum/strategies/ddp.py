@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_accum.arguments import checked_sync
+from lightning_accum.from_lightning import DDPStrategy
 from lightning_accum.strategies.mixin import AccumulationMixin
 from lightning_accum.sync import DDPSync, GradientSync, SyncPolicy, WideDDPSync
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
 from lightning_accum.arguments import MisconfiguredError, checked_sync
 from lightning_accum.checkpoint import PartialWindow
+from lightning_accum.from_lightning import FSDPStrategy
 from lightning_accum.strategies.sharded import ShardedMixin
 from lightning_accum.sync import FSDP1Sync, SyncPolicy, forward_replaced
 from lightning_accum.user_warnings import rank_zero_warn

@@ -8,14 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.connectors import accelerator_connector
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_accum import families, seams
+from lightning_accum import seams
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.arguments import MisconfiguredError, misconfigured, refuse
 from lightning_accum.asked import Asked
@@ -23,6 +19,7 @@ from lightning_accum.callback import GradientAccumulation
 from lightning_accum.check import MOST_BATCHES
 from lightning_accum.checkpoint import PartialWindow
 from lightning_accum.engine import Engine
+from lightning_accum.from_lightning import TrainerFn, accelerator_connector, pl, rank_zero_info
 from lightning_accum.loops.hooks import callbacks_of, gradient_reads
 from lightning_accum.loops.installation import handle_sigterm_before_training, installed, naming_launcher
 from lightning_accum.loops.specialised import own_attributes
@@ -46,7 +43,7 @@ from lightning_accum.whole.row_proof import unproven
 from lightning_accum.whole.row_wise import row_wise_of
 from lightning_accum.windows import Windows
 
-_log = logging.getLogger("lightning.pytorch.accumulation")
+_log = logging.getLogger(f"{pl.__name__}.accumulation")
 
 
 class AccumulationMixin(Engine):
@@ -63,7 +60,7 @@ class AccumulationMixin(Engine):
         super().__init__(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return families.in_words(self)
+        return f"<{type(self).__name__} for `import {pl.__name__}`>"  # Lightning shows it where it refuses one of the other package
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -77,8 +74,6 @@ class AccumulationMixin(Engine):
             objects = [callback for callback in callbacks_of(trainer) if callback not in classes]
             trainer.callbacks = objects  # type: ignore[attr-defined]  # set by a connector; a class cannot be told of the error
             raise MisconfiguredError(f"callbacks=[{name}] is a class: pass an instance of it, {name}(...)")
-        for callback in callbacks_of(trainer):
-            families.adopt(callback, trainer)
         self._from_before, self._fit = frozenset(vars(self)), ExitStack()
         self.watch = Watch(model, trainer.fit_loop.epoch_loop.batch_progress)
         self._fit.callback(self._forget_fit)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from lightning_accum import seams
 from lightning_accum.arguments import MisconfiguredError, checked_sync
+from lightning_accum.from_lightning import ModelParallelStrategy
 from lightning_accum.gradient_norm import clip_sharded_by_norm
 from lightning_accum.main_gradients import is_narrower
 from lightning_accum.micro_batch import MicroBatch, Weighed

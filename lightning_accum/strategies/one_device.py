@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_accum.arguments import MisconfiguredError
+from lightning_accum.from_lightning import SingleDeviceStrategy
 from lightning_accum.strategies.mixin import AccumulationMixin
 
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_accum.errors import UsageError
+from lightning_accum.from_lightning import ParallelStrategy
 from lightning_accum.loops.optimization import loss_unlogged
 from lightning_accum.strategies.mixin import AccumulationMixin
 from lightning_accum.sync import ShardedSync

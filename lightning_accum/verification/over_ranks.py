@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.engine import Engine
+from lightning_accum.from_lightning import ModelParallelStrategy, Strategy, TorchElasticEnvironment
 from lightning_accum.strategies import ModelParallelAccumulationStrategy
 from lightning_accum.user_warnings import listed
 from lightning_accum.verification.examination import Comparison, Diagnosis

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from lightning_accum.arguments import MisconfiguredError
+from lightning_accum.from_lightning import find_free_network_port, pl
 
 MOST_SECONDS = 300.0
 """The ranks of a step may take this long, all together."""
@@ -48,7 +48,7 @@ def run_on_ranks(job: Job, devices: int, seconds: float = MOST_SECONDS) -> Any:
     # what takes seconds to import is imported once, by a server that the ranks are forked from; Windows has none
     context: Any = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
     if sys.platform != "win32":
-        context.set_forkserver_preload([__name__, "lightning_accum.names"])
+        context.set_forkserver_preload([pl.__name__, __name__, "lightning_accum.names"])
     environments: dict[int, dict[str, str]] = {}
     if is_under_torchrun():
         environments[int(os.environ["RANK"])] = {}

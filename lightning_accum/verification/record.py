@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -18,6 +16,7 @@ from typing_extensions import override
 
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.engine import Engine
+from lightning_accum.from_lightning import Callback, pl
 from lightning_accum.randomness import seed_everything, switch_off_dropout
 from lightning_accum.session import named_parameters_of
 from lightning_accum.weighing.nodes import nodes_below

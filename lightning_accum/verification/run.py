@@ -11,18 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
-from lightning_accum.families import by_module
+from lightning_accum.from_lightning import CombinedLoader, Strategy, is_overridden, isolate_rng, pl
+from lightning_accum.package import check_package
 from lightning_accum.randomness import generators_kept
 from lightning_accum.splitting.few_rows import join as join_batches
 from lightning_accum.splitting.micro_batch import Tokens
@@ -37,7 +33,6 @@ Join = Callable[[Sequence[Any]], Any]
 """Makes one batch of several."""
 
 
-@by_module
 def verify(
     module: pl.LightningModule,
     data: Any = None,
@@ -99,6 +94,8 @@ def verify(
         (True, True)
     """
     given, module = module, uncompiled(module)
+    for value in (module, data):
+        check_package(value)
     if (objection := _objection(module, window, micro_batch, devices, accelerator)) is not None:
         raise MisconfiguredError(objection)
     size = (window or 1) * devices

@@ -12,10 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
@@ -23,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_accum.arguments import MisconfiguredError
 from lightning_accum.callback import GradientAccumulation
 from lightning_accum.errors import UsageError
+from lightning_accum.from_lightning import DummyLogger, fabric, is_overridden, pl
 from lightning_accum.loops.installation import forks_or_spawns
 from lightning_accum.randomness import NoiseOfRows, seed_everything
 from lightning_accum.state_kinds import hooks_of
@@ -223,7 +221,7 @@ class _Repeated(Dataset[Any]):
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the Trainers' own messages."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    loggers = [logging.getLogger(name) for name in (pl.__name__, fabric.__name__)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

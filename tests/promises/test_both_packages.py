@@ -11,18 +11,11 @@ import second_package
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 OTHER = dict(zip(PACKAGES, reversed(PACKAGES), strict=True))
-CORE = [
-    *("test_micro_batches_equal_batch", "test_ddp", "test_resume", "test_schedulers", "test_check", "test_verify", "test_uneven"),
-    *(
-        "test_manual_optimization",
-        "test_noise_scale",
-        "test_watch",
-        "test_lightning_internals",
-        "test_command_line",
-        "test_sharded",
-    ),
-    *("test_row_wise", "test_offload", "test_warnings", "test_after_a_fit", "test_windows_over_time"),
-]
+CORE = """
+test_micro_batches_equal_batch test_ddp test_resume test_schedulers test_check test_verify test_uneven test_manual_optimization
+test_noise_scale test_watch test_lightning_internals test_command_line test_sharded test_row_wise test_offload test_warnings
+test_after_a_fit test_windows_over_time
+"""
 
 
 @pytest.mark.exhaustive
@@ -87,6 +80,10 @@ if __name__ == "__main__":
         assert "accum_ddp" in pl.strategies.StrategyRegistry
         train(BATCHES, strategy=AccumulationStrategy())
         assert verify(Regression(), BATCHES[3], micro_batch=2)
+        try:
+            GradientAccumulation(0)
+        except AccumulationError as error:
+            assert isinstance(error, pl.utilities.exceptions.MisconfigurationException)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             pl.Trainer(strategy="accum", accelerator="cpu", max_epochs=1, accumulate_grad_batches=2, **quiet).fit(
@@ -94,7 +91,7 @@ if __name__ == "__main__":
             )
         assert [w for w in caught if issubclass(w.category, AccumulationWarning)]
 """
-NAMES = "GradientAccumulation, AccumulationStrategy, AccumulationWarning, DDPAccumulationStrategy, verify\n"
+NAMES = "GradientAccumulation, AccumulationError, AccumulationStrategy, AccumulationWarning, DDPAccumulationStrategy, verify\n"
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({absent}))\n"  # None: there is no such module
 
 
@@ -104,10 +101,10 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 WAYS = {
-    **{f"{name} first": f"import {name} as pl\nfrom lightning_accum import {NAMES}" for name in PACKAGES[:1]},
+    **{f"{name} first": f"import {name} as pl\nfrom lightning_accum import {NAMES}" for name in PACKAGES},
     "pytorch_lightning by hand": f"from lightning_accum.pytorch_lightning import {NAMES}import pytorch_lightning as pl\n",
     "pytorch_lightning alone": WITHOUT.format(absent=["lightning"])
-    + f"import pytorch_lightning as pl\nfrom lightning_accum.pytorch_lightning import {NAMES}",
+    + f"from lightning_accum import {NAMES}import pytorch_lightning as pl\n",
 }
 
 
@@ -128,11 +125,26 @@ def test_windows_are_exact_with_either_package_and_a_checkpoint_inside_one_goes_
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_program_loads_no_other_package_than_its_own(name: str) -> None:
     script = f"import lightning_accum\nimport {name} as pl\nfrom lightning_accum import GradientAccumulation\n"
-    script = script if name == PACKAGES[0] else script.replace("from lightning_accum ", "from lightning_accum.pytorch_lightning ")
     script += TRAINS.partition("if __name__")[0]
     script += f"train(BATCHES)\nassert not any(name.startswith('{OTHER[name]}.') for name in sys.modules)\n"
     result = run(script)
     assert result.returncode == 0, result.stderr
+
+
+USES = {
+    "a name": "from lightning_accum.pytorch_lightning import verify",
+    "a strategy": "import pytorch_lightning as pl\npl.Trainer(strategy='accum')",
+    "a module": "import pytorch_lightning as pl\naccum.verify(pl.LightningModule())",
+    "a Trainer": "import pytorch_lightning as pl\nfrom pytorch_lightning.demos.boring_classes import BoringModel\n"
+    "pl.Trainer(callbacks=[accum.GradientAccumulation(2)], accelerator='cpu', logger=False).fit(BoringModel())",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_is_of_the_other_package_is_an_error_that_says_which_import_is_to_come_first(use: str) -> None:
+    result = run(f"import lightning.pytorch\nimport lightning_accum as accum\naccum.Tokens\n{USES[use]}")
+    assert "pytorch_lightning, but lightning_accum uses lightning.pytorch in this process" in result.stderr
+    assert "import lightning_accum.pytorch_lightning before" in result.stderr
 
 
 def test_without_any_lightning_it_is_said_what_to_install() -> None:

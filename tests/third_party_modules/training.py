@@ -47,8 +47,7 @@ def examine(name: str) -> list[Row]:
     torch.set_num_threads(1)
     kept = make_torchvision_importable()
     entry = packages()[name]
-    for imports in ("lightning.pytorch", "pytorch_lightning"):
-        importlib.import_module(imports)  # which sets the level
+    used(entry.imports)  # which sets the level of loggers, and before the other package can be imported
     for logger in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     of_all = {"package": name, "version": importlib.metadata.version(name), "field": entry.field, "imports": entry.imports}
@@ -80,10 +79,16 @@ def make_torchvision_importable() -> Any:
     return library
 
 
+def used(imports: str) -> tuple[Any, Any]:
+    """The Lightning that a package imports, and the names of this package for it."""
+    is_first = imports == "lightning"
+    pl = importlib.import_module("lightning.pytorch" if is_first else imports)
+    return pl, importlib.import_module("lightning_accum.names" if is_first else f"lightning_accum.{imports}")
+
+
 def examined(case: Case, imports: str) -> Row:
     """The four ways of one module."""
-    pl: Any = importlib.import_module("lightning.pytorch" if imports == "lightning" else imports)
-    accum = importlib.import_module("lightning_accum" if imports == "lightning" else f"lightning_accum.{imports}")
+    pl, accum = used(imports)
     start, _ = trained(case, pl, joined_batches(), is_trained=False)
     whole, known = trained(case, pl, joined_batches())
     plain, also_known = trained(case, pl, micro_batches(), accumulate_grad_batches=len(SIZES))

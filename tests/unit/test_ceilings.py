@@ -24,12 +24,12 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 CEILINGS = {
     "lines of code": 16_830,
-    "lines of the package": 25_420,
+    "lines of the package": 24_750,
     "files of the package": 146,
     "width of the package": 152,
     "lines of its largest file": 430,
-    "files outside trainer/ that import Lightning": 36,
-    "assignments to an attribute of another object": 270,
+    "files outside trainer/ that import Lightning": 1,
+    "assignments to an attribute of another object": 262,
     "lines of tests": 29_600,
     "lines of tests in files that import private modules": 720,
 }

@@ -55,8 +55,8 @@ NO_NAMES = {
 """Strings that are parts of a strategy's name, and modules whose objects ``verify`` leaves as they are."""
 
 
-NOT_IMPORTED = (".__main__", ".ray")
-"""One runs, and the other needs an extra."""
+NOT_IMPORTED = (".__main__", ".ray", ".pytorch_lightning")
+"""One runs, one needs an extra, and one is for programs that import Lightning's other package."""
 
 
 def is_private(name: str) -> bool:
@@ -177,6 +177,7 @@ BELOW_THE_LINE = (
     "callback",
     "demo",
     "engine",
+    "from_lightning",
     "gradient_norm",  # of the Trainer's precision plugin
     "loops",
     "manual",

@@ -1,0 +1,75 @@
+"""What this package takes from Lightning: the one place where it is imported, from the package that ``package.py`` decides on."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lightning_accum.package import take
+
+if TYPE_CHECKING:
+    import lightning.fabric as _fabric
+    import lightning.pytorch as _pl
+    from lightning.pytorch.trainer import connectors as _connectors
+else:
+    _pl = import_module(take())
+    _fabric = import_module("lightning.fabric" if take() == "lightning.pytorch" else "lightning_fabric")
+    _connectors = _pl.trainer.connectors
+
+pl, fabric = _pl, _fabric
+_AutomaticOptimization = pl.loops.optimization.automatic._AutomaticOptimization
+_DataConnector = _connectors.data_connector._DataConnector
+_DataFetcher = pl.loops.fetchers._DataFetcher
+_FitLoop = pl.loops.fit_loop._FitLoop
+_Launcher = pl.strategies.launchers.launcher._Launcher
+_LoggerConnector = _connectors.logger_connector.logger_connector._LoggerConnector
+_ManualOptimization = pl.loops.optimization.manual._ManualOptimization
+_MultiProcessingLauncher = pl.strategies.launchers.multiprocessing._MultiProcessingLauncher
+_PrefetchDataFetcher = pl.loops.fetchers._PrefetchDataFetcher
+_ResultCollection = _connectors.logger_connector.result._ResultCollection
+_ResultMetric = _connectors.logger_connector.result._ResultMetric
+_SignalConnector = _connectors.signal_connector._SignalConnector
+_SubprocessScriptLauncher = pl.strategies.launchers.subprocess_script._SubprocessScriptLauncher
+_TrainingEpochLoop = pl.loops.training_epoch_loop._TrainingEpochLoop
+AbstractClosure = pl.loops.optimization.closure.AbstractClosure
+accelerator_connector = _connectors.accelerator_connector
+call = pl.trainer.call
+Callback = pl.callbacks.Callback
+Closure = pl.loops.optimization.automatic.Closure
+ClosureResult = pl.loops.optimization.automatic.ClosureResult
+CombinedLoader = pl.utilities.combined_loader.CombinedLoader
+DDPStrategy = pl.strategies.DDPStrategy
+DeepSpeedStrategy = pl.strategies.DeepSpeedStrategy
+DoublePrecision = pl.plugins.precision.DoublePrecision
+DummyLogger = pl.loggers.logger.DummyLogger
+find_free_network_port = fabric.plugins.environments.lightning.find_free_network_port
+FSDPPrecision = pl.plugins.precision.FSDPPrecision
+FSDPStrategy = pl.strategies.FSDPStrategy
+GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
+HalfPrecision = pl.plugins.precision.HalfPrecision
+has_iterable_dataset = fabric.utilities.data.has_iterable_dataset
+is_overridden = pl.utilities.model_helpers.is_overridden
+isolate_rng = pl.utilities.seed.isolate_rng
+LightningEnvironment = fabric.plugins.environments.LightningEnvironment
+LightningModule = pl.LightningModule
+LightningOptimizer = pl.core.optimizer.LightningOptimizer
+LRSchedulerConfig = pl.utilities.types.LRSchedulerConfig
+MisconfigurationException = fabric.utilities.exceptions.MisconfigurationException
+MixedPrecision = pl.plugins.precision.MixedPrecision
+ModelCheckpoint = pl.callbacks.ModelCheckpoint
+ModelParallelStrategy = pl.strategies.ModelParallelStrategy
+ParallelStrategy = pl.strategies.ParallelStrategy
+PassThroughProfiler = pl.profilers.PassThroughProfiler
+Precision = pl.plugins.precision.Precision
+ProgressBar = pl.callbacks.ProgressBar
+rank_zero_info = pl.utilities.rank_zero.rank_zero_info
+RunningStage = pl.trainer.states.RunningStage
+SIGTERMException = pl.utilities.exceptions.SIGTERMException
+SingleDeviceStrategy = pl.strategies.SingleDeviceStrategy
+SingleDeviceXLAStrategy = pl.strategies.SingleDeviceXLAStrategy
+Strategy = pl.strategies.Strategy
+TorchElasticEnvironment = fabric.plugins.environments.TorchElasticEnvironment
+TrainerFn = pl.trainer.states.TrainerFn
+TrainerStatus = pl.trainer.states.TrainerStatus
+WeightAveraging = pl.callbacks.WeightAveraging
+XLAStrategy = pl.strategies.XLAStrategy

@@ -1,0 +1,117 @@
+"""Which of Lightning's two packages this process uses, ``lightning.pytorch`` or ``pytorch_lightning``: it is decided once.
+
+Each of them has its own class for everything, and a Trainer takes only the classes of its own package. Names of the strategies are
+registered with both, since nothing is loaded before it is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from lightning_accum.errors import WrongTypeError
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_taken: str | None = None
+
+
+def take(wanted: str | None = None) -> str:
+    """The package of this process: what is wanted, or else imported, or else installed, when this is first called.
+
+    Raises:
+        TypeError: another one than is wanted is in use.
+        ModuleNotFoundError: neither is installed.
+    """
+    global _taken
+    if _taken is None:
+        found = [name for name in PACKAGES if sys.modules.get(name) is not None]
+        found = found or [name for name in PACKAGES if find_spec(name.partition(".")[0]) is not None]
+        if not found:
+            raise ModuleNotFoundError("lightning_accum needs Lightning: pip install lightning (or pytorch-lightning).")
+        _taken = wanted or found[0]
+    if wanted not in (None, _taken):
+        raise WrongTypeError(_other("lightning_accum is wanted for", wanted))
+    return _taken
+
+
+def check_package(value: object) -> None:
+    """Refuse an object of the other package.
+
+    Raises:
+        TypeError: its class is derived from one of the other package.
+    """
+    (other,) = (name for name in PACKAGES if name != take())
+    if any(f"{base.__module__}.".startswith(f"{other}.") for base in type(value).__mro__):
+        raise WrongTypeError(_other(f"{type(value).__name__} is of", other))
+
+
+def _other(what: str, other: str | None) -> str:
+    by_hand = "import lightning_accum.pytorch_lightning before all other names of lightning_accum"
+    mend = by_hand if other == PACKAGES[1] else f"import {other} before lightning_accum, and not {_taken}"
+    return (
+        f"{what} {other}, but lightning_accum uses {_taken} in this process, which has other classes. Import everything from one of"
+        f" them. For {other}, {mend}."
+    )
+
+
+# --- the names of the strategies ----------------------------------------------------------------------------------------
+
+_REGISTRIES = {f"{package}.strategies": package for package in PACKAGES}
+
+
+class _Finder(MetaPathFinder):
+    """Adds the strategies to a package of Lightning's when that is loaded."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in _REGISTRIES:
+            return None
+        specs = (finder.find_spec(name, path) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _register(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def register() -> None:
+    """Have both packages find the strategies by their names."""
+    sys.meta_path.insert(0, _Finder())
+    for name in _REGISTRIES:
+        if hasattr(sys.modules.get(name), "StrategyRegistry"):
+            _register(sys.modules[name])
+
+
+def _register(strategies: ModuleType) -> None:
+    """Add the strategies to Lightning's, under the names of its own with ``accum`` in front."""
+    entries: list[tuple[str, str, dict[str, Any]]] = [
+        ("accum", "AccumulationStrategy", {}),
+        ("accum_fsdp", "FSDPAccumulationStrategy", {}),
+        ("accum_fsdp_cpu_offload", "FSDPAccumulationStrategy", {"cpu_offload": True}),
+        ("accum_model_parallel", "ModelParallelAccumulationStrategy", {}),
+    ]
+    for launcher, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+        entries.append((f"accum_ddp{launcher}", "DDPAccumulationStrategy", {"start_method": start_method}))
+        for find_unused in (True, False):
+            name = f"accum_ddp{launcher}_find_unused_parameters_{str(find_unused).lower()}"
+            arguments = {"start_method": start_method, "find_unused_parameters": find_unused}
+            entries.append((name, "DDPAccumulationStrategy", arguments))
+    for name, strategy, arguments in entries:
+        make = partial(_make, _REGISTRIES[strategies.__name__], strategy)
+        strategies.StrategyRegistry.register(name, make, description=strategy, override=True, **arguments)
+
+
+def _make(package: str, strategy: str, **arguments: Any) -> Any:
+    take(package)
+    return getattr(import_module("lightning_accum.strategies"), strategy)(**arguments)
