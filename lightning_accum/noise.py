@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, MutableMapping
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -28,16 +27,14 @@ from lightning_accum.micro_batch import MicroBatch
 from lightning_accum.package import check_package
 from lightning_accum.sync import ShardedSync
 from lightning_accum.weighing.counts import count_samples
+from lightning_accum.weighing.terms import tensor_of as as_tensor
 from lightning_accum.window_totals import tensor_of
 
-_Seen: TypeAlias = "tuple[Tensor | float | None, float, float]"
-"""Of a micro-batch: its weight (None for a sum), its samples (nan if unknown), and the weight scale of its window."""
-_SUMMED = ("1", "S", "G", "SS", "SG", "GG", "weight", "samples", "1 ww", "windows")
+_SUMMED = ("1", "S", "G", "SS", "GG", "weight", "samples", "1 ww", "windows")
 """What is summed over the windows, each with a weight w that decays: G is |G|^2, "1 ww" sums w^2, "windows" counts all alike."""
 
 
-@dataclass(frozen=True)
-class NoiseScale:
+class NoiseScale(NamedTuple):
     """An estimate of the gradient noise scale, and so of the batch size that is worth having.
 
     ``weight`` is the noise scale in units of weight (tokens, for a language model), inf if noise hides the gradient. Its interval
@@ -71,17 +68,15 @@ class GradientNoiseScale(Callback):
     - ``S = (sum of n_i |g_i|^2 - N |g|^2) / (K - 1)``,
     - ``|G|^2 = |g|^2 - S / N``.
 
-    Each is smoothed over the windows by itself. The norms are taken from the gradients that training computes anyway, with one
-    all-reduce of 56 bytes a window. It logs ``noise_scale/samples``, ``noise_scale/weight`` (in tokens, for a language model),
-    ``noise_scale/variance`` (``S`` for a unit of weight) and ``noise_scale/gradient`` (``|G|^2``). At the end of ``fit`` it prints
-    the suggested batch size, with an interval of two standard errors, which :attr:`estimate` has, too.
-
-    Micro-batches are assumed to be random parts of the data: shuffle it, and do not sort rows by length (``trim_padding=False``).
-    The tokens of a sample are not independent: the suggestion in tokens holds for samples of the length that was measured.
+    Each is smoothed over the windows by itself, with one all-reduce of 56 bytes a window and no further backward. Logged are
+    ``noise_scale/samples``, ``noise_scale/weight`` (in tokens, for a language model), ``noise_scale/variance`` (``S`` for a unit of
+    weight) and ``noise_scale/gradient`` (``|G|^2``). The end of ``fit`` prints the suggested batch size with an interval of two
+    standard errors, which :attr:`estimate` has, too. Micro-batches are assumed to be random parts of the data: shuffle it, and do
+    not sort rows by length (``trim_padding=False``).
 
     Args:
-        smoothing: how much the estimate of a window counts in the mean, compared to that of the next window: 0.99 looks back
-            over about 200 windows. 1 counts all alike. The mean lags behind a noise scale that grows or shrinks.
+        smoothing: how much a window counts, compared to the next: 0.99 looks back over about 200 windows, 1 counts all alike. The
+            mean lags behind a noise scale that grows or shrinks.
         every_n_windows: measure one window in so many. A measured micro-batch takes the norm of the gradient of each parameter.
 
     Raises:
@@ -92,9 +87,9 @@ class GradientNoiseScale(Callback):
         >>> from lightning.pytorch import Trainer
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
         >>> from lightning_accum import GradientAccumulation
+        >>> from lightning_accum.testing import QUIET
         >>> noise = GradientNoiseScale()
-        >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-        >>> Trainer(strategy="accum", max_epochs=1, callbacks=[GradientAccumulation(4), noise], **quiet).fit(BoringModel())
+        >>> Trainer(strategy="accum", max_epochs=1, callbacks=[GradientAccumulation(4), noise], **QUIET).fit(BoringModel())
         >>> noise.estimate.windows
         16
     """
@@ -112,9 +107,8 @@ class GradientNoiseScale(Callback):
         self._norms: dict[int, Tensor] | None = None
         """Takes the norms of a backward, by the number of the parameter; None while nobody looks."""
         self._has_parts = False  # a gradient came in parts: the norm of their sum does not follow from their norms
-        self._current: _Seen = (None, math.nan, 1.0)
-        self._micro_batches: list[tuple[_Seen, Tensor]] = []
-        """Those of the window so far, and the squared norms of their gradients."""
+        self._current: tuple[Tensor | float | None, float] = (None, math.nan)  # of a micro-batch: weight (None for a sum), samples
+        self._micro_batches: list[Tensor] = []  # of the window so far, see end_backward
         self._windows, self._sums = 0, torch.zeros(len(_SUMMED))
 
     @property
@@ -123,12 +117,12 @@ class GradientNoiseScale(Callback):
         total, *sums, squares, windows = self._sums.tolist()
         if windows < 2:
             return None
-        s, g, ss, sg, gg, weight, samples = (value / total for value in sums)
+        s, g, ss, gg, weight, samples = (value / total for value in sums)
         scale, low, high = max(s, 0.0) / g if g > 0 else math.inf, 0.0, math.inf
         four = 4 * squares / (total**2 - squares)  # two standard errors of a mean, squared, divided by the variance
-        of_s, of_g, of_both = four * (ss - s * s), four * (gg - g * g), four * (sg - s * g)
-        if s > 0 and of_s < s * s and g > 0 and of_g < g * g:  # of the logarithm of a ratio of two means (the delta method)
-            error = math.exp(math.sqrt(max(of_s / s**2 - 2 * of_both / (s * g) + of_g / g**2, 0.0)))
+        of_s, of_g = four * (ss - s * s), four * (gg - g * g)
+        if s > 0 and of_s < s * s and g > 0 and of_g < g * g:  # of the logarithm of a ratio of two means
+            error = math.exp(math.sqrt(max(of_s / s**2 + of_g / g**2, 0.0)))
             low, high = scale / error, scale * error
         one = weight / samples if samples > 0 else math.nan  # sample
         return NoiseScale(scale, low, high, scale / one, low / one, high / one, one, weight, s, g, int(windows))
@@ -177,15 +171,22 @@ class GradientNoiseScale(Callback):
             for optimizer in self._optimizers:
                 self._watch(parameters_of(optimizer))  # some may have been frozen so far
         samples = count_samples(micro_batch.batch)
-        assert window.weight_scale is not None
-        self._norms, self._current = {}, (weight, math.nan if samples is None else samples, window.weight_scale)
+        self._norms, self._current = {}, (weight, math.nan if samples is None else samples)
 
     def end_backward(self) -> None:
         """End the backward; backwards of shadow batches are ignored. Called by the strategy."""
-        if self._accumulation is not None and self._norms is not None:
-            window = self._accumulation.window
-            self._micro_batches.append((self._current, _sum_of_squares(self._norms.values(), window.device, window.dtype)))
-            self._norms = None
+        if self._accumulation is None or self._norms is None:
+            return
+        window, (weight, samples) = self._accumulation.window, self._current
+        device, dtype, is_sum = window.device, window.dtype, weight is None
+        counted = as_tensor(1.0 if weight is None else weight, device, dtype)
+        n = as_tensor(samples, device, dtype) if is_sum else counted  # what a sum would be divided by, if it were a mean
+        assert window.weight_scale is not None
+        # gradients are times the weight, but where they are added up in a wider type: there they get it later
+        factor = 1.0 if is_sum else window.weight_scale if self._accumulation.sums is None else counted
+        squares = (_sum_of_squares(self._norms.values(), device, dtype) * factor**2 / n).where(n != 0, 0.0)
+        self._micro_batches.append(tensor_of([squares, n, n != 0, counted, samples, float(is_sum)], device, dtype))
+        self._norms = None
 
     def _watch(self, parameters: Iterable[Tensor]) -> None:
         """Watch parameters that need a gradient and are not watched yet. Sharded ones never get theirs from a backward."""
@@ -232,7 +233,7 @@ class GradientNoiseScale(Callback):
             )
         window, ranks, closed, scale = accumulation.window, accumulation.ranks, accumulation.closed, strategy.loss_scale()
         assert closed is not None
-        own = _totals(self._micro_batches, accumulation.sums is None, window.device, window.dtype)
+        own = torch.stack([torch.zeros(6, dtype=window.dtype, device=window.device), *self._micro_batches]).sum(0)
         own[0] += math.nan if self._has_parts and self._micro_batches else 0.0
         gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
         # each rank has its shard, or the whole, which then counts once for each
@@ -248,15 +249,15 @@ class GradientNoiseScale(Callback):
         s = (squares - weight * gradient) / (counted - 1)
         g = gradient - s / weight
         one = torch.ones_like(s)
-        new = torch.stack((one, s, g, s * s, s * g, g * g, weight, samples, one, one))
+        new = torch.stack((one, s, g, s * s, g * g, weight, samples, one, one))
         in_window = torch.where(sums > 0, closed.micro_batches, closed.weight)
         is_whole = (as_counted - in_window).abs() <= 1e-5 * as_counted  # and was not resumed in its middle
-        decay = self.smoothing ** torch.tensor([1.0] * 8 + [2.0, 0.0], dtype=new.dtype, device=new.device)
-        self._sums = torch.where(is_whole & (counted > 1) & new[:7].isfinite().all(), decay * self._sums + new, self._sums)
+        decay = self.smoothing ** torch.tensor([1.0] * 7 + [2.0, 0.0], dtype=new.dtype, device=new.device)
+        self._sums = torch.where(is_whole & (counted > 1) & new[:6].isfinite().all(), decay * self._sums + new, self._sums)
 
     def _show(self, trainer: pl.Trainer) -> None:
         total, s, g, weight, samples = (self._sums[_SUMMED.index(name)] for name in ("1", "S", "G", "weight", "samples"))
-        scale = torch.where(total > 0, torch.where(g > 0, (s / g).clamp(min=0), math.inf), math.nan)
+        scale = torch.where(g > 0, (s / g).clamp(min=0), math.inf).where(total > 0, math.nan)
         found = {"weight": scale, "samples": scale * samples / weight, "variance": s / total, "gradient": g / total}
         shown = {f"noise_scale/{name}": value for name, value in found.items()}
         trainer_state.window_metrics(trainer).update(shown)
@@ -275,9 +276,8 @@ class GradientNoiseScale(Callback):
         elif found is not None:
             rank_zero_info(
                 f"GradientNoiseScale: a window of about {found.samples:,.0f} samples (weight {found.weight:,.0f}) is worth having,"
-                f" between {found.samples_low:,.0f} and {found.samples_high:,.0f} (two standard errors). That is the gradient noise"
-                f" scale (arXiv 1812.06162), measured over {found.windows} windows of"
-                f" {found.weight_per_window / found.weight_per_sample:,.0f} samples on average."
+                f" between {found.samples_low:,.0f} and {found.samples_high:,.0f} (two standard errors); here it was"
+                f" {found.weight_per_window / found.weight_per_sample:,.0f} on average in {found.windows} windows."
             )
 
     @override
@@ -321,22 +321,3 @@ def _sum_of_squares(norms: Iterable[Tensor], device: torch.device, dtype: torch.
     """The sum of squared numbers, one number of ``dtype`` on ``device``, without waiting for it."""
     found = [norm.to(device) for norm in norms]
     return torch.stack(found).to(dtype).square().sum() if found else torch.zeros((), dtype=dtype, device=device)
-
-
-def _totals(micro_batches: Sequence[tuple[_Seen, Tensor]], is_weighed: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """What is summed over the ranks, of the micro-batches of one rank; their gradients, if ``is_weighed``, are times their weight.
-
-    Of n_i |g_i|^2, of n_i, of those that have a weight, of the weights as the window counts them (1 for a sum), of samples, and of
-    those whose loss is a sum.
-    """
-    if not micro_batches:
-        return torch.zeros(6, dtype=dtype, device=device)
-    seen, squares = zip(*micro_batches, strict=True)
-    of_each, *others = zip(*seen, strict=True)
-    columns = ([1.0 if n is None else n for n in of_each], *map(list, others), [float(n is None) for n in of_each])
-    counted, samples, scales, sums = (tensor_of(values, device, dtype) for values in columns)
-    weights = torch.where(sums > 0, samples, counted)  # what a sum would be divided by, if it were a mean, is its samples
-    factors = torch.where(sums > 0, 1.0, scales if is_weighed else counted)
-    has_weight = weights != 0
-    weighed = (torch.stack(squares) * factors**2 / weights).where(has_weight, 0.0)
-    return torch.stack((weighed, weights, has_weight.to(dtype), counted, samples, sums)).sum(1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -275,20 +275,6 @@ def _error_of_change(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     return error if math.isfinite(error) else math.inf
 
 
-class _Batches(Dataset[Any]):
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._batches[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
-
-
 class _Dealt(pl.LightningDataModule):
     """Each data-parallel rank has loader batches of its own."""
 
@@ -301,4 +287,4 @@ class _Dealt(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
         share = self.trainer.distributed_sampler_kwargs or {"rank": 0}
-        return DataLoader(_Batches(self._by_rank[share["rank"]]), batch_size=None)
+        return DataLoader(cast("Dataset[Any]", self._by_rank[share["rank"]]), batch_size=None)

@@ -77,6 +77,7 @@ def end_profile(profile: torch.profiler.profile) -> None:
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     """``lightning-accum`` with these arguments, in this process. Returns the exit status."""
     monkeypatch.setattr(sys, "argv", ["lightning-accum", *arguments])
+    monkeypatch.delitem(sys.modules, "lightning_accum.__main__", raising=False)  # of which runpy would warn
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("lightning_accum", run_name="__main__")
     return ended.value.code

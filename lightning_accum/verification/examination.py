@@ -100,7 +100,7 @@ class Diagnosis:
                 self._runner = replace(runner, policy={**runner.policy, "check": False})
                 self.window = self._runner.accumulated(comparison.batches, self.change)
         except UnreadableLossError as error:
-            self._add(_DOES_NOT_ADD_UP, str(error), math.nan, mend=self._row_wise_that_mends(self.full))
+            self._add(_DOES_NOT_ADD_UP, str(error), math.nan)
             return
         self.gradient = Difference.between(self.window.gradients, self.full.gradients)
         self.update = Difference.between(self.window.way, self.full.way)
@@ -162,7 +162,7 @@ class Diagnosis:
                 self._add(name, found, left, without)
                 self.change, full, left, batches = new_change, new_full, without, new_batches
         if refusal is not None:
-            self._add(_DOES_NOT_ADD_UP, str(refusal), left, mend=self._row_wise_that_mends(full))
+            self._add(_DOES_NOT_ADD_UP, "The check of the first batch has found that.", left, mend=str(refusal))
         elif left > self.tolerance:
             self._look_into_the_rest(full, batches, left)
 
@@ -195,26 +195,6 @@ class Diagnosis:
                 self._add("weight", found, left, without)
                 return
         self._add("gradient", "The gradient of the micro-batches is not that of the full batch.", left)
-
-    def _row_wise_that_mends(self, full: Step) -> str | None:
-        """The submodules, at most two levels deep, with which, run row-wise, the module takes the step of the full batch."""
-        asked_for = self._runner.policy.get("micro_batch")
-        size = asked_for if isinstance(asked_for, int) else max(1, (self._comparison.rows or 2) // 2)
-        runner = replace(self._runner, policy={"micro_batch": size, "weight": "equal", "check": False})
-        names: list[str] = []
-        for name, inner in self._runner.module.named_modules():
-            is_inside_another = any(name.startswith(f"{outer}.") for outer in names)
-            if name and name.count(".") < 2 and not is_inside_another and next(inner.parameters(), None) is not None:
-                with suppress(Exception):  # whatever a submodule does on other rows
-                    step = runner.accumulated([self._comparison.full], self.change, row_wise=name)
-                    if _difference(step, full) <= self.tolerance:
-                        names.append(name)
-        if not names:
-            return None
-        return (
-            f"GradientAccumulation(micro_batch=..., row_wise={names}) and a window of 1: so the step was the full batch's. The"
-            " loss sees the outputs of all rows, which these submodules compute in micro-batches."
-        )
 
     # --- what comes after the gradients -------------------------------------------------------------------------------
 

@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import NamedTuple
 
-SHOWN = 10
-"""How many parameters the table lists."""
+SHOWN = 10  # parameters in the table
 
 
 class Break(NamedTuple):
-    """Something that breaks equality.
+    """Something that breaks equality, and the argument, or the change to the module, that mends it.
 
-    Attributes:
-        name: what it is: ``"BatchNorm"``, ``"batch_idx"``, ``"losses that do not add up"``, ...
-        found: what was seen of it, in a sentence.
-        difference: relative error of the gradients with it; NaN if that could not be measured.
-        without: relative error without it; None if it could not be taken out.
-        mend: the argument, or the change to the module, that mends it.
+    The relative error of the gradients is ``difference`` with it (NaN if that could not be measured), and ``without`` it; None if
+    it could not be taken out.
     """
 
     name: str
@@ -30,10 +25,7 @@ class Break(NamedTuple):
 
 
 class ParameterDifference(NamedTuple):
-    """Relative errors of a parameter's gradient and of its update.
-
-    A gradient of less than a hundredth of the typical size, such as one that is 0 but for rounding, is measured by that hundredth.
-    """
+    """Relative errors of a parameter's gradient and of its update; of tiny ones relative to a hundredth of the typical size."""
 
     name: str
     gradient: float
@@ -45,15 +37,12 @@ class Report:
     """The result of :func:`~lightning_accum.verify`. True where equality holds.
 
     Attributes:
-        module: the class of the module.
         compared: what was compared with what, in words.
-        is_equal: the verdict.
         gradient: the norm of the gradients' difference, relative to that of the full batch's gradient.
         update: the same for the ways that the step moves the parameters.
         losses: of the full batch, and of the window.
-        tolerance: what the gradient of no parameter may exceed.
-        tolerance_reason: where that comes from.
-        parameters: all parameters, the worst first.
+        tolerance: what the gradient of no parameter may exceed, and why.
+        parameters: all of them, the worst first.
         weight: what each micro-batch weighs, in words.
         breaks: what breaks equality.
         notes: what else there is to know: dropout that was switched off, padding, warnings of the run.
@@ -101,7 +90,7 @@ class Report:
         for found in self.breaks:
             paragraphs.append([f"{found.name}: {found.found} {_effect(found)}", f"    To mend it: {found.mend}"])
         rows = [ParameterDifference("all parameters", self.gradient, self.update), *self.worst]
-        lines = aligned([("relative difference", "gradient", "update"), *((n, number(g), number(u)) for n, g, u in rows)])
+        lines = _aligned([("relative difference", "gradient", "update"), *((n, _number(g), _number(u)) for n, g, u in rows)])
         if len(self.parameters) > SHOWN:
             lines.append(f"... and {len(self.parameters) - SHOWN} more that are closer")
         full, window = self.losses
@@ -115,24 +104,13 @@ class Report:
         return "\n\n".join([*texts[:-2], "\n".join(lines), *filter(None, texts[-2:])])
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, whose first column is to the left and the others to the right.
-
-    Example:
-        >>> aligned([("parameter", "off by"), ("a", "0.25")])
-        ['parameter  off by', 'a            0.25']
-    """
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, whose first column is to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([n.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]) for n, *numbers in rows]
 
 
-def number(value: float) -> str:
-    """A difference in few characters.
-
-    Example:
-        >>> number(0.0), number(3.21e-16), number(0.25), number(float("nan"))
-        ('0', '3.2e-16', '0.25', '?')
-    """
+def _number(value: float) -> str:
     if value != value:
         return "?"
     return f"{value:.2g}" if value == 0 or 0.001 <= value < 1000 else f"{value:.1e}"
@@ -141,8 +119,8 @@ def number(value: float) -> str:
 def _effect(found: Break) -> str:
     if found.difference != found.difference:
         return ""
-    without = "." if found.without is None else f" with it, by {number(found.without)} without."
-    return f"The worst gradient differs by {number(found.difference)}{without}"
+    without = "." if found.without is None else f" with it, by {_number(found.without)} without."
+    return f"The worst gradient differs by {_number(found.difference)}{without}"
 
 
 def _wrapped(text: str) -> str:

@@ -78,6 +78,8 @@ class Planted(Language):
         if self.what == "other seeds":  # features are left out, the same for all rows; each rank draws others
             torch.manual_seed(rank())
             logits = logits * (torch.rand(17, dtype=torch.float64) < 0.5)
+        if self.what == "a number of the default type":
+            logits = logits * torch.tensor(1 / 3)
         if self.what == "other buffers":
             logits = logits / self.temperature
         if self.what == "labels of one rank dropped":
@@ -130,6 +132,14 @@ def test_a_correct_set_up_over_ranks_is_equal_and_the_module_stays_as_it_was(wha
     assert (report.ranks, report.gradient <= 1e-12, report.breaks) == (arguments.get("devices", 2), True, [])
     torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
     assert (dist.is_initialized(), module.net.head.weight.grad) == (False, None)
+
+
+def test_ranks_compute_in_the_default_type_of_this_process() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert verify(Planted("a number of the default type"), ROWS, devices=2, precision="32-true")
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # --- what is planted is named ---------------------------------------------------------------------------------------------
