@@ -124,6 +124,7 @@ WRONG: dict[str, Any] = {
     "no module": (lambda: nn.Linear(2, 2), BATCH, SPLIT, "LightningModule"),
     "no data": (pl.LightningModule, None, {"window": 2}, "data="),
     "an argument of the policy": (BoringModel, BATCH, {**SPLIT, "weight": "auo"}, "weight"),
+    "a gradient that is not finite": (BoringModel, BATCH / 0, SPLIT, "finite"),
     "no loss": (NoLoss, BATCH, SPLIT, "training_step"),
 }
 
