@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import accumulate
-from operator import sub
+from operator import or_, sub
 
 import torch
 from torch import Tensor
@@ -21,19 +22,14 @@ _INVERTED_MASKS = ("key_padding_mask",)  # of torch.nn.Transformer: True is padd
 
 @dataclass(frozen=True)
 class Spans:
-    """The columns of every row that are not padding.
-
-    Attributes:
-        length: columns with padding: the size of the dimension that can be trimmed.
-        starts: the first column of every row that is no padding.
-        stops: the column after its last.
-        read_from: the tensors that show it, by path.
-    """
+    """The columns of every row that are not padding: from its start up to its stop, which is the column after its last."""
 
     length: int
+    """Columns with padding: the size of the dimension that can be trimmed."""
     starts: tuple[int, ...]
     stops: tuple[int, ...]
     read_from: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """The tensors that show it, by path."""
 
     @property
     def is_padded_left(self) -> bool:
@@ -102,15 +98,9 @@ def read_spans(tensors: Mapping[str, Tensor], key: str | None = None) -> dict[in
     a mask, labels of -100 together with inputs that repeat one value up to the end of a row. Reads values: on an accelerator this
     waits for the device, so it is best asked of a batch that is still on the host.
 
-    Args:
-        tensors: the tensors of a batch with one entry a row, by path. Shape (rows, columns, ...).
-        key: the path, its last part, or the last words of that (``lengths`` for ``encoder_lengths`` and ``decoder_lengths``), of
-            masks of shape (rows, columns), not 0 where there is no padding (but 0 there if it is called ``key_padding_mask``), or
-            of lengths of shape (rows,).
-
-    Returns:
-        The spans, by the size of the dimension that has columns. An encoder-decoder has two such dimensions. None at all where
-        nothing shows the lengths, or no row has padding.
+    ``key`` is the path, its last part, or the last words of that (``lengths`` for ``encoder_lengths`` and ``decoder_lengths``), of
+    masks of shape (rows, columns), not 0 where there is no padding (but 0 there if it is called ``key_padding_mask``), or of
+    lengths of shape (rows,). Returned are spans by the size of the dimension that has columns: an encoder-decoder has two.
 
     Raises:
         ArgumentError: there is no ``key``, or it is neither a mask nor lengths.
@@ -184,15 +174,11 @@ def _explicit(path: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> Tenso
 
 def _join(evidence: Iterable[tuple[str, Tensor]]) -> dict[int, Spans]:
     """The spans by their length. Each tensor, with its path, is True where there is a token."""
-    joined: dict[int, tuple[Tensor, tuple[str, ...]]] = {}
+    by_length: dict[int, list[tuple[str, Tensor]]] = {}
     for path, is_token in evidence:
-        length = is_token.shape[1]
-        if length in joined:
-            others, read_from = joined[length]
-            joined[length] = (others | is_token, (*read_from, path))
-        elif length:
-            joined[length] = (is_token, (path,))
-    return {length: _spans(is_token, read_from) for length, (is_token, read_from) in joined.items()}
+        by_length.setdefault(is_token.shape[1], []).append((path, is_token))
+    by_length.pop(0, None)
+    return {n: _spans(reduce(or_, (t for _, t in found)), tuple(p for p, _ in found)) for n, found in by_length.items()}
 
 
 def _spans(is_token: Tensor, read_from: tuple[str, ...]) -> Spans:

@@ -30,32 +30,23 @@ T = TypeVar("T")
 
 
 class Mark(NamedTuple):
-    """Where a window stands before an attempt at a loader batch.
-
-    Attributes:
-        undo: undoes what the attempt did to the window and to the gradients.
-        accumulated: parameters whose gradients hold earlier batches of the window; None where there are none.
-    """
+    """Where a window stands before an attempt at a loader batch."""
 
     undo: Callable[[], None]
+    """Undoes what the attempt did to the window and to the gradients."""
     accumulated: Iterable[nn.Parameter] | None
+    """Parameters whose gradients hold earlier batches of the window; None where there are none."""
 
 
 @dataclass(frozen=True)
 class RowSlice:
-    """One micro-batch of a plan.
-
-    Attributes:
-        rows: which rows of the batch.
-        count: how many.
-        cost: elements in a row.
-        columns: which columns are kept, by the size of the dimension that has them.
-    """
+    """One micro-batch of a plan: which rows of the batch, how many, and the elements in one."""
 
     rows: slice | list[int]
     count: int
     cost: int
     columns: Mapping[int, slice] = field(default_factory=dict)
+    """Those that are kept, by the size of the dimension that has them."""
 
     @cached_property
     def selector(self) -> RowSelector:
@@ -117,9 +108,9 @@ class Planner:
     """Plans every batch of a training.
 
     Args:
-        size: of a micro-batch: samples, padded tokens, or ``"auto"``.
+        size: of a micro-batch.
         trim: whether to trim padding; or the key of the lengths of rows, see :func:`read_spans`.
-        split: cuts batches that :class:`Layout` cannot.
+        split: cuts batches instead.
         warn: takes a warning that should be seen once.
         samples: returns how many samples the loader puts into a batch; empty where it does not say so.
         size_for: with ``"auto"``, the rows that a micro-batch may have, by the elements in a row and the rows there are.
@@ -156,15 +147,11 @@ class Planner:
                 self._seen = (_shapes(layout), self._read_spans(layout))
 
     def plan(self, batch: Any, proof: Proof) -> Plan:
-        """Plan one batch.
-
-        Args:
-            batch: as ``training_step`` would get it.
-            proof: asked once for either side on which rows are padded, before they are trimmed there.
+        """Plan one batch; ``proof`` is asked before padding is trimmed.
 
         Raises:
             UnsplittableBatchError: there are no rows to be found in it, or no columns for :class:`Tokens`.
-            LengthsNotFoundError: the key for lengths is not in the batch.
+            ArgumentError: the key for lengths is not in the batch.
         """
         seen, self._seen = self._seen, None
         if self._split is not None:
@@ -283,12 +270,7 @@ def _columns(layout: Layout) -> list[int]:
 
 
 class Splitting:
-    """How the loader batches of a training are split, and the one that is under way.
-
-    Args:
-        has_ranks: there are other ranks. What is logged in a split batch is reduced over them at its end, so for batches that are
-            not split it has to be at their end too.
-    """
+    """How the loader batches of a training are split, and the one that is under way."""
 
     def __init__(
         self,
@@ -307,6 +289,7 @@ class Splitting:
         self.largest: int | None = None
         """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
         self._rows_of_whole: int | None = None
+        # what is logged in a split batch is reduced over ranks at its end, so in one that is not split it has to be, too
         self._may_be_whole = not (has_ranks or size == "auto")
         self._proof: Proof = lambda padded, trimmed: None
 

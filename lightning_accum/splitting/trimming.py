@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
@@ -49,15 +50,12 @@ _Known: TypeAlias = tuple[str, tuple[str, ...]]
 
 
 class TrimmingCheck:
-    """Which padding may be trimmed.
-
-    A proof that could not be made is tried again with the next batch that has such padding, then after one more, two, four.
-    """
+    """Which padding may be trimmed. A proof that could not be made is tried again at the second, fourth, eighth batch."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._answers: dict[_Known, bool] = {}
-        self._waits: dict[_Known, tuple[int, int]] = {}
-        """Of a proof that could not be made: batches until it is tried again, and how many it last waited for."""
+        self._seen: Counter[_Known] = Counter()
+        """Batches with such padding, while there was no answer."""
         self._warn = warn
 
     def prove_again(self) -> None:
@@ -68,35 +66,31 @@ class TrimmingCheck:
         """The spans without the padding that the loss was found to depend on."""
         kept: list[Spans] = []
         for span in spans.values():
-            may = {"left": True, "right": True}
-            for side in [side for side, is_there in (("right", span.is_padded_right), ("left", span.is_padded_left)) if is_there]:
-                known, (left, patience) = (side, span.read_from), self._waits.get((side, span.read_from), (0, 0))
-                if left:
-                    self._waits[known] = left - 1, patience
-                elif known not in self._answers:
-                    self._note(known, _prove(side, span, spans, layout, proof))
-                may[side] = self._answers.get(known, False)
-            kept.append(span.keep_padding(left=not may["left"], right=not may["right"]))
+            keeps = {}
+            for side, is_there in (("right", span.is_padded_right), ("left", span.is_padded_left)):
+                known = (side, span.read_from)
+                if is_there and known not in self._answers:
+                    self._seen[known] += 1
+                    if self._seen[known].bit_count() == 1:
+                        self._note(known, _prove(side, span, spans, layout, proof))
+                keeps[side] = not self._answers.get(known, False)
+            kept.append(span.keep_padding(**keeps))
         return {span.length: span for span in kept if span.is_padded}
 
     def _note(self, known: _Known, verdict: Verdict) -> None:
         where = f"Padding on the {known[0]} of rows is not trimmed"
         if not isinstance(verdict, Inconclusive):
-            self._waits.pop(known, None)
             self._answers[known] = verdict is None
-            if verdict is not None:
-                self._warn(
-                    f"{where}: the loss of this module depends on it ({verdict}). Pass GradientAccumulation(trim_padding=False) to"
-                    " say so yourself."
-                )
-            return
-        if known not in self._waits:
+        if isinstance(verdict, str):
+            self._warn(
+                f"{where}: the loss of this module depends on it ({verdict}). Pass GradientAccumulation(trim_padding=False) to"
+                " say so yourself."
+            )
+        elif verdict is not None and self._seen[known] == 1:
             self._warn(
                 f"{where} so far: whether the loss of this module depends on it could not be found out ({verdict.reason}). It is"
                 " tried again with later batches."
             )
-        patience = self._waits.get(known, (0, 0))[1]
-        self._waits[known] = patience, max(1, 2 * patience)
 
 
 def _prove(side: str, span: Spans, spans: dict[int, Spans], layout: Layout, proof: Proof) -> Verdict:
@@ -128,9 +122,6 @@ def difference_by_padding(
     """Compare the weight and the gradient of the same rows with and without padding, as the check compares rows and their parts.
 
     Nothing of it lasts, and nothing in it waits for other ranks, which may have nothing to try.
-
-    Returns:
-        None where all is the same but for rounding, else what was seen.
     """
     if held := snapshotter.iterators():
         return Inconclusive(f"the module holds an iterator, {held[0]}, and what is drawn from it cannot be put back")
