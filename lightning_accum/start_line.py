@@ -32,7 +32,7 @@ def start_line(
     else:
         parts = [window_in_words(loader_batches, accumulation.world_size // accumulation.ranks.same_rows, samples)]
     if accumulation.splitting is not None and accumulation.row_wise is None:
-        parts.append(f"each runs {accumulation.splitting.describe()}")
+        parts.append(f"each runs {accumulation.splitting.planner.describe()}")
     if policy.offload:
         parts.append(offload_in_words(accumulation.ranks.device))
     if accumulation.row_wise is not None:

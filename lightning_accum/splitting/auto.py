@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_accum.errors import AccumulationError, UsageError
 from lightning_accum.ranks import Ranks
-from lightning_accum.splitting.plan import Mark, Plan, RowSlice, Split, Splitting
+from lightning_accum.splitting.plan import Mark, Plan, Planner, RowSlice, Splitting
 from lightning_accum.undo import Undo
 
 T = TypeVar("T")
@@ -94,12 +94,7 @@ class MicroBatchSizes:
         self._tries_more = True
 
     def size_for(self, cost: int, rows: int) -> int:
-        """The rows that a micro-batch of the loader batch under way may have.
-
-        Args:
-            cost: elements or tokens in a row, from 1.
-            rows: what is left of the batch, the most that is returned.
-        """
+        """The rows that a micro-batch may have of ``rows`` that are left, with so many elements or tokens in each."""
         if self._limit is None or self._limit >= rows * _rounded(cost):
             return rows
         self._is_bound = True
@@ -107,10 +102,6 @@ class MicroBatchSizes:
 
     def halve(self, cost: int, rows: int) -> int:
         """A micro-batch ran out of memory. Returns the rows that the next may have.
-
-        Args:
-            cost: elements or tokens in each of its rows.
-            rows: how many it had.
 
         Raises:
             torch.OutOfMemoryError: it had one row.
@@ -126,11 +117,7 @@ class MicroBatchSizes:
         return max(1, self._limit // _rounded(cost))
 
     def end_batch(self, micro_batches: Sequence[tuple[int, int]]) -> None:
-        """A loader batch went well, in the end.
-
-        Args:
-            micro_batches: the cost and the rows of each that it was run in.
-        """
+        """A loader batch went well in the end, in micro-batches of these costs and rows."""
         if self._is_bound and self._tries_more and self._limit is not None:
             largest = max((_rounded(cost) * rows for cost, rows in micro_batches if rows > 1), default=0)
             self._tries_more = False
@@ -163,29 +150,13 @@ def _rounded(cost: int) -> int:
 
 
 class RetriedSplitting(Splitting):
-    """Runs each loader batch as often as it takes, in micro-batches as large as memory allows.
-
-    Args:
-        snapshotter: of the module that runs them.
-        device: where.
-        say: takes a line for the log of this rank.
-        sizes: what was found to fit; None for nothing so far.
-    """
+    """Runs each loader batch as often as it takes, in micro-batches as large as memory allows."""
 
     def __init__(
-        self,
-        trim: bool | str,
-        split: Split | None,
-        snapshotter: Undo,
-        device: torch.device,
-        warn: Callable[[str], None],
-        say: Callable[[str], None],
-        samples: Callable[[], Collection[int]] = frozenset,
-        sizes: MicroBatchSizes | None = None,
+        self, planner: Planner, sizes: MicroBatchSizes, snapshotter: Undo, device: torch.device, say: Callable[[str], None]
     ) -> None:
-        self.sizes = sizes or MicroBatchSizes()
-        super().__init__("auto", trim, split, True, warn, samples, self.sizes.size_for)
-        self._snapshotter, self._device, self._say = snapshotter, device, say
+        super().__init__(planner, has_ranks=True)
+        self.sizes, self._snapshotter, self._device, self._say = sizes, snapshotter, device, say
 
     @property
     def pieces(self) -> Sequence[RowSlice]:
@@ -207,10 +178,6 @@ class RetriedSplitting(Splitting):
     @override
     def run(self, attempt: Callable[[Plan], T], mark: Callable[[], Mark]) -> T:
         """Run the loader batch under way, as often as it takes.
-
-        Args:
-            attempt: runs a plan.
-            mark: called before the first attempt, returns what undoes one.
 
         Raises:
             torch.OutOfMemoryError: a micro-batch of one sample does not fit.

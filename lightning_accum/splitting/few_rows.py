@@ -26,20 +26,10 @@ from lightning_accum.verdict import MOST_ROWS, CannotCheckError
 
 
 class FewRows:
-    """The first rows of a batch.
+    """The first rows of a batch, as ``training_step`` gets it, and after them those that were kept of the batch before.
 
-    Args:
-        batch: as ``training_step`` gets it.
-        samples: how many of them the loader puts into a batch, where it says so.
-        before: rows of batches before it, see :attr:`kept`: they follow those of the batch.
-        known: what parts of the batch are, by path, see :class:`Layout`.
-
-    Attributes:
-        number: how many rows there are.
-        of_batch: how many of them are in the batch.
-        at_once: rows of the larger of both.
-        of_others: those of another batch that were brought in by turns.
-        kept: the first rows of the batch, a copy.
+    There are ``number`` rows, ``of_batch`` of them in the batch, and ``at_once`` in the larger of both. ``of_others`` are those of
+    another batch that were brought in by turns. ``kept`` are the first rows of the batch, a copy.
 
     Raises:
         CannotCheckError: there are none in it, or none that can be found.
@@ -120,9 +110,6 @@ class FewRows:
 class SplitRows:
     """The first micro-batch of a batch that the user's own function cuts, whose sizes may be of another kind than samples.
 
-    Attributes:
-        number: how many parts it has.
-
     Raises:
         CannotCheckError: it cannot be cut once more.
     """
@@ -179,12 +166,7 @@ class JoiningError(AccumulationError, ValueError):
 def join(batches: Sequence[Any], known: Mapping[str, str] | None = None) -> tuple[Any, str]:
     """Concatenate batches along their rows, padded to the longest where they were padded already.
 
-    Args:
-        batches: in their order.
-        known: what parts of the first are, by path, where that is known.
-
-    Returns:
-        The batch, of the types of the first; and what was padded, in words, empty where nothing was.
+    Returned are the batch, of the types of the first, and what was padded, in words, empty where nothing was.
 
     Raises:
         JoiningError: they are not made of the same parts; what they share differs; or columns differ, and neither a mask nor

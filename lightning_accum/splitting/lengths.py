@@ -128,18 +128,20 @@ class AmbiguousDims:
     """
 
     def __init__(self) -> None:
-        self._others: dict[str, set[tuple[str, int]]] = {}
-        """Dimensions, as (path, number), that once had another size than the columns that a tensor shows, by its path."""
+        self._others: set[tuple[str, tuple[str, int]]] = set()
+        """Dimensions, as (path, number), that once had another size than the columns that a tensor shows, with its path."""
 
     def without(self, spans: Mapping[int, Spans], tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[int, Spans]:
         """Take in one batch. Returns its spans without those of a size that another dimension has by chance."""
         sizes = {(path, number): size for path, tensor in tensors.items() for number, size in enumerate(tensor.shape) if number}
         sizes.update(((path, number), size) for path, tensor in shared.items() for number, size in enumerate(tensor.shape))
         for span in spans.values():
-            for path in span.read_from:
-                self._others.setdefault(path, set()).update(at for at, size in sizes.items() if size != span.length)
-        strange = {length: set.intersection(*(self._others[path] for path in span.read_from)) for length, span in spans.items()}
-        return {length: span for length, span in spans.items() if not any(sizes.get(at) == length for at in strange[length])}
+            self._others |= {(path, at) for path in span.read_from for at, size in sizes.items() if size != span.length}
+
+        def is_by_chance(at: tuple[str, int], span: Spans) -> bool:
+            return sizes[at] == span.length and all((path, at) in self._others for path in span.read_from)
+
+        return {length: span for length, span in spans.items() if not any(is_by_chance(at, span) for at in sizes)}
 
 
 def _name(path: str) -> str:

@@ -78,10 +78,6 @@ class BatchLog:
     ``batch_size``, and by the weight of the loss where none was given. ``reduce_fx`` sum, min and max are applied as they are. A
     metric that shows its value of the step shows that of the whole batch. Of a name that is logged several times in a step, the
     first of each micro-batch make the first of the batch, and so on.
-
-    Args:
-        metrics: the metrics of the module.
-        shown: what :attr:`shown` was after the batch before.
     """
 
     def __init__(self, metrics: Sequence[Metric] = (), shown: set[int] | None = None) -> None:
@@ -141,14 +137,10 @@ class BatchLog:
         self._micro_batches = micro_batches
 
     def merged(self, is_synced: Callable[[bool, Arguments], bool]) -> Iterable[Logged]:
-        """What the whole batch logs.
+        """What the whole batch logs, in the order of logging.
 
-        Args:
-            is_synced: takes whether a metric is logged, and the arguments; returns whether it is reduced over several ranks.
-
-        Yields:
-            The calls, in the order of logging. Those that are synced come last and sorted: which was logged first differs by rank
-            where it depends on the micro-batch, and ranks pair their reductions by order.
+        Those that ``is_synced`` says are reduced over ranks, of whether it is a metric and of the arguments, come last and sorted:
+        which was logged first differs by rank where it depends on the micro-batch, and ranks pair their reductions by order.
         """
 
         def order(item: tuple[_Key, dict[int, _Call]]) -> tuple[bool, str, int]:
@@ -306,32 +298,21 @@ def _metric_behind(value: Tensor, metrics: Sequence[Metric]) -> _ValueOfMetric |
 
 
 class Output(NamedTuple):
-    """What came of one micro-batch of a batch.
-
-    Attributes:
-        loss: without its graph; a number where it is on the host, where these are quicker than tensors; None where there was none.
-        dtype: of the loss.
-        extra: what else ``training_step`` returned, by name, without its graph.
-        weighed: what it brought into its window.
-        rows: its samples.
-        is_left_out: it is as if it had never been in the batch.
-    """
+    """What came of one micro-batch of a batch."""
 
     loss: Tensor | float | None
+    """Without its graph; a number where it is on the host, where these are quicker than tensors; None where there was none."""
     dtype: torch.dtype | None
     extra: Mapping[str, Any]
+    """What else ``training_step`` returned, by name, without its graph."""
     weighed: Weighed
     rows: int
     is_left_out: bool = False
+    """It is as if it had never been in the batch."""
 
 
 def joined_loss(outputs: Sequence[Output], of_window: Tensor | None = None) -> Tensor | None:
-    """The loss of a batch: the weighted mean, or the sum of sums; None where there was none at all.
-
-    Args:
-        outputs: of its micro-batches, in their order.
-        of_window: the loss of a window that is this batch and nothing else, where it is known.
-    """
+    """The loss of a batch, and of a window that is this batch and nothing else: the weighted mean, or the sum of sums."""
     found = [output for output in outputs if output.loss is not None]
     if not found:
         return None
@@ -349,10 +330,6 @@ def joined_extra(outputs: Sequence[Output], order: Sequence[int] | None = None) 
 
     Tensors with one entry a sample are put together, in the order of the batch. Numbers are weighted means. Of anything else there
     is a list, with one entry a micro-batch.
-
-    Args:
-        outputs: of its micro-batches, in their order.
-        order: the rows of the batch in the order of the micro-batches; None where they kept theirs.
     """
     if order is not None:
         rows = iter(order)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -62,15 +61,7 @@ def _check_tokens(count: Any, what: str) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """How a batch is made of rows: which parts have one entry a sample, and which are shared.
-
-    Attributes:
-        size: the number of rows (samples).
-        tensors: the tensors whose dimension 0 is the rows, by path: ``input_ids``, ``[0]``, ``inputs.mask``; ``batch`` if the
-            batch itself is a tensor.
-        shared_tensors: the tensors with a dimension 0 that is not the rows, by path.
-        kinds: what each part is, by path, see :class:`Part`.
-        taken: a batch of the same types with what a selector takes of each part. The batch that was read stays as it is.
+    """How a batch is made of ``size`` rows: which parts have one entry a sample, and which are shared.
 
     Example:
         >>> layout = Layout.read({"x": torch.arange(6).reshape(3, 2), "name": ["a", "b", "c"], "rate": 0.5})
@@ -83,19 +74,20 @@ class Layout:
 
     size: int
     tensors: dict[str, Tensor] = field(repr=False)
+    """Whose dimension 0 is the rows, by path: ``input_ids``, ``[0]``, ``inputs.mask``; ``batch`` if the batch itself is one."""
     shared_tensors: dict[str, Tensor] = field(repr=False)
+    """With a dimension 0 that is not the rows."""
     kinds: dict[str, str]
+    """What each part is, by path, see :class:`Part`."""
     taken: Callable[[RowSelector], Any] = field(repr=False)
+    """A batch of the same types with what a selector takes of each part. The batch that was read stays as it is."""
 
     @classmethod
     def read(cls, batch: Any, known: Mapping[str, str] | None = None, samples: Collection[int] = ()) -> Layout:
-        """Find out how ``batch`` is made of rows.
+        """Find out how ``batch`` is made of rows: tensors in mappings, lists, tuples and dataclasses, nested in any way.
 
-        Args:
-            batch: tensors in mappings, lists, tuples and dataclasses, nested in any way.
-            known: the ``kinds`` of an earlier batch of the same loader. They hold where this batch could be read in two ways: a
-                table of 5 entries stays shared in a last batch of 5 rows.
-            samples: how many of them the loader puts into a batch, where it says so.
+        ``known``, the ``kinds`` of an earlier batch, hold where this one could be read in two ways: a table of 5 entries stays
+        shared in a last batch of 5 rows.
 
         Raises:
             UnsplittableBatchError: no size, or more than one, fits; or there is a part that cannot be split.
@@ -107,7 +99,7 @@ class Layout:
             for kind in ("tensor", "shared")
         )
         for part in parts:
-            if part.kind == "container" and _is_cut(part):
+            if part.kind == "container" and part.is_cut:
                 try:
                     rebuilt(part, lambda inner: inner.value)
                 except Exception as error:  # now, rather than in the middle of a window
@@ -115,13 +107,11 @@ class Layout:
         return cls(size, tensors, shared, {**known, **{part.path: part.kind for part in parts}}, partial(_taken, root))
 
     def take(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None = None) -> Any:
-        """A batch of the same types with some of the rows. The batch that was read stays as it is.
+        """A batch of the same types with some of the rows: of a slice tensors are views, of row numbers they are copies.
 
-        Args:
-            rows: a slice (tensors are then views), or row numbers from 0 in the wanted order (tensors are then copies).
-            columns: ``{L: part}`` keeps only ``part`` of dimensions of size ``L``, to trim padding. In tensors with rows these
-                are the dimensions after 0; where a floating tensor has size ``L`` in dimension 1 the others stay, for they are
-                features. In shared tensors they are all dimensions.
+        ``columns={L: part}`` keeps only ``part`` of dimensions of size ``L``, to trim padding. In tensors with rows these are the
+        dimensions after 0; where a floating tensor has size ``L`` in dimension 1 the others stay, for they are features. In shared
+        tensors they are all dimensions.
         """
         return self.taken(RowSelector(rows, columns))
 
@@ -130,17 +120,19 @@ class RowSelector:
     """What is kept for one micro-batch, applied to one leaf at a time."""
 
     def __init__(self, rows: slice | Sequence[int] | Tensor, columns: Mapping[int, slice] | None) -> None:
+        self._rows = rows.tolist() if isinstance(rows, Tensor) else rows
         self._columns = columns or {}
-        self._rows = rows
         self._indices: dict[torch.device, Tensor] = {}
-        self.entries: Callable[[Any], Any]
-        self.tensor: Callable[[Any], Any]
-        if isinstance(rows, slice):
-            self.entries = itemgetter(rows)
-            self.tensor = (lambda value: value[(rows, *self._kept(value))]) if columns else self.entries
-        else:
-            self.entries = lambda value: [value[number] for number in self._numbers()]
-            self.tensor = self._select
+
+    def entries(self, value: Sequence[Any]) -> Sequence[Any]:
+        """What is kept of a list with one entry a row."""
+        return value[self._rows] if isinstance(self._rows, slice) else [value[number] for number in self._rows]
+
+    def tensor(self, value: Tensor) -> Tensor:
+        """What is kept of a tensor with rows."""
+        if self._columns:  # first, so that there is less to copy
+            value = value[(slice(None), *self._kept(value))]
+        return value[self._rows] if isinstance(self._rows, slice) else value.index_select(0, self._index(value.device))
 
     def shared(self, value: Tensor) -> Tensor:
         """What is kept of a tensor without rows."""
@@ -150,11 +142,11 @@ class RowSelector:
 
     def write_back(self, into: Tensor, part: Tensor) -> None:
         """Write ``part``, which was cut out of a tensor, to where it was in one of the same shape."""
-        if not isinstance(self._rows, slice):
-            view = into[(slice(None), *self._kept(into))]
-            view.index_copy_(0, self._index(into.device), part)
+        view = into[(slice(None), *self._kept(into))]
+        if isinstance(self._rows, slice):
+            view[self._rows] = part
         else:
-            self.tensor(into).copy_(part)
+            view.index_copy_(0, self._index(into.device), part)
 
     def _kept(self, value: Tensor) -> list[slice]:
         """What stays of the dimensions after 0."""
@@ -163,23 +155,12 @@ class RowSelector:
             sizes = sizes[:1]
         return [self._columns.get(size, slice(None)) for size in sizes]
 
-    def _select(self, value: Tensor) -> Tensor:
-        if self._columns:  # first, so that there is less to copy
-            value = value[(slice(None), *self._kept(value))]
-        return value.index_select(0, self._index(value.device))
-
     def _index(self, device: torch.device) -> Tensor:
         """The numbers of the rows, on a device."""
-        index = self._indices.get(device)
-        if index is None:
-            index = self._rows if isinstance(self._rows, Tensor) else torch.tensor(self._numbers(), dtype=torch.long)
+        if device not in self._indices:
             # nobody waits for the copy: right towards a device, but the host could read it too early
-            index = self._indices[device] = index.to(device, non_blocking=device.type != "cpu")
-        return index
-
-    def _numbers(self) -> list[int]:
-        assert not isinstance(self._rows, slice)
-        return self._rows.tolist() if isinstance(self._rows, Tensor) else list(self._rows)
+            self._indices[device] = torch.tensor(self._rows, dtype=torch.long).to(device, non_blocking=device.type != "cpu")
+        return self._indices[device]
 
 
 def _taken(part: Part, selector: RowSelector) -> Any:
@@ -187,22 +168,15 @@ def _taken(part: Part, selector: RowSelector) -> Any:
     value = part.value
     if part.kind == "rows":
         return with_entries(value, selector.entries(value))
-    if part.kind == "tensor":
-        return selector.tensor(value)
     if part.is_tensor:
-        return selector.shared(value)
-    return rebuilt(part, lambda inner: _taken(inner, selector)) if _is_cut(part) else value
-
-
-def _is_cut(part: Part) -> bool:
-    """A micro-batch does not take it as it is."""
-    return part.kind in ("rows", "tensor") or part.size is not None or type(part.value) is dict or any(map(_is_cut, part.parts))
+        return selector.tensor(value) if part.kind == "tensor" else selector.shared(value)
+    return rebuilt(part, lambda inner: _taken(inner, selector)) if part.is_cut else value
 
 
 def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
     """A container made anew, with what is taken of the parts inside of it in their places."""
     value = part.value
-    inside = {inner.key: taken(inner) for inner in part.parts if _is_cut(inner)}
+    inside = {inner.key: taken(inner) for inner in part.parts if inner.is_cut}
     if isinstance(value, (list, tuple)):
         return with_entries(value, [inside.get(index, entry) for index, entry in enumerate(value)]) if inside else copy.copy(value)
     made = copy.copy(value)
@@ -245,17 +219,11 @@ def samples_of(batch: Any, samples: Collection[int]) -> int | None:
 def layout_of_samples(
     batch: Any, samples: Collection[int], known: Mapping[str, str] | None = None, tables: Mapping[str, int] | None = None
 ) -> Layout:
-    """How a batch is made of rows that are samples.
+    """How a batch is made of rows that are samples, of which the loader puts so many into a batch.
 
     What it shares by all rows has to be a table: not as many entries as the loader puts samples into a batch, nor of a size that
-    changes with the batch, nor whole numbers that nobody explains: tokens, labels or indices, of which a flat batch has more than
-    samples.
-
-    Args:
-        batch: of the loader.
-        samples: how many of them the loader puts into a batch; empty where it does not say so.
-        known: the ``kinds`` of the batches before.
-        tables: the sizes of what these shared, by path.
+    changes with the batch (it is in ``tables`` for those before), nor whole numbers that nobody explains: tokens, labels or
+    indices, of which a flat batch has more than samples.
 
     Raises:
         UnsplittableBatchError: there are no rows, or they are no samples.

@@ -56,27 +56,20 @@ class RowSlice:
 
 @dataclass
 class Plan:
-    """A batch as micro-batches, each made when it is asked for.
-
-    Attributes:
-        batch: the whole batch.
-        pieces: what each micro-batch is made of.
-        make: makes one.
-        order: the rows of the batch in the order of the micro-batches; None where they keep theirs.
-        is_whole: the batch is one micro-batch, as it came.
-        tensors: those of the batch.
-        is_read: what a micro-batch is made of are rows of the batch.
-        current: the micro-batch that was asked for last.
-    """
+    """A batch as micro-batches, each made when it is asked for."""
 
     batch: Any
     pieces: Sequence[RowSlice]
     make: Callable[[RowSlice], Any]
     order: list[int] | None = None
+    """The rows of the batch in the order of the micro-batches; None where they keep theirs."""
     is_whole: bool = False
+    """The batch is one micro-batch, as it came."""
     tensors: Sequence[Tensor] = ()
     is_read: bool = True
+    """What a micro-batch is made of are rows of the batch."""
     current: int = 0
+    """The micro-batch that was asked for last."""
 
     @property
     def rows(self) -> int | None:
@@ -125,7 +118,7 @@ class Planner:
         samples: Callable[[], Collection[int]] = frozenset,
         size_for: Callable[[int, int], int] | None = None,
     ) -> None:
-        self._size, self._trim, self._split = size, trim, split
+        self.size, self._trim, self._split = size, trim, split
         self._warn, self._samples, self._size_for = warn, samples, size_for
         self._ambiguous = AmbiguousDims()
         self.trimming = TrimmingCheck(warn)
@@ -136,8 +129,16 @@ class Planner:
         """The size of what all rows share, by path; None before the first batch."""
         self._seen: tuple[Any, dict[int, Spans]] | None = None
         self._has_warned_of_long_rows = False
-        self.description = ""
+        self._description = ""
         """What was understood of the first batch, in words."""
+
+    def describe(self) -> str:
+        """What is done to a loader batch, in words."""
+        if isinstance(self.size, Tokens):
+            size = f"in micro-batches of up to {self.size.count} tokens, padding included"
+        else:
+            size = "in micro-batches as large as memory allows" if self.size == "auto" else f"in micro-batches of {self.size}"
+        return ", ".join(part for part in (size, self._description) if part)
 
     def look_at(self, batch: Any) -> None:
         """See a batch that is still on the host, where its lengths can be read without waiting for a device."""
@@ -159,10 +160,10 @@ class Planner:
         layout = self._layout_of(batch)
         spans = self.trimmable(layout, proof, seen[1] if seen is not None and seen[0] == _shapes(layout) else None)
         pieces, order = self.pack(layout, spans)
-        if not self.description:
+        if not self._description:
             shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
             order_of = ["longest rows first, trimmed to the longest of each"] if spans else []
-            self.description = ", ".join([*order_of, f"all of them share {shared}"] if shared else order_of)
+            self._description = ", ".join([*order_of, f"all of them share {shared}"] if shared else order_of)
         is_whole = len(pieces) == 1 and not pieces[0].columns
         tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
         return Plan(batch, pieces, lambda piece: layout.taken(piece.selector), order, is_whole, tensors)
@@ -190,12 +191,12 @@ class Planner:
         return self._ambiguous.without(spans, tensors, layout.shared_tensors)
 
     def _plan_by_function(self, batch: Any, split: Split) -> Plan:
-        size = self._size.at(0) if isinstance(self._size, Tokens) else self._size
+        size = self.size.at(0) if isinstance(self.size, Tokens) else self.size
         if size == "auto":
             assert self._size_for is not None
             size = self._size_for(1, len(_cut(split, batch, 1)))
         micro_batches = _cut(split, batch, size)
-        self.description = self.description or f"cut by {getattr(split, '__name__', split)}"
+        self._description = self._description or f"cut by {getattr(split, '__name__', split)}"
         counts = [min(size, count_samples(micro_batch) or size) for micro_batch in micro_batches]
         pieces = [RowSlice(slice(index, None), count, 1) for index, count in enumerate(counts)]
         is_whole = len(micro_batches) == 1 and micro_batches[0] is batch
@@ -205,9 +206,9 @@ class Planner:
 
     def _fits(self, layout: Layout) -> bool:
         """The whole batch is no larger than a micro-batch may be, padding included."""
-        if isinstance(self._size, Tokens):
-            return layout.size * max(_columns(layout)) <= self._size.at(0)
-        return isinstance(self._size, int) and layout.size <= self._size
+        if isinstance(self.size, Tokens):
+            return layout.size * max(_columns(layout)) <= self.size.at(0)
+        return isinstance(self.size, int) and layout.size <= self.size
 
     def pack(self, layout: Layout, spans: Mapping[int, Spans]) -> tuple[list[RowSlice], list[int] | None]:
         """The micro-batches of a batch, and the order of its rows in them; None where they keep theirs."""
@@ -215,7 +216,7 @@ class Planner:
             return [RowSlice(slice(None), 0, 1)], None
         elements = max(1, sum(tensor.numel() for tensor in layout.tensors.values()) // layout.size)
         if not spans:
-            size = self._room(max(_columns(layout)) if isinstance(self._size, Tokens) else 0, elements, layout.size)
+            size = self._room(max(_columns(layout)) if isinstance(self.size, Tokens) else 0, elements, layout.size)
             starts = range(0, layout.size, size)
             return [RowSlice(slice(s, s + size), min(size, layout.size - s), elements) for s in starts], None
         untrimmed = max((size for size in _columns(layout) if size not in spans), default=0)  # a source with a padded target
@@ -227,11 +228,11 @@ class Planner:
         groups, rest = [], longest_first
         while rest:
             number = min(self._room(widths[rest[0]], costs[rest[0]], len(rest)), len(rest))
-            if isinstance(self._size, Tokens):
-                number = number_within(self._size.at(0), rest[:number], untrimmed, spans.values())
+            if isinstance(self.size, Tokens):
+                number = number_within(self.size.at(0), rest[:number], untrimmed, spans.values())
             groups.append(rest[:number])
             rest = rest[number:]
-        if isinstance(self._size, int):
+        if isinstance(self.size, int):
             groups = cut_where_lengths_fall(groups, widths)
         pieces = [RowSlice(rows, len(rows), costs[rows[0]], kept_columns(rows, spans.values())) for rows in groups]
         if len(pieces) == 1:  # nothing to sort
@@ -240,18 +241,18 @@ class Planner:
 
     def _room(self, width: int, cost: int, rows: int) -> int:
         """How many rows a micro-batch may have, where its longest has ``width`` columns and ``cost`` elements."""
-        if isinstance(self._size, int):
-            return self._size
-        if not isinstance(self._size, Tokens):
+        if isinstance(self.size, int):
+            return self.size
+        if not isinstance(self.size, Tokens):
             assert self._size_for is not None
             return self._size_for(cost, rows)
-        if width > self._size.at(0) and not self._has_warned_of_long_rows:
+        if width > self.size.at(0) and not self._has_warned_of_long_rows:
             self._has_warned_of_long_rows = True
             self._warn(
-                f"A row of {width} tokens is longer than micro_batch={self._size}. It is a micro-batch of its own: leaving it out"
+                f"A row of {width} tokens is longer than micro_batch={self.size}. It is a micro-batch of its own: leaving it out"
                 " would change the result."
             )
-        return max(1, self._size.at(0) // max(1, width))
+        return max(1, self.size.at(0) // max(1, width))
 
 
 def _columns(layout: Layout) -> list[int]:
@@ -272,25 +273,15 @@ def _columns(layout: Layout) -> list[int]:
 class Splitting:
     """How the loader batches of a training are split, and the one that is under way."""
 
-    def __init__(
-        self,
-        size: MicroBatchSize,
-        trim: bool | str,
-        split: Split | None,
-        has_ranks: bool,
-        warn: Callable[[str], None],
-        samples: Callable[[], Collection[int]] = frozenset,
-        size_for: Callable[[int, int], int] | None = None,
-    ) -> None:
-        self.size = size
-        self.planner = Planner(size, trim, split, warn, samples, size_for)
+    def __init__(self, planner: Planner, has_ranks: bool) -> None:
+        self.planner = planner
         self.plan: Plan | None = None
         """That of the loader batch under way; None where it runs as it is."""
         self.largest: int | None = None
         """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
         self._rows_of_whole: int | None = None
         # what is logged in a split batch is reduced over ranks at its end, so in one that is not split it has to be, too
-        self._may_be_whole = not (has_ranks or size == "auto")
+        self._may_be_whole = not (has_ranks or planner.size == "auto")
         self._proof: Proof = lambda padded, trimmed: None
 
     def begin_epoch(self) -> None:
@@ -326,14 +317,6 @@ class Splitting:
         except Exception as error:
             self.plan.note(error)
             raise
-
-    def describe(self) -> str:
-        """What is done to a loader batch, in words."""
-        if isinstance(self.size, Tokens):
-            size = f"in micro-batches of up to {self.size.count} tokens, padding included"
-        else:
-            size = "in micro-batches as large as memory allows" if self.size == "auto" else f"in micro-batches of {self.size}"
-        return ", ".join(part for part in (size, self.planner.description) if part)
 
 
 def _cut(split: Split, batch: Any, size: int) -> Sequence[Any]:

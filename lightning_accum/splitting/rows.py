@@ -24,24 +24,19 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Siz
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A part of a batch. Strings, numbers and the like are none: all micro-batches share them.
-
-    Attributes:
-        path: where it is in the batch.
-        value: the part.
-        key: where it is in the part around it: a key, an index, or the name of an attribute.
-        size: of dimension 0 of a tensor, or the length of a list.
-        problem: why it cannot be split.
-        kind: a ``tensor`` with rows; a list that is ``rows``, one entry each; a ``container`` of other parts; or ``shared``.
-    """
+    """A part of a batch. Strings, numbers and the like are none: all micro-batches share them."""
 
     path: str
     value: Any
     key: Any = None
+    """Where it is in the part around it: a key, an index, or the name of an attribute."""
     is_attribute: bool = False
     size: int | None = None
+    """Of dimension 0 of a tensor, or the length of a list."""
     problem: str = ""
+    """Why it cannot be split."""
     kind: str = "shared"
+    """A ``tensor`` with rows; a list that is ``rows``, one entry each; a ``container`` of other parts; or ``shared``."""
     parts: list[Part] = field(default_factory=list)
 
     @property
@@ -53,6 +48,12 @@ class Part:
     def is_list(self) -> bool:
         """Whether it may have one entry a row."""
         return self.size is not None and not self.is_tensor
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a micro-batch does not take it as it is."""
+        is_own = self.kind in ("rows", "tensor") or self.size is not None or type(self.value) is dict
+        return is_own or any(inner.is_cut for inner in self.parts)
 
     @property
     def has_tensors(self) -> bool:
@@ -73,15 +74,10 @@ class Part:
 
 
 def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = ()) -> tuple[Part, int, list[Part]]:
-    """Find out what a batch is made of.
+    """Find out what a batch is made of: the batch as a part, the number of rows, and the parts outside rows, with their kinds.
 
-    Args:
-        batch: tensors in mappings, lists, tuples and dataclasses, nested in any way.
-        known: what parts of earlier batches were, by path: this one is read as they were.
-        samples: how many of them the loader puts into a batch, if it says so.
-
-    Returns:
-        The batch as a part, the number of rows, and the parts outside rows, all with their kind.
+    It is read as earlier batches were, of which ``known`` has the kinds by path. ``samples`` are how many of them the loader puts
+    into a batch, if it says so.
 
     Raises:
         UnsplittableBatchError: no size, or more than one, fits.
@@ -139,15 +135,12 @@ def holds_tensors(value: Any, depth: int) -> bool:
     """Whether ``value`` is a tensor, or an object with one in it, so many objects deep."""
     if isinstance(value, Tensor) or depth == 0 or isinstance(value, (str, bytes, range, type)):
         return isinstance(value, Tensor)
-    slots = (getattr(value, name, None) for of in type(value).__mro__ for name in _as_tuple(vars(of).get("__slots__", ())))
-    inside = [*slots, *getattr(value, "__dict__", {}).values()]
+    slots = [vars(of).get("__slots__", ()) for of in type(value).__mro__]
+    names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
+    inside = [*(getattr(value, name, None) for name in names), *getattr(value, "__dict__", {}).values()]
     if isinstance(value, Collection):
         inside.extend(value.values() if isinstance(value, Mapping) else value)
     return any(holds_tensors(entry, depth - 1) for entry in inside if type(entry) not in _PLAIN)
-
-
-def _as_tuple(names: str | Iterable[str]) -> Iterable[str]:
-    return (names,) if isinstance(names, str) else names
 
 
 # --- how many rows it has, and what each part is ----------------------------------------------------------------------
@@ -282,18 +275,12 @@ def split_lists(batch: Any, size: int) -> list[Any]:
     entries: dict[Any, Any] = dict(batch if isinstance(batch, Mapping) else enumerate(batch))
     number = next((len(entry) for entry in entries.values() if isinstance(entry, (list, tuple))), 0)
     if not number:
-        raise UnsplittableBatchError(
-            f"split_lists: there is no list with one entry a sample in the batch, a {type(batch).__name__}."
-        )
-
-    has_rows = {key: isinstance(e, (list, tuple, Tensor)) and _length(e) == number for key, e in entries.items()}
-
-    def part(start: int) -> Any:
-        cut = {key: e[start : start + size] if has_rows[key] else e for key, e in entries.items()}
-        return cut if isinstance(batch, Mapping) else type(batch)(cut.values())
-
-    return [part(start) for start in range(0, number, size)]
-
-
-def _length(value: Any) -> int | None:
-    return len(value) if not isinstance(value, Tensor) or value.dim() else None
+        found = f"there is no list with one entry a sample in the batch, a {type(batch).__name__}."
+        raise UnsplittableBatchError(f"split_lists: {found}")
+    lists = {key for key, e in entries.items() if isinstance(e, (list, tuple)) and len(e) == number}
+    has_rows = lists | {key for key, e in entries.items() if isinstance(e, Tensor) and e.shape[:1] == (number,)}
+    parts = []
+    for start in range(0, number, size):
+        cut = {key: e[start : start + size] if key in has_rows else e for key, e in entries.items()}
+        parts.append(cut if isinstance(batch, Mapping) else type(batch)(cut.values()))
+    return parts

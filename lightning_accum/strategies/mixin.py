@@ -30,9 +30,9 @@ from lightning_accum.manual.optimization import begin_manual
 from lightning_accum.nonfinite import Guard
 from lightning_accum.policy import Policy
 from lightning_accum.session import Session
-from lightning_accum.splitting.auto import RetriedSplitting
+from lightning_accum.splitting.auto import MicroBatchSizes, RetriedSplitting
 from lightning_accum.splitting.micro_batch import Tokens
-from lightning_accum.splitting.plan import Splitting
+from lightning_accum.splitting.plan import Planner, Splitting
 from lightning_accum.undo import Undo
 from lightning_accum.user_warnings import rank_zero_warn
 from lightning_accum.verdict import Verdict
@@ -282,10 +282,11 @@ class AccumulationMixin(Engine):
             return None
         # whether trimming is exact is tried with two rows, where this rank would be alone in a forward
         trim = False if self.reduces_every_backward_by_itself else policy.trim_padding
+        sizes = MicroBatchSizes()
+        planner = Planner(policy.micro_batch, trim, policy.split, rank_zero_warn, self.samples_of_loader, sizes.size_for)
         if policy.micro_batch == "auto":
-            snapshotter, samples = self.snapshotter, self.samples_of_loader
-            return RetriedSplitting(trim, policy.split, snapshotter, device, rank_zero_warn, _log.info, samples)
-        return Splitting(policy.micro_batch, trim, policy.split, self.world_size > 1, rank_zero_warn, self.samples_of_loader)
+            return RetriedSplitting(planner, sizes, self.snapshotter, device, _log.info)
+        return Splitting(planner, self.world_size > 1)
 
     @override
     def on_train_start(self) -> None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_accum.splitting.auto import RetriedSplitting
-from lightning_accum.splitting.plan import Mark, Plan, RowSlice
+from lightning_accum.splitting.plan import Mark, Plan, Planner, RowSlice
 from lightning_accum.undo import Undo
 from lightning_accum.whole.row_wise import RowWise
 
@@ -29,7 +29,8 @@ class StepAttempts(RetriedSplitting):
     """
 
     def __init__(self, row_wise: RowWise, snapshotter: Undo, device: torch.device, say: Callable[[str], None]) -> None:
-        super().__init__(False, None, snapshotter, device, warn=say, say=say, sizes=row_wise.sizes)
+        assert row_wise.sizes is not None
+        super().__init__(Planner("auto", trim=False), row_wise.sizes, snapshotter, device, say)
         self._row_wise = row_wise
 
     @override

@@ -8,8 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support import Language, Limit, Scalar, ddp, fit, loader, pad, relative_error, sentences, trainer, x
+from support import Language, Limit, Scalar, Toy, ddp, fit, labelled, loader, pad, relative_error, sentences, trainer, x
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_accum import AccumulationError, GradientAccumulation
 
@@ -79,6 +80,62 @@ def test_an_attempt_that_runs_out_of_memory_leaves_nothing_in_the_sums(where: st
     policy = {"trim_padding": False, "accumulate_dtype": torch.float64}
     found = trained(Limited(4, where).float(), **policy)  # fails in the first batch of a window
     assert_same_bits(found, trained(Language("adamw").float(), micro_batch=4, **policy))
+
+
+# --- which errors ---------------------------------------------------------------------------------------------------------
+
+
+def caused() -> Exception:
+    error = ValueError("the step failed")
+    error.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    return error
+
+
+LACKS: list[Callable[[], Exception]] = [
+    lambda: RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
+    lambda: RuntimeError("MPS backend out of memory (MPS allocated: 17.21 GB, other allocations: 1 MB, max allowed: 18.13 GB)"),
+    lambda: RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    lambda: RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    lambda: RuntimeError("FIND was unable to find an engine to execute this computation"),
+    MemoryError,
+    caused,
+]
+OTHERS: list[Callable[[], Exception]] = [
+    lambda: RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    lambda: RuntimeError("CUDA error: device-side assert triggered"),
+    KeyError,
+]
+
+
+def run_with_room(rows: Callable[[], int], error: Callable[[], Exception], epochs: int = 1) -> pl.Trainer:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(Limit.apply(net(batch[0]), len(batch[0]), rows(), "forward", error), batch[1])
+
+    return fit(Toy(loss), labelled(8, 8), GradientAccumulation(micro_batch="auto", check=False), max_epochs=epochs)
+
+
+@pytest.mark.parametrize("error", LACKS)
+def test_a_lack_of_memory_of_any_device_or_library_halves_the_micro_batch(error: Callable[[], Exception]) -> None:
+    run = run_with_room(lambda: 4, error)
+    assert (run.global_step, run.callback_metrics["window/micro_batch_size"]) == (2, 4)
+
+
+@pytest.mark.parametrize("error", OTHERS)
+def test_other_errors_are_raised(error: Callable[[], Exception]) -> None:
+    with pytest.raises(type(error())):
+        run_with_room(lambda: 4, error)
+
+
+def test_twice_the_size_is_tried_once_an_epoch() -> None:
+    calls: list[int] = []
+
+    def room() -> int:
+        calls.append(4 if len(calls) < 6 else 8)  # 8 fails twice: the first of 5 calls in the first epoch and in the second
+        return calls[-1]
+
+    run = run_with_room(room, lambda: torch.OutOfMemoryError("CUDA out of memory"), epochs=3)
+    assert run.callback_metrics["window/micro_batch_size"] == 8
+    assert len(calls) == 5 + 5 + 2
 
 
 # --- what is kept, and said -------------------------------------------------------------------------------------------
