@@ -275,8 +275,9 @@ def split_lists(batch: Any, size: int) -> list[Any]:
     entries: dict[Any, Any] = dict(batch if isinstance(batch, Mapping) else enumerate(batch))
     number = next((len(entry) for entry in entries.values() if isinstance(entry, (list, tuple))), 0)
     if not number:
-        found = f"there is no list with one entry a sample in the batch, a {type(batch).__name__}."
-        raise UnsplittableBatchError(f"split_lists: {found}")
+        raise UnsplittableBatchError(
+            f"split_lists: there is no list with one entry a sample in the batch, a {type(batch).__name__}."
+        )
     lists = {key for key, e in entries.items() if isinstance(e, (list, tuple)) and len(e) == number}
     has_rows = lists | {key for key, e in entries.items() if isinstance(e, Tensor) and e.shape[:1] == (number,)}
     parts = []
