@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_accum.accumulation import Accumulation
 from lightning_accum.from_lightning import Strategy, pl, rank_zero_info
 from lightning_accum.loops import trainer_state
-from lightning_accum.loops.hooks import already_on_cpu, has_own_transfer
+from lightning_accum.loops.hooks import already_on_cpu, is_unheard
 from lightning_accum.loops.watch import Watch
 from lightning_accum.manual.optimization import ManualOptimization
 from lightning_accum.metrics import WindowMetrics
@@ -155,13 +155,14 @@ class Engine(Strategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        splitting = None if self.accumulation is None else self.accumulation.splitting
-        is_lightnings = getattr(super().batch_to_device, "__func__", None) is Strategy.batch_to_device
-        if self.root_device.type == "cpu" and self.accumulation is not None:
-            if is_lightnings and (there := already_on_cpu(self.trainer(), batch)) is not None:
-                return there
-        elif splitting is not None and batch is not None and self.trainer().training and not has_own_transfer(self.trainer()):
-            splitting.planner.look_at(batch)
+        accumulation = self.accumulation
+        if accumulation is not None and is_unheard(self.trainer(), "batch_to_device"):
+            if self.root_device.type == "cpu":
+                is_lightnings = getattr(super().batch_to_device, "__func__", None) is Strategy.batch_to_device
+                if is_lightnings and (there := already_on_cpu(batch)) is not None:
+                    return there
+            elif accumulation.splitting is not None and batch is not None and self.trainer().training:
+                accumulation.splitting.planner.look_at(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override

@@ -13,9 +13,9 @@ from typing_extensions import override
 from lightning_accum import seams
 from lightning_accum.boundary import Boundary
 from lightning_accum.engine import Engine
-from lightning_accum.from_lightning import LRSchedulerConfig, _DataFetcher, rank_zero_info
+from lightning_accum.from_lightning import LRSchedulerConfig, _DataFetcher, _TrainingEpochLoop, rank_zero_info
 from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step
-from lightning_accum.loops.hooks import call_checkpoints, call_step_counters
+from lightning_accum.loops.hooks import advance_quietly, call_checkpoints, call_step_counters
 from lightning_accum.loops.optimization import WindowOptimization
 from lightning_accum.loops.uneven import is_agreeing
 from lightning_accum.loops.validation import ValidatingEpochLoop
@@ -69,7 +69,10 @@ class AccumulatingEpochLoop(ValidatingEpochLoop):
         self._advanced = self.batch_progress.total.ready + 1
         if strategy.manual is not None:
             strategy.manual.windows.begin_loader_batch()
-        super().advance(data_fetcher)
+        if strategy.watch.is_read and super().advance.__func__ is _TrainingEpochLoop.advance:  # type: ignore[attr-defined]
+            advance_quietly(self, data_fetcher)
+        else:
+            super().advance(data_fetcher)
 
     @property
     @override

@@ -8,37 +8,70 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
-from types import CodeType
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_accum.ended_window import EndedWindow
-from lightning_accum.from_lightning import ModelCheckpoint, PassThroughProfiler, Precision, Strategy, WeightAveraging, pl
+from lightning_accum.from_lightning import (
+    ModelCheckpoint,
+    PassThroughProfiler,
+    Precision,
+    Strategy,
+    WeightAveraging,
+    _TrainingEpochLoop,
+    call,
+    pl,
+)
 
 # --- what nobody listens to -------------------------------------------------------------------------------------------
 
-_BACKWARD = ("on_before_backward", "on_after_backward")
-_TRANSFER = ("on_after_batch_transfer", "transfer_batch_to_device")
+_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
+_MOVE = ("on_after_batch_transfer", "transfer_batch_to_device")
+_TELL = ("on_before_backward", "on_after_backward")
+_HOOKS: dict[str, dict[type, tuple[str, ...]]] = {
+    "training_step": {
+        pl.LightningModule: (*_TELL, "backward"),
+        pl.Callback: _TELL,
+        Strategy: ("training_step", "post_training_step", "pre_backward", "post_backward"),
+        Precision: ("train_step_context", "forward_context", "pre_backward", "backward", "post_backward"),
+    },
+    "batch_to_device": dict.fromkeys((pl.LightningModule, pl.LightningDataModule), _MOVE),
+    "on_train_batch_start": dict.fromkeys((pl.Callback, pl.LightningModule, Strategy), ("on_train_batch_start",)),
+    "on_train_batch_end": dict.fromkeys((pl.Callback, pl.LightningModule), ("on_train_batch_end",)),
+}
+"""What Lightning's calls around these come to. ``Strategy.backward`` and ``batch_to_device`` are this package's own."""
+_OWNERS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    pl.Callback: lambda trainer: trainer.callbacks,
+    pl.LightningModule: lambda trainer: (trainer.lightning_module,),
+    pl.LightningDataModule: lambda trainer: () if trainer.datamodule is None else (trainer.datamodule,),
+    Strategy: lambda trainer: (trainer.strategy,),
+    Precision: lambda trainer: (trainer.precision_plugin,),
+}
 
 
-def _shipped(base: type, *names: str) -> Callable[[Any], bool]:
+def _shipped(base: type, names: tuple[str, ...]) -> Callable[[Any], bool]:
     """Whether an object has Lightning's own of these hooks: neither it nor its class has another by now."""
-    get = attrgetter(*names)
-    lightnings = get(base)
-    return lambda owner: get(type(owner)) == lightnings and vars(owner).keys().isdisjoint(names)
+    get = attrgetter(*names, names[0])  # of one name it would make no tuple
+    hooks = get(base)
+    # and none was replaced before this package was imported
+    are_lightnings = all(hook.__globals__["__name__"].startswith((*_LIBRARIES, "contextlib")) for hook in hooks)
+
+    def is_shipped(owner: Any) -> bool:
+        try:
+            return are_lightnings and get(type(owner)) == hooks and vars(owner).keys().isdisjoint(names)
+        except AttributeError:  # something that only looks like one of Lightning's
+            return False
+
+    return is_shipped
 
 
-_is_callback_silent = _shipped(pl.Callback, *_BACKWARD)
-_is_module_silent = _shipped(pl.LightningModule, *_BACKWARD, "backward")
-_is_precision_silent = _shipped(Precision, "pre_backward", "backward", "post_backward", "train_step_context", "forward_context")
-_is_strategy_silent = _shipped(Strategy, "pre_backward", "post_backward", "training_step", "post_training_step")
-_is_moved_by_lightning = _shipped(pl.LightningModule, *_TRANSFER)
-_is_data_silent = _shipped(pl.LightningDataModule, *_TRANSFER)
+_SHIPPED = {calls: {base: _shipped(base, names) for base, names in hooks.items()} for calls, hooks in _HOOKS.items()}
 
 
 def is_lightnings(module: pl.LightningModule, hook: str) -> bool:
@@ -46,41 +79,54 @@ def is_lightnings(module: pl.LightningModule, hook: str) -> bool:
     return getattr(type(module), hook) is getattr(pl.LightningModule, hook) and hook not in vars(module)
 
 
-def is_silent(trainer: pl.Trainer) -> bool:
-    """Nobody listens to Lightning's calls around ``training_step`` and the backward of a micro-batch."""
-    module, strategy = trainer.lightning_module, trainer.strategy
-    return (
-        _is_not_profiled(trainer)
-        and strategy.model is module
-        and _is_module_silent(module)
-        and all(map(_is_callback_silent, callbacks_of(trainer)))
-        and _is_precision_silent(trainer.precision_plugin)
-        and _is_strategy_silent(strategy)
-    )
+def is_unheard(trainer: Any, calls: str) -> bool:
+    """Nobody listens to Lightning's calls around ``calls``: one of the names above."""
+    if type(trainer.profiler) is not PassThroughProfiler:
+        return False
+    for base, is_shipped in _SHIPPED[calls].items():
+        for owner in _OWNERS[base](trainer):
+            if not is_shipped(owner):
+                return False
+    return True
 
 
-def has_own_transfer(trainer: pl.Trainer) -> bool:
-    """A batch may be another on the device than on the host: augmented, or moved by the user's own rules."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-    return not (_is_moved_by_lightning(trainer.lightning_module) and (data is None or _is_data_silent(data)))
-
-
-def already_on_cpu(trainer: pl.Trainer, batch: Any) -> Any:
+def already_on_cpu(batch: Any) -> Any:
     """What Lightning makes of a batch that is to be moved to the CPU and is there: its tensors, in a container of its own.
 
-    None if the batch is more than tensors in a tuple, list or dict, or somebody listens.
+    None if the batch is more than tensors in a tuple, list or dict.
     """
     kind = type(batch)
     parts = (batch,) if kind is Tensor else batch.values() if kind is dict else batch if kind in (list, tuple) else (None,)
-    if has_own_transfer(trainer) or not _is_not_profiled(trainer):
-        return None
     if not all(type(part) is Tensor and part.is_cpu for part in parts):
         return None
     return kind(batch) if kind in (dict, list) else batch
 
 
-def _is_not_profiled(trainer: pl.Trainer) -> bool:
-    return type(trainer.profiler) is PassThroughProfiler  # type: ignore[attr-defined]  # set by a connector
+def _unless_unheard(name: str, base: type) -> Callable[..., Any]:
+    """A function of Lightning's that calls hooks of loader batches, but for those that nobody has."""
+    shipped = {hook: _SHIPPED[hook][base] for hook in ("on_train_batch_start", "on_train_batch_end") if base in _HOOKS[hook]}
+    owners = _OWNERS[base]
+
+    def call_hook(trainer: Any, hook: str, *args: Any, **kwargs: Any) -> Any:
+        if type(trainer.profiler) is PassThroughProfiler:
+            if hook == "batch_to_device":
+                return trainer.strategy.batch_to_device(*args, **kwargs)
+            if hook in shipped and all(map(shipped[hook], owners(trainer))):
+                return None
+        return getattr(call, name)(trainer, hook, *args, **kwargs)
+
+    return call_hook
+
+
+_ADVANCE: Any = _TrainingEpochLoop.advance
+_CALLS = {
+    "_call_callback_hooks": pl.Callback,
+    "_call_lightning_module_hook": pl.LightningModule,
+    "_call_strategy_hook": Strategy,
+}
+_QUIET = SimpleNamespace(**{name: _unless_unheard(name, base) for name, base in _CALLS.items()})
+advance_quietly = FunctionType(_ADVANCE.__code__, {**_ADVANCE.__globals__, "call": _QUIET})
+"""Lightning's ``_TrainingEpochLoop.advance``, in which hooks that nobody has are not called: each call takes 5 to 10 us."""
 
 
 # --- what Lightning does not call -------------------------------------------------------------------------------------
@@ -92,16 +138,18 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
-@contextmanager
-def current_hook(module: pl.LightningModule, name: str) -> Iterator[None]:
+class current_hook:  # noqa: N801
     """The hook that ``module.log`` is called in."""
-    attributes = vars(module)  # of a Module, setting one takes microseconds
-    before = module._current_fx_name
-    attributes["_current_fx_name"] = name
-    try:
-        yield
-    finally:
-        attributes["_current_fx_name"] = before
+
+    def __init__(self, module: pl.LightningModule, name: str) -> None:
+        self._attributes, self._name = vars(module), name  # of a Module, setting one takes microseconds
+
+    def __enter__(self) -> None:
+        self._before = self._attributes["_current_fx_name"]
+        self._attributes["_current_fx_name"] = self._name
+
+    def __exit__(self, *_: object) -> None:
+        self._attributes["_current_fx_name"] = self._before
 
 
 def call_window_hooks(trainer: pl.Trainer, ended: Callable[[], EndedWindow]) -> None:
@@ -169,7 +217,6 @@ def _logging(trainer: pl.Trainer) -> Iterator[None]:
 
 # --- hooks that see gradients inside of a window -----------------------------------------------------------------------
 
-_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_accum.", "builtins")
 _GRADIENT: Any = Tensor.grad
 """Its getter and its setter are of this."""
 

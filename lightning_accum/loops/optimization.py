@@ -22,7 +22,7 @@ from lightning_accum.from_lightning import AbstractClosure, Closure, ClosureResu
 from lightning_accum.gradient_norm import noting_gradient_norm
 from lightning_accum.loops import trainer_state
 from lightning_accum.loops.first_batch import check_first_batch, prove_row_wise_step, unlogged_step
-from lightning_accum.loops.hooks import call_window_hooks, current_hook, is_lightnings, is_silent
+from lightning_accum.loops.hooks import call_window_hooks, current_hook, is_lightnings, is_unheard
 from lightning_accum.loops.results import collecting_logs, show_logs
 from lightning_accum.splitting.logs import BatchLog
 from lightning_accum.splitting.trimming import Verdict, difference_by_padding
@@ -82,19 +82,19 @@ class WindowOptimization(_AutomaticOptimization):
 
     def _closure_of(self, kwargs: OrderedDict[str, Any], accumulation: Accumulation) -> WindowClosure:
         """What runs a loader batch that begins now."""
-        strategy = self.strategy
+        strategy, epoch_loop = self.strategy, self.epoch_loop
         if self._skip_backward:  # StochasticWeightAveraging passes over the data without training
             accumulation.window.discard()
-        ends_window = self.epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
+        ends_window = epoch_loop.begin_loader_batch(accumulation.boundary, "_AutomaticOptimization")
         batch, *others = kwargs.values()
-        self.epoch_loop.batch = batch
+        epoch_loop.batch = batch
         if accumulation.splitting is not None:
             accumulation.splitting.begin(batch, partial(self._difference_by_padding, kwargs))
         if not self._skip_backward:
             prove_row_wise_step(self.trainer, strategy, kwargs)
         if accumulation.checks_left and not self._skip_backward:
             check_first_batch(self.trainer, strategy, kwargs)
-        return WindowClosure(self, accumulation, batch, others, self.epoch_loop.begun, ends_window)
+        return WindowClosure(self, accumulation, batch, others, epoch_loop.begun, ends_window)
 
     def _difference_by_padding(self, kwargs: OrderedDict[str, Any], padded: Any, *trimmed: Any) -> Verdict:
         trainer, accumulation = self.trainer, self.strategy.accumulation
@@ -297,8 +297,8 @@ def _is_silent(trainer: pl.Trainer, strategy: Engine) -> bool:
     """``training_step`` and backward of the loader batch under way need nothing around them."""
     is_engines = "backward" not in vars(strategy) and type(strategy).backward is _BACKWARD
     is_theirs = getattr(super(Engine, strategy).backward, "__func__", None) is _LIGHTNINGS_BACKWARD
-    is_plain = strategy.watch.is_read and strategy.gradient_reads is None
-    return is_engines and is_theirs and is_plain and is_silent(trainer)
+    is_plain = strategy.watch.is_read and strategy.gradient_reads is None and strategy.model is trainer.lightning_module
+    return is_engines and is_theirs and is_plain and is_unheard(trainer, "training_step")
 
 
 def _arguments_of_step(trainer: pl.Trainer, batch: Any, ahead: int = 0) -> OrderedDict[str, Any]:
