@@ -44,19 +44,16 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Comparison(NamedTuple):
-    """What training in windows reached, beside training on their full batches.
-
-    Attributes:
-        parameters: relative error of what training changed in the parameters, the largest over ranks.
-        losses: relative error of the logged ``window/loss``, the largest over windows and ranks; 0 if nothing was logged.
-        steps: optimizer steps in windows and on full batches.
-        weights: the logged ``window/weight`` by optimizer step; of several windows that end in one loader batch, the last.
-    """
+    """What training in windows reached, beside training on their full batches."""
 
     parameters: float
+    """Relative error of what training changed in the parameters, the largest over ranks."""
     losses: float
+    """Relative error of the logged ``window/loss``, the largest over windows and ranks; 0 if nothing was logged."""
     steps: tuple[int, int]
+    """Optimizer steps in windows and on full batches."""
     weights: dict[int, float]
+    """The logged ``window/weight`` by optimizer step; of several windows that end in one loader batch, the last."""
 
 
 def assert_window_equals_batch(
@@ -163,8 +160,11 @@ def compare_window_with_batch(
     on_batches = {**trainer, "strategy": "auto", "devices": 1, "limit_train_batches": 1.0, **(reference or {})}
     (expected,) = _train(make(), full, optimizer, on_batches)
     before, losses = expected["before"], expected["losses"]
-    if ckpt_path is None and _difference(results[0]["before"], before) != 0:
+    if ckpt_path is None and _distance(results[0]["before"], before) != 0:
         raise ArgumentError("module makes modules that differ from the beginning. Set a seed in it, or pass a module.")
+    if not (changed := _distance(expected["parameters"], before)):
+        raise ArgumentError("Training on the full batches changed no parameter, so there is nothing to compare.")
+    errors = [_distance(result["parameters"], expected["parameters"]) / changed for result in results]
     shown = [
         abs(loss - losses[step - 1]) / max(abs(losses[step - 1]), 1e-300)
         for result in results
@@ -172,7 +172,7 @@ def compare_window_with_batch(
         if 0 < step <= len(losses)
     ]
     return Comparison(
-        max(_error_of_change(result["parameters"], expected["parameters"], before) for result in results),
+        max(error if math.isfinite(error) else math.inf for error in errors),
         max(shown, default=0.0),
         (results[0]["steps"], expected["steps"]),
         {step: weight for step, (_, weight) in results[0]["windows"].items()},
@@ -261,18 +261,8 @@ def _whole_parameters(trainer: pl.Trainer, module: nn.Module) -> dict[str, Tenso
     return {name: value.double().cpu() for name, value in named.items()}
 
 
-def _difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """The norm of all differences."""
+def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
     return math.sqrt(sum((first[name] - value).square().sum().item() for name, value in second.items()))
-
-
-def _error_of_change(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:
-    """The norm of all differences over the norm of what training changed on the full batches."""
-    changed = _difference(expected, before)
-    if not changed:
-        raise ArgumentError("Training on the full batches changed no parameter, so there is nothing to compare.")
-    error = _difference(found, expected) / changed
-    return error if math.isfinite(error) else math.inf
 
 
 class _Dealt(pl.LightningDataModule):

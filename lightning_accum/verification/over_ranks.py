@@ -8,6 +8,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning_accum.verification.examination import Comparison, Diagnosis
 from lightning_accum.verification.processes import RanksFailedError, run_on_ranks
 from lightning_accum.verification.record import Difference, Step, StepRecorder, difference, is_same_step, multiples
 from lightning_accum.verification.report import Break
-from lightning_accum.verification.step import Change, StepRunner, run_one_step
+from lightning_accum.verification.step import Change, StepRunner
 
 _Found = tuple[str, str, str]
 """The name of a break, what was seen, and what mends it."""
@@ -153,7 +154,8 @@ def _is_of_this_package(strategy: str | Strategy) -> bool:
 
 def _steps(runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | Strategy, change: Change) -> list[Step]:
     """The step of a window over ranks, of whose loader batches these are the ``shares``, as each rank saw it."""
-    parts = (runner.module, runner.policy, runner.trainer, runner.hooks, shares, strategy, change, torch.get_default_dtype())
+    runner_there = replace(runner, state=None)  # type: ignore[arg-type]  # nothing is restored there
+    parts = (runner_there, shares, strategy, change, torch.get_default_dtype())
     with runner.state.restored_afterwards():
         try:
             sent = pickle.dumps(parts)
@@ -168,18 +170,21 @@ def _steps(runner: StepRunner, shares: Sequence[Sequence[Any]], strategy: str | 
 
 def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
     """In the process of a rank."""
-    module, policy, trainer, hooks, shares, strategy, change, dtype = pickle.loads(sent)
+    runner, shares, strategy, change, dtype = pickle.loads(sent)
     torch.set_default_dtype(dtype)
-    ranks, batches, callbacks, trainer = len(shares), shares[int(os.environ["RANK"])], [], dict(trainer)
+    ranks, batches = len(shares), shares[int(os.environ["RANK"])]
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    trainer: dict[str, Any] = {"devices": local, "num_nodes": ranks // local, "plugins": [TorchElasticEnvironment()]}
     if strategy == "accum_model_parallel":
         strategy = ModelParallelAccumulationStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    if isinstance(strategy, ModelParallelStrategy) and trainer["precision"] == "64-true":  # Lightning has it in no other
+    if isinstance(strategy, ModelParallelStrategy) and runner.trainer["precision"] == "64-true":  # Lightning has it in no other
         torch.set_default_dtype(torch.float64)
-        module.double()
+        runner.module.double()
         trainer["precision"] = "32-true"
         batches = [apply_to_collection(batch, Tensor, lambda t: t.double() if t.is_floating_point() else t) for batch in batches]
+    callbacks = []
     if _is_of_this_package(strategy):
-        callbacks.append(GradientAccumulation(**{"log": False, **policy, "window": len(batches)}))
+        callbacks = [GradientAccumulation(**{"log": False, **runner.policy, "window": len(batches)})]
     else:
         trainer["accumulate_grad_batches"] = len(batches)
     if isinstance(strategy, str):
@@ -190,9 +195,6 @@ def _run_rank(sent: bytes, hand_over: Callable[[list[Step]], None]) -> None:
         dist.all_gather_object(steps, step)
         hand_over(steps)
 
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
-    processes = {"devices": local, "num_nodes": ranks // local, "plugins": [TorchElasticEnvironment()], "strategy": strategy}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        recorder = StepRecorder(ranks=ranks, finish=finish)
-        run_one_step(module, hooks, batches, change, recorder, callbacks, {**processes, **trainer})
+        runner.fit(batches, change, StepRecorder(ranks=ranks, finish=finish), callbacks, strategy=strategy, **trainer)

@@ -158,13 +158,7 @@ def _read_data(module: pl.LightningModule, state: ModuleState, data: Any, window
 
 
 def _is_batch(data: Any) -> bool:
-    """Whether ``data`` is one batch, rather than something that gives batches, as lists without tensors do.
-
-    Example:
-        >>> x = torch.zeros(4, 2)
-        >>> is_batch([x, x]), is_batch([(x, x), (x, x)]), is_batch(iter([x])), is_batch({"x": x})
-        (True, False, False, True)
-    """
+    """Whether ``data`` is one batch, rather than something that gives batches, as lists without tensors do."""
     if data is None or isinstance(data, (DataLoader, pl.LightningDataModule, CombinedLoader)) or _has_loaders(data):
         return False
     if isinstance(data, list):

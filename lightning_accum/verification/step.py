@@ -129,7 +129,7 @@ class StepRunner:
     def _run(self, batches: Sequence[Any], change: Change, recorder: StepRecorder, callbacks: list[Any], **arguments: Any) -> Step:
         with self.state.restored_afterwards(), warnings.catch_warnings(record=True) as caught, torch.enable_grad():
             warnings.simplefilter("always")
-            run_one_step(self.module, self.hooks, batches, change, recorder, callbacks, {**arguments, **self.trainer})
+            self.fit(batches, change, recorder, callbacks, **arguments)
         if not recorder.step.after:
             raise MisconfiguredError(
                 f"{type(uncompiled(self.module)).__name__} took no optimizer step on {len(batches)}"
@@ -140,48 +140,40 @@ class StepRunner:
         recorder.step.warnings = list(dict.fromkeys(messages))
         return recorder.step
 
+    def fit(self, batches: Sequence[Any], change: Change, recorder: StepRecorder, callbacks: Sequence[Any], **trainer: Any) -> None:
+        """Fit the module for a step: without preparing data again, without its callbacks and without what is taken out."""
+        inner, noise = uncompiled(self.module), NoiseOfRows()
+        recorder.step.noise = noise.found
+        inner.prepare_data, inner.configure_callbacks = lambda: None, list
+        if recorder.gradients is not None:  # they have been clipped
+            inner.configure_gradient_clipping = lambda *args, **kwargs: None
+        for hook in _TRANSFER_HOOKS:  # the data module's take precedence over the module's own
+            if self.hooks is not None and is_overridden(hook, self.hooks):
+                setattr(inner, hook, getattr(self.hooks, hook))
+        original = inner.training_step
 
-def run_one_step(
-    module: pl.LightningModule,
-    hooks: pl.LightningDataModule | None,
-    batches: Sequence[Any],
-    change: Change,
-    recorder: StepRecorder,
-    callbacks: Sequence[Any],
-    trainer: Mapping[str, Any],
-) -> None:
-    """Fit the module for a step: without preparing data again, without its callbacks and without what is taken out."""
-    inner, noise = uncompiled(module), NoiseOfRows()
-    recorder.step.noise = noise.found
-    inner.prepare_data, inner.configure_callbacks = lambda: None, list
-    if recorder.gradients is not None:  # they have been clipped
-        inner.configure_gradient_clipping = lambda *args, **kwargs: None
-    for hook in _TRANSFER_HOOKS:  # the data module's take precedence over the module's own
-        if hooks is not None and is_overridden(hook, hooks):
-            setattr(inner, hook, getattr(hooks, hook))
-    original = inner.training_step
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if change.freezes_batch_norm:
+                freeze_batch_norm(inner)
+            if change.fixes_batch_idx and len(args) > 1:
+                args = (args[0], 0, *args[2:])
+            noise.restart()
+            with noise if change.evens_noise else nullcontext():
+                return original(*args, **kwargs)
 
-    @functools.wraps(original)
-    def training_step(*args: Any, **kwargs: Any) -> Any:
-        if change.freezes_batch_norm:
-            freeze_batch_norm(inner)
-        if change.fixes_batch_idx and len(args) > 1:
-            args = (args[0], 0, *args[2:])
-        noise.restart()
-        with noise if change.evens_noise else nullcontext():
-            return original(*args, **kwargs)
-
-    if change != _UNCHANGED:
-        inner.training_step = training_step
-    with quiet(), suppress(StepTakenError):
-        seed_everything(0)  # for what setup and configure_model make
-        loader = DataLoader(_Repeated(batches), batch_size=None, shuffle=False)
-        made = trainer_of_one_step([*callbacks, recorder], **{"devices": 1, **trainer})
-        if forks_or_spawns(made.strategy.launcher):
-            raise MisconfiguredError(
-                f"verify starts the ranks itself: pass a {type(made.strategy).__name__} without start_method, or a strategy's name."
-            )
-        made.fit(module, loader)
+        if change != _UNCHANGED:
+            inner.training_step = training_step
+        with quiet(), suppress(StepTakenError):
+            seed_everything(0)  # for what setup and configure_model make
+            loader = DataLoader(_Repeated(batches), batch_size=None, shuffle=False)
+            made = trainer_of_one_step([*callbacks, recorder], **{"devices": 1, **self.trainer, **trainer})
+            if forks_or_spawns(made.strategy.launcher):
+                raise MisconfiguredError(
+                    f"verify starts the ranks itself: pass a {type(made.strategy).__name__} without start_method, or a strategy's"
+                    " name."
+                )
+            made.fit(self.module, loader)
 
 
 def uncompiled(module: Any) -> Any:
