@@ -106,7 +106,6 @@ class GradientNoiseScale(Callback):
         self._watched: MutableMapping[Tensor, bool] = {}
         self._norms: dict[int, Tensor] | None = None
         """Takes the norms of a backward, by the number of the parameter; None while nobody looks."""
-        self._has_parts = False  # a gradient came in parts: the norm of their sum does not follow from their norms
         self._current: tuple[Tensor | float | None, float] = (None, math.nan)  # of a micro-batch: weight (None for a sum), samples
         self._micro_batches: list[Tensor] = []  # of the window so far, see end_backward
         self._windows, self._sums = 0, torch.zeros(len(_SUMMED))
@@ -152,7 +151,7 @@ class GradientNoiseScale(Callback):
             raise MisconfiguredError(f"GradientNoiseScale needs the gradient of each micro-batch, but {found}. Or leave it out.")
         assert accumulation is not None
         self._sums = self._sums.to(accumulation.window.device, accumulation.window.dtype)
-        self._watched, self._has_parts = WeakTensorKeyDictionary(), False  # parameters of FSDP2 come and go
+        self._watched = WeakTensorKeyDictionary()  # parameters of FSDP2 come and go
         for unit in strategy.sync.units if isinstance(strategy.sync, ShardedSync) else ():
             # a rank has whole parameters from just before the forward, and their gradients, before reduction, are its own
             self._handles.append(unit.register_forward_pre_hook(partial(self._watch_whole, list(unit.modules()))))
@@ -167,7 +166,6 @@ class GradientNoiseScale(Callback):
         window = self._accumulation.window
         del self._micro_batches[window.micro_batches - 1 :]  # of a batch that runs again, or of a window that was dropped
         if not self._micro_batches:
-            self._has_parts = False
             for optimizer in self._optimizers:
                 self._watch(parameters_of(optimizer))  # some may have been frozen so far
         samples = count_samples(micro_batch.batch)
@@ -203,9 +201,15 @@ class GradientNoiseScale(Callback):
                 self._watch(parameter for parameter in part._parameters.values() if parameter is not None)
 
     def _see(self, number: int, gradient: Tensor) -> None:
-        if self._norms is not None:
-            self._has_parts |= number in self._norms
-            self._norms[number] = _norm_of(gradient.detach())
+        if self._norms is None or self._accumulation is None:
+            return
+        is_part = number in self._norms  # the norm of a sum does not follow from the norms of its parts
+        self._norms[number] = _norm_of(gradient.detach()) * (math.nan if is_part else 1.0)
+        if is_part:
+            self._accumulation.warn_once(
+                "GradientNoiseScale cannot measure a window in which a gradient comes in several parts, as with reentrant"
+                " checkpointing of modules that share a parameter: use checkpoint(..., use_reentrant=False)."
+            )
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
@@ -221,11 +225,6 @@ class GradientNoiseScale(Callback):
 
     def _measure(self, strategy: Engine, accumulation: Accumulation, optimizer: Optimizer) -> None:
         """Estimate S and |G|^2 from the window that has just ended. On all ranks together."""
-        if self._has_parts:
-            accumulation.warn_once(
-                "GradientNoiseScale cannot measure a window in which a gradient comes in several parts, as with reentrant"
-                " checkpointing of modules that share a parameter: use checkpoint(..., use_reentrant=False)."
-            )
         if accumulation.plan is not None and accumulation.plan.order is not None:
             accumulation.warn_once(
                 "GradientNoiseScale takes micro-batches for random parts of the data, but these are sorted by length: where"
@@ -234,7 +233,6 @@ class GradientNoiseScale(Callback):
         window, ranks, closed, scale = accumulation.window, accumulation.ranks, accumulation.closed, strategy.loss_scale()
         assert closed is not None
         own = torch.stack([torch.zeros(6, dtype=window.dtype, device=window.device), *self._micro_batches]).sum(0)
-        own[0] += math.nan if self._has_parts and self._micro_batches else 0.0
         gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
         # each rank has its shard, or the whole, which then counts once for each
         norms = (_norm_of(g) / (1 if isinstance(g, DTensor) else math.sqrt(ranks.size)) for g in gradients)
