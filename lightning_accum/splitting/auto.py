@@ -214,9 +214,3 @@ class RetriedSplitting(Splitting):
                 f" memory ({seen}). The batch runs again in micro-batches of {rows}."
             )
             self.plan = self._planned(self.plan.batch)
-
-    @override
-    def _planned(self, batch: Any) -> Plan:
-        plan = super()._planned(batch)
-        plan.is_whole = False  # a container of its own each time: `batch.pop("labels")` must not be felt in the next attempt
-        return plan

@@ -51,8 +51,8 @@ class FewRows:
             raise CannotCheckError(f"{shared} has no entry for each of the {layout.size} rows, and may have several")
         self.kept = layout.take(list(range(min(layout.size, MOST_ROWS))))
         if before and layout.size < MOST_ROWS:
-            with suppress(JoiningError, UnsplittableBatchError):
-                layout = Layout.read(join([self.kept, *reversed(before)], layout.kinds)[0], layout.kinds)
+            with suppress(CannotCheckError):
+                layout = _joined([self.kept, *reversed(before)], layout)
         self._layout, self.number = layout, layout.size
         self.at_once = max(self.of_batch, self.number - self.of_batch)
 
@@ -69,10 +69,7 @@ class FewRows:
             CannotCheckError: they are of different kinds.
         """
         found, own = copy(self), min(self.of_batch, MOST_ROWS)
-        try:
-            joined = Layout.read(join([self.kept, others.kept], self._own.kinds)[0], self._own.kinds)
-        except (JoiningError, UnsplittableBatchError) as error:
-            raise CannotCheckError("the rows of two batches cannot be joined") from error
+        joined = _joined([self.kept, others.kept], self._own)
         order = sorted(range(joined.size), key=lambda row: (row if row < own else row - own, row >= own))[:MOST_ROWS]
         found._layout = Layout.read(joined.take(order), joined.kinds)
         found.of_others = [place for place, row in enumerate(order) if row >= own]
@@ -105,6 +102,13 @@ class FewRows:
         half = min(number // 2, 4)
         first, second = ([*range(half)], [*range(half, 2 * half)]) if half > 1 else ([0, 1], [1, 1])
         return partial(self.take, first), partial(self.take, second)
+
+
+def _joined(batches: Sequence[Any], layout: Layout) -> Layout:
+    try:
+        return Layout.read(join(batches, layout.kinds)[0], layout.kinds)
+    except (JoiningError, UnsplittableBatchError) as error:
+        raise CannotCheckError("the rows of two batches cannot be joined") from error
 
 
 class SplitRows:

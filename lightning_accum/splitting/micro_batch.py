@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.errors import ArgumentError, UnsplittableBatchError
+from lightning_accum.splitting.lengths import is_whole
 from lightning_accum.splitting.rows import Part, read_parts
 
 
@@ -236,7 +237,7 @@ def layout_of_samples(
             continue
         if known.get(path) == "tensor" or (tables or {}).get(path, size) != size:
             found = f"{missing}, unlike in the batch before: what changes with the batch is no table that samples share"
-        elif not samples and _is_whole(tensor) and path not in known:
+        elif not samples and is_whole(tensor) and path not in known:
             found = missing
     if found is not None:
         raise UnsplittableBatchError.because(found)
@@ -246,7 +247,7 @@ def layout_of_samples(
 def may_be_one_sample(layout: Layout) -> bool:
     """Whether what was found to be rows may be the parts of the only sample: all have its number, and something is there once."""
     is_alone = any(tensor.dim() > 0 and tensor.shape[0] == 1 for tensor in layout.shared_tensors.values())
-    numbers = (t for t in layout.tensors.values() if t.dim() == 1 and _is_whole(t) and t.dtype != torch.bool)
+    numbers = (t for t in layout.tensors.values() if t.dim() == 1 and is_whole(t) and t.dtype != torch.bool)
     return is_alone and layout.size > 1 and any(not t.any() for t in numbers)
 
 
@@ -255,7 +256,7 @@ def may_belong_to_rows(layout: Layout, known: Mapping[str, str]) -> str | None:
     columns = _columns(layout)
     for path, tensor in layout.shared_tensors.items():
         is_explained = path in known or tensor.shape[0] <= 1 or columns.issuperset(tensor.shape)
-        if not is_explained and (_is_whole(tensor) or (layout.size > 1 and tensor.shape[0] % layout.size == 0)):
+        if not is_explained and (is_whole(tensor) or (layout.size > 1 and tensor.shape[0] % layout.size == 0)):
             return _shape(path, tensor)
     return None
 
@@ -278,7 +279,7 @@ def _packing(layout: Layout, samples: Collection[int]) -> str | None:
         return None
     both = {**layout.tensors, **layout.shared_tensors}
     for path, numbers in both.items():
-        if numbers.dim() != 1 or not _is_whole(numbers) or numbers.dtype == torch.bool or len(numbers) < 2:
+        if numbers.dim() != 1 or not is_whole(numbers) or numbers.dtype == torch.bool or len(numbers) < 2:
             continue
         others = layout.tensors if path in layout.shared_tensors else layout.shared_tensors
         ends = {t.shape[1] if t.shape[0] == 1 and t.dim() > 1 else t.shape[0] for t in others.values()}
@@ -289,11 +290,6 @@ def _packing(layout: Layout, samples: Collection[int]) -> str | None:
         if (is_sorted and last in ends and last != len(numbers)) or are_lengths or (is_index and layout.size not in samples):
             return f"{_shape(path, numbers)} says that samples lie end to end"
     return None
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether it holds whole numbers or bools."""
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _shape(path: str, tensor: Tensor) -> str:

@@ -164,7 +164,8 @@ class Planner:
             shared = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in layout.shared_tensors.items())
             order_of = ["longest rows first, trimmed to the longest of each"] if spans else []
             self._description = ", ".join([*order_of, f"all of them share {shared}"] if shared else order_of)
-        is_whole = len(pieces) == 1 and not pieces[0].columns
+        # else in a container of its own each time: `batch.pop("labels")` must not be felt where the batch runs again
+        is_whole = len(pieces) == 1 and not pieces[0].columns and self.size != "auto"
         tensors = [*layout.tensors.values(), *layout.shared_tensors.values()]
         return Plan(batch, pieces, lambda piece: layout.taken(piece.selector), order, is_whole, tensors)
 
@@ -281,7 +282,7 @@ class Splitting:
         """With ``"auto"``, the samples in the largest micro-batch of the last batch."""
         self._rows_of_whole: int | None = None
         # what is logged in a split batch is reduced over ranks at its end, so in one that is not split it has to be, too
-        self._may_be_whole = not (has_ranks or planner.size == "auto")
+        self._may_be_whole = not has_ranks
         self._proof: Proof = lambda padded, trimmed: None
 
     def begin_epoch(self) -> None:
