@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -181,7 +182,7 @@ def rebuilt(part: Part, taken: Callable[[Part], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return with_entries(value, [inside.get(index, entry) for index, entry in enumerate(value)]) if inside else copy.copy(value)
     made = copy.copy(value)
-    if part.parts and part.parts[0].is_attribute:
+    if not isinstance(value, (dict, UserDict)):
         for name, entry in inside.items():
             object.__setattr__(made, name, entry)  # also where the class is frozen
         return made

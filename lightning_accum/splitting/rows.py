@@ -30,7 +30,6 @@ class Part:
     value: Any
     key: Any = None
     """Where it is in the part around it: a key, an index, or the name of an attribute."""
-    is_attribute: bool = False
     size: int | None = None
     """Of dimension 0 of a tensor, or the length of a list."""
     problem: str = ""
@@ -97,8 +96,8 @@ def read_parts(batch: Any, known: Mapping[str, str], samples: Collection[int] = 
     return root, size, list(_set_kinds(root, root, size, known))
 
 
-def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = False) -> Part:
-    part = Part(path or "batch", value, key, is_attribute)
+def _parse(value: Any, path: str = "", key: Any = None) -> Part:
+    part = Part(path or "batch", value, key)
     if isinstance(value, Tensor):
         if value.is_nested or value.layout is not torch.strided:
             part.problem = "nested" if value.is_nested else f"of the layout {value.layout}"
@@ -113,7 +112,7 @@ def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = Fal
         if not (hasattr(value, "_fields") or hasattr(value, "n_fields")):  # a named tuple, what torch.max returns
             part.size = len(value)
     elif _is_record(value):
-        part.parts = _parse_all(((f.name, getattr(value, f.name)) for f in dataclasses.fields(value)), path, are_attributes=True)
+        part.parts = _parse_all(((f.name, getattr(value, f.name)) for f in dataclasses.fields(value)), path)
     elif not isinstance(value, type) and (
         isinstance(value, Iterator) or hasattr(value, "to") or bool(getattr(value, "shape", ())) or holds_tensors(value, depth=4)
     ):
@@ -121,13 +120,13 @@ def _parse(value: Any, path: str = "", key: Any = None, is_attribute: bool = Fal
     return part
 
 
-def _parse_all(entries: Iterable[tuple[Any, Any]], path: str, are_attributes: bool = False) -> list[Part]:
+def _parse_all(entries: Iterable[tuple[Any, Any]], path: str) -> list[Part]:
     parts = []
     for key, value in entries:
         if type(value) not in _PLAIN:
             is_name = isinstance(key, str) and key.isidentifier()
             step = (f".{key}" if path else key) if is_name else f"[{key!r}]"
-            parts.append(_parse(value, path + step, key, are_attributes))
+            parts.append(_parse(value, path + step, key))
     return parts
 
 

@@ -99,6 +99,7 @@ CONTAINERS: dict[str, Callable[[slice], Any]] = {
     "an OrderedDict": lambda s: OrderedDict(y=Y[s], x=X[s]),
     "a defaultdict": lambda s: defaultdict(list, x=X[s]),
     "a BatchEncoding": lambda s: pytest.importorskip("transformers").BatchEncoding({"input_ids": X[s]}),
+    "a ModelOutput": lambda s: pytest.importorskip("transformers.modeling_outputs").CausalLMOutput(logits=X[s]),
     "a named tuple": lambda s: Pair(X[s], (Y[s], NAMES[s])),
     "a collections.namedtuple": lambda s: Triple(X[s], Y[s], NAMES[s]),
     "a dataclass": lambda s: Record(X[s], NAMES[s]),
